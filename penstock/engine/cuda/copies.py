@@ -66,8 +66,8 @@ class CudaCopyStream:
 class BlockCopier:
     """Copies KV blocks between the pool on a GPU and host memory. `buffers` [n, block elements] is pinned."""
 
-    def __init__(self, lane: CopyQueue, buffers: Tensor) -> None:
-        self._lane, self._buffers = lane, buffers
+    def __init__(self, copy_queue: CopyQueue, buffers: Tensor) -> None:
+        self._copy_queue, self._buffers = copy_queue, buffers
         self._bytes = buffers.view(torch.uint8).numpy()
         self._marks: list[CopyEvent | None] = [None] * len(buffers)
         self._last = -1
@@ -84,9 +84,9 @@ class BlockCopier:
         """
         index = self._wait_for_buffer()
         self._bytes[index] = np.frombuffer(payload, dtype=np.uint8)
-        self._lane.wait_for_compute()
-        self._marks[index] = self._lane.enqueue_copy(block, self._buffers[index])
-        self._lane.block_compute()
+        self._copy_queue.wait_for_compute()
+        self._marks[index] = self._copy_queue.enqueue_copy(block, self._buffers[index])
+        self._copy_queue.block_compute()
 
     def allocate_rows(self, count: int) -> Tensor:
         """Return memory for `upload_row`: [count, block elements], pinned like the buffers."""
@@ -95,15 +95,15 @@ class BlockCopier:
 
     def upload_row(self, block: Tensor, row: Tensor) -> None:
         """Fill a block of the pool from a row of `allocate_rows`, which must not be written any more."""
-        self._lane.wait_for_compute()
-        self._lane.enqueue_copy(block, row)
-        self._lane.block_compute()
+        self._copy_queue.wait_for_compute()
+        self._copy_queue.enqueue_copy(block, row)
+        self._copy_queue.block_compute()
 
     def read_block(self, block: Tensor) -> Tensor:
         """Return a copy of a block in ordinary memory, as the work queued now leaves it."""
         index = self._wait_for_buffer()
-        self._lane.wait_for_compute()
-        self._lane.enqueue_copy(self._buffers[index], block).synchronize()
+        self._copy_queue.wait_for_compute()
+        self._copy_queue.enqueue_copy(self._buffers[index], block).synchronize()
         return self._buffers[index].clone()
 
     def _wait_for_buffer(self) -> int:
