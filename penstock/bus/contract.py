@@ -139,7 +139,7 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll`, `retire` and `close` belong to one thread; `settle`, `held`, `holds`, `waiting` and `parts` to any.
+    `poll`, `stop_consuming` and `close` belong to one thread; any thread may call the other methods.
     """
 
     @property

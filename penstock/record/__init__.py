@@ -1,6 +1,6 @@
 """The record of a request in Redis: who holds it, which job settles it, and everything it has said.
 
-`Record` is the workers' side (claim, append, finish, …), `Session` says that a worker lives, `Log` is for readers.
+`Record` is the workers' side (claim, append, finish, …), `Session` says that a worker lives, `TokenLog` is for readers.
 Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 

@@ -21,7 +21,7 @@ class ScriptConnection:
         connection.send_packed_command([packed], check_health=False)
 
     def read_reply(self) -> Any:
-        """The next reply. Raises as `send` does, or `redis.ResponseError` when the reply is an error."""
+        """The next reply. Raises as `send_commands` does, or `redis.ResponseError` when the reply is an error."""
         if self._connection is None:
             raise redis.ConnectionError("the connection was closed with replies outstanding")
         return self._connection.read_response()
@@ -31,7 +31,7 @@ class ScriptConnection:
         return self._connection is None or bool(self._connection.can_read(timeout_s))
 
     def close(self) -> None:
-        """Drop the connection; the next `send` opens it anew."""
+        """Drop the connection; the next `send_commands` opens it anew."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()

@@ -78,7 +78,7 @@ class _Server:
         self.is_away, self.reason = False, ""
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
-        """Send tokens on their way."""
+        """Send tokens to their logs."""
         self._num_sent += len(entries)
         self.call_or_default(partial(self.record.send_tokens, entries), None)
 
@@ -144,7 +144,7 @@ class _SpreadRecord(Record):
         return left
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
-        """As `Record.take`. Each call begins with another server."""
+        """As `Record.take_over_free`. Each call begins with another server."""
         taken: list[TakenOver] = []
         servers = list(zip(self.servers.parts, session.split(ID_SEPARATOR), strict=True))
         self._turn = (self._turn + 1) % len(servers)
@@ -161,7 +161,7 @@ class _SpreadRecord(Record):
         self._sent_to += [self.servers[claim.id] for claim, _ in entries]
 
     def collect_outcomes(self) -> list[AppendOutcome]:
-        """As `Record.collect`, but never raises for an outage."""
+        """As `Record.collect_outcomes`, but never raises for an outage."""
         sent_to, self._sent_to = self._sent_to, []
         outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
         return [next(outcomes[server.name]) for server in sent_to]
@@ -319,7 +319,7 @@ class Sessions:
         return self._sessions.parts[0].adopted_partitions
 
     def add_claim(self, claim: Claim) -> None:
-        """Tell what happens to this claim from now on."""
+        """Watch a claim: `collect_events` returns what happens to it."""
         self._sessions[claim.id].add_claim(claim)
 
     def remove_claim(self, claim: Claim) -> None:
@@ -327,7 +327,7 @@ class Sessions:
         self._sessions[claim.id].remove_claim(claim)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
-        """As `Session.news`, of all servers; claims of one that is away are lost."""
+        """As `Session.collect_events`, of all servers; claims of one that is away are lost."""
         return [one for session in self._sessions.parts for one in session.collect_events()]
 
     def stop(self) -> None:

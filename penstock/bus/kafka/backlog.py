@@ -41,7 +41,7 @@ class GroupLag:
 def count_unsettled_messages(
     admin: AdminClient, group: CommittedOffsets, partitions: list[Partition]
 ) -> dict[Partition, int]:
-    """How many messages of each partition a group has still to settle. Raises as `Backlog.unsettled`."""
+    """How many messages of each partition a group has still to settle. Raises as `GroupLag.count_unsettled`."""
     level, found = IsolationLevel.READ_COMMITTED, dict[Partition, int]()
     commits = group.read_offsets(partitions)
     fresh = [partition for partition in partitions if commits[partition][0] < 0]

@@ -93,7 +93,7 @@ class KafkaBus(KafkaClientFactory):
         return [topic for topic in self.pipeline.all_topics() if topic not in known]
 
     def count_old_retries(self) -> int:
-        """What an older version left, see `kafka_upgrade`."""
+        """What an older version left, see `penstock.bus.kafka.upgrade`."""
         with bus_errors():
             return count_old_retries(self)
 
@@ -111,7 +111,7 @@ class KafkaBus(KafkaClientFactory):
         return KafkaMember(self, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:
-        """How far each stage's group is behind, see `kafka_backlog`."""
+        """How far each stage's group is behind, see `GroupLag`."""
         with self._lock:
             self._backlog = self._backlog or GroupLag(self.pipeline, self.clients)
         with bus_errors():
@@ -226,7 +226,7 @@ class KafkaPublisher:
         self._reports.start()
 
     def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Hand the messages to the producer; see `contract.Publisher.send`."""
+        """Hand the messages to the producer; see `contract.Publisher.send_messages`."""
         return [self._send_message(message) for message in messages]
 
     def publish(self, messages: Sequence[Outgoing]) -> None:

@@ -35,7 +35,7 @@ class OffsetCommitter:
         return not self._under_way and now_s >= self._next_s
 
     def send_commits(self, consumer: Consumer, commits: Sequence[Commit], epochs: dict[Partition, int]) -> None:
-        """Send commits on their way; `answered` has what becomes of them."""
+        """Send commits on their way; `note_answer` takes what becomes of them."""
         if not commits:
             return
         self._under_way.append(commits)

@@ -45,7 +45,7 @@ class KafkaFollower:
             raise
 
     def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
-        """The next messages; see `contract.Follower.read`."""
+        """The next messages; see `contract.Follower.read_messages`."""
         found: list[FollowedMessage] = []
         with bus_errors():
             if time.monotonic() > self._looked_at + PARTITION_REFRESH_S:

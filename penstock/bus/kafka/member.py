@@ -117,7 +117,7 @@ class KafkaMember:
 
     @property
     def current_problem(self) -> str:
-        """Why this member does not do its part now; see `contract.Member.trouble`."""
+        """Why this member does not do its part now; see `contract.Member.current_problem`."""
         return self._away or self._describe_stall() or next(iter(self._refused.values()), "")
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
@@ -339,7 +339,7 @@ class KafkaMember:
             del self._consumer
 
     def _note_message(self, message: Message) -> None:
-        """What a message, or an error in its place, says of its partition; the message itself is for `_arrived`."""
+        """Note what a message, or an error in its place, tells of its partition. `_buffer_message` takes it."""
         partition = message.topic() or "", message.partition() or 0
         self._progress.note_message(partition, self._turned_at)
         error = message.error()

@@ -36,7 +36,9 @@ class StartPosition(NamedTuple):
 
 
 class PositionLookup:
-    """Where partitions are to be begun, and where they end. One thread calls `ask` again and again, another the rest.
+    """Looks up where partitions have to begin, and where they end.
+
+    One thread calls `answer_requests` again and again, another one calls the other methods.
 
     The consumer is in no group, and reads what is committed: a commit that a dead member's open transaction may still
     change has no answer before that transaction ends.

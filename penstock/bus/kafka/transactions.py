@@ -71,7 +71,7 @@ class Transactions:
     def run_transaction(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
         """One transaction: `KafkaMember.settle` numbers its steps.
 
-        Raises `GroupMoved`, `MemberFenced`, or `KafkaException`; after the last, `clear_doubt` before the next.
+        Raises `GroupRebalanced`, `MemberFenced`, or `KafkaException`; after the last, `clear_doubt` before the next.
         """
         try:
             self._producer.begin_transaction()

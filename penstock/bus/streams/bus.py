@@ -162,7 +162,7 @@ class StreamsFollower:
         self._client = connect_client(bus.url)
 
     def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
-        """The next messages; see `contract.Follower.read`."""
+        """The next messages; see `contract.Follower.read_messages`."""
         found: list[FollowedMessage] = []
         end = time.monotonic() + timeout_s
         while not found:
@@ -196,7 +196,7 @@ class StreamsPublisher:
         self._client = connect_client(bus.url, PUBLISH_TIMEOUT_S)
 
     def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Add the messages in one round trip; see `contract.Publisher.send`."""
+        """Add the messages in one round trip; see `contract.Publisher.send_messages`."""
         sent = [create_started_future() for _ in messages]
         replies: Iterator[Any]
         try:
