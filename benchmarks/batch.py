@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-from benchmarks.common import Arguments, arguments, machine, report
+from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.processes import Child, start_child
@@ -28,8 +29,8 @@ from penstock.waiting import wait_until
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 PROMPTS = ("In the beginning", "And the king said", "The words of the wise", "And it came to pass")
 MAX_TOKENS = 4
-KILLS = 3
-PATIENCE_S = 3600.0
+NUM_KILLS = 3
+BATCH_TIMEOUT_S = 3600.0
 
 
 def write_rows(path: Path, count: int) -> None:
@@ -40,15 +41,15 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def start(stack: Stack, folder: Path) -> Child:
+def start_batch(stack: Stack, folder: Path) -> Child:
     where = {"PENSTOCK_PIPELINE": stack.addresses.pipeline, "PENSTOCK_STREAM_URL": stack.addresses.stream_url}
     command = [sys.executable, "-m", "penstock.cli.main", "batch", "run", "in.jsonl", "-o", "out.jsonl"]
     environment = {**os.environ, **where}
     return start_child(command, name="batch run", log=folder / "log", environment=environment, directory=folder)
 
 
-def finished(folder: Path) -> int:
-    """Rows that the journal has."""
+def count_finished(folder: Path) -> int:
+    """Return how many rows the journal has."""
     path = folder / "out.jsonl.journal"
     whole = (
         [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.exists() else []
@@ -57,27 +58,32 @@ def finished(folder: Path) -> int:
     return sum(len(entry.get("ok", ())) + len(entry.get("failed", ())) for entry in entries)
 
 
-def killed_and_gone_on(stack: Stack, folder: Path, count: int) -> int:
-    """Work the file off; returns how often it was killed while it ran."""
+def _has_rows_or_ended(child: Child, folder: Path, count: int) -> bool:
+    return count_finished(folder) >= count or not child.is_alive()
+
+
+def run_with_kills(stack: Stack, folder: Path, count: int) -> int:
+    """Run the batch to its end; return how often it was killed while it ran."""
     kills = 0
-    for kill in range(1, KILLS + 1):
-        child, goal = start(stack, folder), count * kill // (KILLS + 1)
-        wait_until(lambda: finished(folder) >= goal or not child.is_alive(), PATIENCE_S, f"{goal} rows", every_s=0.2)  # noqa: B023
+    for kill in range(1, NUM_KILLS + 1):
+        child, goal = start_batch(stack, folder), count * kill // (NUM_KILLS + 1)
+        is_enough = partial(_has_rows_or_ended, child, folder, goal)
+        wait_until(is_enough, BATCH_TIMEOUT_S, f"{goal} rows", every_s=0.2)
         kills += child.is_alive()
         child.kill()
-        print(f"killed with {finished(folder):,} of {count:,} rows in the journal")
-    last = start(stack, folder)
-    if last.wait(PATIENCE_S) not in (0, 1):
+        print(f"killed with {count_finished(folder):,} of {count:,} rows in the journal")
+    last = start_batch(stack, folder)
+    if last.wait(BATCH_TIMEOUT_S) not in (0, 1):
         raise RuntimeError(last.read_log_tail())
     return kills
 
 
-def rows_of(path: Path) -> list[str]:
+def read_row_ids(path: Path) -> list[str]:
     return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def asked_twice(stack: Stack, folder: Path) -> int:
-    """Requests that have more than one result."""
+def count_repeated(stack: Stack, folder: Path) -> int:
+    """Return how many requests have more than one result."""
     run = json.loads((folder / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
     bus = connect_bus(stack.addresses, BusSettings())
     results = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
@@ -86,7 +92,7 @@ def asked_twice(stack: Stack, folder: Path) -> int:
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Run and count; returns the figures."""
+    """Run and count; return the figures."""
     count = 1000 if given.quick else 10_000
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as name:
         folder = Path(name)
@@ -94,12 +100,12 @@ def run(given: Arguments) -> dict[str, float]:
         with Stack(folder / "stack", pipeline="batch", environment=ENVIRONMENT) as stack:
             stack.wait_until_ready(600)
             begun_s = time.monotonic()
-            kills = killed_and_gone_on(stack, folder, count)
+            kills = run_with_kills(stack, folder, count)
             took_s = time.monotonic() - begun_s
-            repeated = asked_twice(stack, folder)
-        failed = rows_of(folder / "out.errors.jsonl")
-        found = Counter([*rows_of(folder / "out.jsonl"), *failed])
-    print(f"\n{machine()}; {count:,} rows of {MAX_TOKENS} tokens in {took_s:.0f} s, {kills} kills among them")
+            repeated = count_repeated(stack, folder)
+        failed = read_row_ids(folder / "out.errors.jsonl")
+        found = Counter([*read_row_ids(folder / "out.jsonl"), *failed])
+    print(f"\n{describe_machine()}; {count:,} rows of {MAX_TOKENS} tokens in {took_s:.0f} s, {kills} kills among them")
     return {
         "batch_lines": count,
         "batch_results": len(found),
@@ -113,8 +119,8 @@ def run(given: Arguments) -> dict[str, float]:
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

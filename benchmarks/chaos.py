@@ -34,7 +34,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from benchmarks.chaos_flushes import flush_often
-from benchmarks.common import Arguments, machine, report
+from benchmarks.common import Arguments, describe_machine, report_figures
 from penstock.names import STAGES, Stage
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
@@ -44,10 +44,10 @@ from sim.chaos.runner import ChaosRound, Outcome, Progress, run_round
 from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-KILLS_A_ROUND = 125
-SECONDS_A_ROUND = {"embedded": 200.0, "kafka": 300.0}
-"""A round ends then, however many kills there were."""
-WHAT = {
+KILLS_PER_ROUND = 125
+MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
+"""The longest time of a round, however few kills there were."""
+FAULT_NAMES = {
     "cut": "connections cut",
     "hang": "connections hung",
     "slow": "connections slowed",
@@ -63,96 +63,99 @@ WHAT = {
     "leader": "the broker that leads most was killed",
     "failover": "the master was killed",
 }
-TOLD = {
+FAULT_FIGURES = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
     "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
 }  # fmt: skip
-"""Mishaps, as `--json` calls them."""
-MOST_S = 52 * 60
-"""No new round begins later, so that it is all over within an hour."""
+"""Names of faults in `--json`."""
+MAX_START_S = 52 * 60
+"""No new round begins later, so that the run ends within an hour."""
 
 
 @dataclass
-class Sum:
-    """What came of it all."""
+class ChaosTotal:
+    """The outcome of all rounds."""
 
-    toll: FaultCounts = field(default_factory=FaultCounts)
+    counts: FaultCounts = field(default_factory=FaultCounts)
     findings: list[Finding] = field(default_factory=list)
     recoveries: dict[tuple[Stage, Bus], Recovery] = field(default_factory=dict)
-    requests: int = 0
-    rounds: int = 0
+    num_requests: int = 0
+    num_rounds: int = 0
 
     @property
-    def kills(self) -> int:
-        """Of all processes, at any step."""
-        return self.toll.kills.total()
+    def num_kills(self) -> int:
+        """Kills of all processes, at any step."""
+        return self.counts.kills.total()
 
-    def add(self, outcome: Outcome) -> None:
-        """Another round."""
-        self.toll.kills += outcome.counts.kills
-        self.toll.pauses += outcome.counts.pauses
-        self.toll.faults += outcome.counts.faults
-        self.toll.crashes += outcome.counts.crashes
+    def add_round(self, outcome: Outcome) -> None:
+        """Add the outcome of a round."""
+        self.counts.kills += outcome.counts.kills
+        self.counts.pauses += outcome.counts.pauses
+        self.counts.faults += outcome.counts.faults
+        self.counts.crashes += outcome.counts.crashes
         self.findings += outcome.findings
-        self.requests += outcome.requests
-        self.rounds += 1
+        self.num_requests += outcome.requests
+        self.num_rounds += 1
 
-    def figures(self) -> dict[str, float]:
-        """For `--json`."""
-        figures: dict[str, float] = {"kills": self.kills, **count_by_kind(self.findings)}
+    def make_figures(self) -> dict[str, float]:
+        """Return the figures for `--json`."""
+        figures: dict[str, float] = {"kills": self.num_kills, **count_by_kind(self.findings)}
         for (stage, bus), found in self.recoveries.items():
             # Decode's are known by the shorter names, too.
             for whose in (f"{stage}_{bus}", *([bus] if stage == "decode" else [])):
                 figures[f"recovery_s_p50_{whose}"] = found.compute_quantile(0.5)
                 figures[f"recovery_s_p99_{whose}"] = found.compute_quantile(0.99)
         return figures | {
-            "requests": self.requests,
-            "pauses": self.toll.pauses.total(),
-            "clock_steps": sum(count for (_, what), count in self.toll.faults.items() if what == "clock"),
-            "disks_full": self.toll.faults["disk", "full"],
-            **{name: sum(n for (_, what), n in self.toll.faults.items() if what == one) for one, name in TOLD.items()},
-            "fell": len(self.toll.crashes),
-            "rounds": self.rounds,
+            "requests": self.num_requests,
+            "pauses": self.counts.pauses.total(),
+            "clock_steps": sum(count for (_, what), count in self.counts.faults.items() if what == "clock"),
+            "disks_full": self.counts.faults["disk", "full"],
+            **{
+                name: sum(n for (_, what), n in self.counts.faults.items() if what == one)
+                for one, name in FAULT_FIGURES.items()
+            },
+            "fell": len(self.counts.crashes),
+            "rounds": self.num_rounds,
         }
 
 
-def chaos(directory: Path, given: "Options") -> Sum:
-    """Measure recovery, then go through rounds until there were so many kills."""
-    total, begun, fork_server = Sum(), time.monotonic(), ForkServer(directory)
-    plans = _plans(given)
+def run_chaos(directory: Path, given: "Options") -> ChaosTotal:
+    """Measure recovery, then run rounds until there were enough kills."""
+    total, begun, fork_server = ChaosTotal(), time.monotonic(), ForkServer(directory)
+    plans = _plan_rounds(given)
     try:
         with contextlib.ExitStack() as waiting:
-            _recover(total, directory, fork_server, given, waiting)
-            while total.rounds < 2:
-                _round(total, next(plans), directory, fork_server, given)
+            _measure_recoveries(total, directory, fork_server, given, waiting)
+            while total.num_rounds < 2:
+                _run_one_round(total, next(plans), directory, fork_server, given)
         for (stage, bus), found in total.recoveries.items():
             total.findings += found.findings
-            _tell(f"recovery of {stage}, {bus}", found.findings)
-        while not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S:
-            _round(total, next(plans), directory, fork_server, given)
+            _print_findings(f"recovery of {stage}, {bus}", found.findings)
+        while not given.quick and total.num_kills < given.kills and time.monotonic() - begun < MAX_START_S:
+            _run_one_round(total, next(plans), directory, fork_server, given)
     finally:
         fork_server.close()
     return total
 
 
-def flush(directory: Path, given: "Options") -> dict[str, float]:
-    """Nothing but flushes of Redis."""
+def run_flushes(directory: Path, given: "Options") -> dict[str, float]:
+    """Run with flushes of Redis as the only fault."""
     fork_server = ForkServer(directory)
     try:
-        with telling("flushes", Sum(), given) as tell:
+        with show_progress("flushes", ChaosTotal(), given) as tell:
             return flush_often(directory / "flushes", fork_server, given.seed, given.flushes, tell)
     finally:
         fork_server.close()
 
 
-def _recover(
-    total: Sum, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
+def _measure_recoveries(
+    total: ChaosTotal, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
 ) -> None:
-    """Of each stage on each bus; what is not settled yet then is `waiting` for that, while other things are done."""
+    """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
     plans = (RecoveryPlan(1, 4), make_prefill_plan(1)) if given.quick else (RecoveryPlan(3, 10), make_prefill_plan(8))
     for plan, bus in itertools.product(plans, reversed(BUSES)):
         what = f"recovery of {plan.stage}, {bus}"
-        with telling(what, total, given) as tell:
+        with show_progress(what, total, given) as tell:
             made = measure_recovery(bus, directory / f"recovery-{plan.stage}-{bus}", fork_server, plan, tell)
             if plan.stage == "decode":
                 found = waiting.enter_context(made)
@@ -161,70 +164,72 @@ def _recover(
                     pass
         total.recoveries[plan.stage, bus] = found
         print(f"{what}: {format_recovery(found)}", flush=True)
-        total.toll.kills[plan.stage, ANY_TIME] += found.kills
+        total.counts.kills[plan.stage, ANY_TIME] += found.kills
 
 
-def _round(total: Sum, this: ChaosRound, directory: Path, fork_server: ForkServer, given: "Options") -> None:
+def _run_one_round(
+    total: ChaosTotal, this: ChaosRound, directory: Path, fork_server: ForkServer, given: "Options"
+) -> None:
     name = f"{this.bus}, seed {this.seed}"
-    with telling(name, total, given) as tell:
+    with show_progress(name, total, given) as tell:
         outcome = run_round(this, directory / f"{this.bus}-{this.seed}", fork_server, tell)
-    total.add(outcome)
-    _tell(f"{name}: {outcome.counts.kills.total()} kills, {outcome.requests} requests", outcome.findings)
+    total.add_round(outcome)
+    _print_findings(f"{name}: {outcome.counts.kills.total()} kills, {outcome.requests} requests", outcome.findings)
 
 
-def _tell(what: str, findings: list[Finding]) -> None:
+def _print_findings(what: str, findings: list[Finding]) -> None:
     print(f"{what}: {len(findings)} findings", flush=True)
     for finding in findings:
         print(f"    {finding.kind}: {finding.id}: {finding.description}", flush=True)
 
 
-def _plans(given: "Options") -> Iterator[ChaosRound]:
-    """Round after round, on both buses in turn."""
+def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
+    """Yield rounds, on both buses in turn."""
     for number in itertools.count():
         for bus in BUSES:
-            seconds = 6.0 if given.quick else SECONDS_A_ROUND[bus]
+            seconds = 6.0 if given.quick else MAX_ROUND_S[bus]
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
-                given.seed + number, bus, seconds, KILLS_A_ROUND, is_replicated=is_replicated, with_system_faults=True
+                given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated, with_system_faults=True
             )
 
 
 @contextlib.contextmanager
-def telling(what: str, total: Sum, given: "Options") -> Iterator[Progress]:
-    """A bar of all kills, and a line that shows how far it is."""
-    before = total.kills
+def show_progress(what: str, total: ChaosTotal, given: "Options") -> Iterator[Progress]:
+    """Show a bar of all kills, and a line with the current state."""
+    before = total.num_kills
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
     with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(what, total=None if given.quick else given.kills)
         yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
 
 
-def table(toll: FaultCounts) -> Table:
-    """Kills and stops by process and step, those too that nobody came by."""
+def make_kills_table(toll: FaultCounts) -> Table:
+    """Return kills and stops by process and step, including steps that were never reached."""
     made = Table("process", "step", "kills", "stops")
     steps = {(stage, step) for stage in STAGES for bus in BUSES for step in list_failpoints(stage, bus)}
-    for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_in_order):
+    for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
         made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
     return made
 
 
-def faults_table(toll: FaultCounts) -> Table:
-    """What else was done."""
+def make_faults_table(toll: FaultCounts) -> Table:
+    """Return how often each other fault was injected."""
     made = Table("to", "what", "times")
     for (whose, what), count in sorted(toll.faults.items()):
-        made.add_row(whose, WHAT[what], str(count))
+        made.add_row(whose, FAULT_NAMES[what], str(count))
     return made
 
 
-def _in_order(step: tuple[str, str]) -> tuple[str, str]:
+def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
     order = {"prefill": "1", "decode": "2"}
     return order.get(step[0], step[0]), {"settle": "x", "kafka.": "y", ANY_TIME[:6]: "z"}.get(step[1][:6], "") + step[1]
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """What all benchmarks take, the seed of the first rounds, how many kills it should be, or how many flushes."""
+    """The arguments of all benchmarks; the seed of the first rounds, the number of kills, or of flushes."""
 
     seed: int = 1
     kills: int = 1000
@@ -241,14 +246,14 @@ def main() -> None:
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     if given.flushes:
-        report(flush(directory, given), given)
+        report_figures(run_flushes(directory, given), given)
         return
-    total = chaos(directory, given)
-    print(f"\n{machine()}; histories and logs: {directory}")
-    Console().print(table(total.toll), faults_table(total.toll))
-    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.toll.crashes).most_common():
+    total = run_chaos(directory, given)
+    print(f"\n{describe_machine()}; histories and logs: {directory}")
+    Console().print(make_kills_table(total.counts), make_faults_table(total.counts))
+    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.counts.crashes).most_common():
         print(f"fell {count} times: {last_line}")
-    report(total.figures(), given)
+    report_figures(total.make_figures(), given)
 
 
 if __name__ == "__main__":

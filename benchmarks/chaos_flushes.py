@@ -20,15 +20,15 @@ from sim.chaos.history import History, read_history
 from sim.chaos.runner import POLL_S, Progress, record_topics, wait_until_calm
 from sim.chaos.system import ChaosStack, Servers
 
-SIZE = 2, 3
-UNDER_WAY = 24
-PATIENCE_S = 90.0
+NUM_WORKERS = 2, 3
+MAX_OPEN_REQUESTS = 24
+ANSWER_TIMEOUT_S = 90.0
 
 
 def flush_often(
     directory: Path, fork_server: ForkServer, seed: int, flushes: int, progress: Progress
 ) -> dict[str, float]:
-    """Carry it out; return what became of the requests."""
+    """Run the load with flushes; return what became of the requests."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
     prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
@@ -36,15 +36,17 @@ def flush_often(
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, "kafka", SHORT_TIMEOUTS))
         stack = ChaosStack(
-            directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), SIZE
+            directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), NUM_WORKERS
         )
         stack.is_killing = False
         exits.enter_context(stack)
-        clients = exits.enter_context(Clients(history, stack.addresses, _errand, UNDER_WAY, PATIENCE_S))
+        clients = exits.enter_context(
+            Clients(history, stack.addresses, _make_task, MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S)
+        )
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
-        _flush(stack, clients, client, history, random.Random(seed), flushes, progress)
+        _flush_repeatedly(stack, clients, client, history, random.Random(seed), flushes, progress)
         clients.stop_sending()
-        wait_until_calm(stack, clients, PATIENCE_S + 30.0, lambda line: progress(line, 0))
+        wait_until_calm(stack, clients, ANSWER_TIMEOUT_S + 30.0, lambda line: progress(line, 0))
         record_topics(stack, history)
     counts = count_by_kind(check_history(entry for entry in read_history(path) if "reader" not in entry))
     return {
@@ -57,18 +59,18 @@ def flush_often(
     }
 
 
-def _errand(number: int) -> ClientTask:
+def _make_task(number: int) -> ClientTask:
     return make_plain_task(f"f{number}", number, LONG_ANSWER_TOKENS)
 
 
-def _flush(
+def _flush_repeatedly(
     stack: ChaosStack, clients: Clients, client: "redis.Redis", history: History, chance: random.Random, flushes: int,
     progress: Progress,
 ) -> None:  # fmt: skip
-    """Let Redis lose all it has, each time after some requests more were answered, and a moment later."""
+    """Flush Redis repeatedly, each time after some more answers and a moment later."""
     for number in range(flushes):
         done, later_s = clients.num_done + chance.randint(8, 24), time.monotonic() + chance.uniform(0.2, 2.0)
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = time.monotonic() + ANSWER_TIMEOUT_S
         while (clients.num_done < done or time.monotonic() < later_s) and time.monotonic() < until_s:
             stack.restart_dead()
             clients.raise_failure()

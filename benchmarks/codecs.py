@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from rich.progress import track
 
-from benchmarks.common import Arguments, arguments, machine, report
+from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
@@ -31,7 +31,15 @@ from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
-WORDS = ("and the king", "go ye into", "in the beginning", "the shepherd", "of wine and oil", "Israel said", "behold")
+PROMPT_BEGINNINGS = (
+    "and the king",
+    "go ye into",
+    "in the beginning",
+    "the shepherd",
+    "of wine and oil",
+    "Israel said",
+    "behold",
+)
 ELEMENTS: tuple[Element, ...] = ("float32", "bfloat16")
 
 
@@ -39,23 +47,23 @@ ELEMENTS: tuple[Element, ...] = ("float32", "bfloat16")
 class Extent:
     """How much is measured."""
 
-    prompts: int
+    num_prompts: int
     prompt_tokens: int
     answer_tokens: int
-    blocks: int
-    rounds: int
+    num_blocks: int
+    num_rounds: int
 
 
-FULL = Extent(prompts=300, prompt_tokens=200, answer_tokens=64, blocks=400, rounds=7)
-QUICK = Extent(prompts=40, prompt_tokens=120, answer_tokens=32, blocks=100, rounds=3)
+FULL = Extent(num_prompts=300, prompt_tokens=200, answer_tokens=64, num_blocks=400, num_rounds=7)
+QUICK = Extent(num_prompts=40, prompt_tokens=120, answer_tokens=32, num_blocks=100, num_rounds=3)
 
 
 def open_demo(element: Element) -> Engine:
-    """The demo model."""
+    """Open the demo model."""
     return open_engine(EngineSettings(dtype=element, pool_mb=256, max_batch=32))
 
 
-def run(engine: Engine, seqs: Items[Sequence]) -> None:
+def run_sequences(engine: Engine, seqs: Items[Sequence]) -> None:
     """Step until all have their tokens; they stay in the engine."""
     for seq in seqs:
         engine.add_sequence(seq)
@@ -63,67 +71,67 @@ def run(engine: Engine, seqs: Items[Sequence]) -> None:
         engine.step()
 
 
-def texts(engine: Engine, extent: Extent) -> list[list[int]]:
-    """Prompts in the model's own language, of different lengths."""
+def generate_prompts(engine: Engine, extent: Extent) -> list[list[int]]:
+    """Return prompts of different lengths that the model generated itself."""
     rng, seqs = random.Random(20261121), list[Sequence]()
-    for number in range(extent.prompts):
-        words = engine.model.tokenizer.encode(rng.choice(WORDS), add_special_tokens=False)
+    for number in range(extent.num_prompts):
+        words = engine.model.tokenizer.encode(rng.choice(PROMPT_BEGINNINGS), add_special_tokens=False)
         length = rng.randrange(extent.prompt_tokens // 4, extent.prompt_tokens)
         sampling = Sampling(temperature=0.9, top_p=0.95, seed=number)
         seqs.append(Sequence(f"text {number}", words, max_new_tokens=length, sampling=sampling, seed=number))
-    run(engine, seqs)
+    run_sequences(engine, seqs)
     for seq in seqs:
         engine.remove_sequence(seq)
     return [seq.token_ids for seq in seqs]
 
 
-def keys(number: int, length: int, block_size: int) -> list[bytes]:
-    """Names for the full blocks of a prompt that nobody else has."""
+def make_keys(number: int, length: int, block_size: int) -> list[bytes]:
+    """Return keys for the full blocks of a prompt, which no other prompt has."""
     return [number.to_bytes(16) + index.to_bytes(16) for index in range(length // block_size)]
 
 
-class KV:
-    """The prompts' KV, and the token after each, as a prefill engine made them."""
+class PromptKV:
+    """The KV of all prompts, and the token after each, as a prefill engine computed them."""
 
     def __init__(self, engine: Engine, prompts: list[list[int]]) -> None:
-        self.prompts, self.payloads, self.firsts = prompts, list[list[bytes]](), list[int]()
+        self.prompts, self.payloads, self.first_tokens = prompts, list[list[bytes]](), list[int]()
         for number, prompt in enumerate(track(prompts, "prefill")):
             seq = Sequence(f"prompt {number}", prompt, max_new_tokens=1, sampling=GREEDY, seed=0)
-            run(engine, [seq])
+            run_sequences(engine, [seq])
             self.payloads.append(export_blocks(engine, seq))
-            self.firsts.append(seq.output_token_ids[0])
+            self.first_tokens.append(seq.output_token_ids[0])
             engine.remove_sequence(seq)
 
-    def answers(self, engine: Engine, max_new: int, codec: Codec | None) -> list[list[int]]:
-        """What another engine says, given the KV as it is, or as it comes out of the codec."""
+    def generate_answers(self, engine: Engine, max_new: int, codec: Codec | None) -> list[list[int]]:
+        """Return another engine's answers, given the KV as it is, or encoded and decoded by a codec."""
         seqs, at_once = list[Sequence](), engine.settings.max_batch
         for start in range(0, len(self.prompts), at_once):
             batch = [
-                self._answer(engine, number, max_new, codec)
+                self._make_sequence(engine, number, max_new, codec)
                 for number in range(start, min(start + at_once, len(self.prompts)))
             ]
-            run(engine, batch)
+            run_sequences(engine, batch)
             for seq in batch:
                 engine.remove_sequence(seq)
             seqs += batch
         return [seq.output_token_ids for seq in seqs]
 
-    def _answer(self, engine: Engine, number: int, max_new: int, codec: Codec | None) -> Sequence:
-        """A sequence whose prompt's KV the engine has."""
+    def _make_sequence(self, engine: Engine, number: int, max_new: int, codec: Codec | None) -> Sequence:
+        """Return a sequence whose prompt's KV the engine has."""
         prompt, size = self.prompts[number], engine.settings.block_size
-        names = keys(number if codec is None else number + len(self.prompts), len(prompt), size)
+        names = make_keys(number if codec is None else number + len(self.prompts), len(prompt), size)
         seq = Sequence(
             f"answer {number}", prompt, max_new_tokens=max_new, sampling=GREEDY, seed=0,
-            output_token_ids=[self.firsts[number]], block_keys=names,
+            output_token_ids=[self.first_tokens[number]], block_keys=names,
         )  # fmt: skip
         payloads = self.payloads[number]
-        through = payloads if codec is None else [there_and_back(codec, payload) for payload in payloads]
+        through = payloads if codec is None else [encode_and_decode(codec, payload) for payload in payloads]
         assert import_blocks(engine, seq, through) == len(names), "no room for a prompt's KV"
         return seq
 
 
-def there_and_back(codec: Codec, payload: bytes) -> bytes:
-    """What a reader gets."""
+def encode_and_decode(codec: Codec, payload: bytes) -> bytes:
+    """Return a payload as a reader gets it."""
     number, content = codec.encode_payload(memoryview(payload))
     if not number:
         return payload
@@ -132,8 +140,8 @@ def there_and_back(codec: Codec, payload: bytes) -> bytes:
     return bytes(into)
 
 
-def measure(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str, float]:
-    """Ratio, and payload bytes a second each way in GB/s."""
+def measure_codec(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str, float]:
+    """Return the ratio, and the payload bytes per second of each direction in GB/s."""
     total = sum(map(len, payloads))
     into = memoryview(bytearray(len(payloads[0])))
     encoding, decoding = list[float](), list[float]()
@@ -150,8 +158,8 @@ def measure(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str, floa
     return {"kept": kept, "encode_gbs": total / min(encoding) / 1e9, "decode_gbs": total / min(decoding) / 1e9}
 
 
-def flips(raw: Items[list[int]], other: Items[list[int]]) -> dict[str, float]:
-    """How often the first different token comes."""
+def compare_answers(raw: Items[list[int]], other: Items[list[int]]) -> dict[str, float]:
+    """Return how often the first different token comes."""
     num_flipped = num_said = 0
     for one, two in zip(raw, other, strict=True):
         first = next((index for index, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
@@ -160,26 +168,26 @@ def flips(raw: Items[list[int]], other: Items[list[int]]) -> dict[str, float]:
     return {"int8_flips_per_1000_tokens": 1000 * num_flipped / num_said, "int8_flipped_answers": num_flipped / len(raw)}
 
 
-def main(given: Arguments) -> dict[str, float]:
-    """All figures."""
+def run(given: Arguments) -> dict[str, float]:
+    """Measure; return all figures."""
     extent, figures = QUICK if given.quick else FULL, dict[str, float]()
-    print(f"{machine()}; {extent.prompts} prompts of up to {extent.prompt_tokens} tokens")
+    print(f"{describe_machine()}; {extent.num_prompts} prompts of up to {extent.prompt_tokens} tokens")
     for element in ELEMENTS:
         engine = open_demo(element)
         layout = engine.storage.layout
         shape = PayloadShape(element, layout.vector_shapes)
-        kv = KV(engine, texts(engine, extent))
-        payloads = [payload for each in kv.payloads for payload in each[:-1]][: extent.blocks]
+        kv = PromptKV(engine, generate_prompts(engine, extent))
+        payloads = [payload for each in kv.payloads for payload in each[:-1]][: extent.num_blocks]
         for codec in (LosslessCodec(element), Int8Codec(shape)):
-            for name, value in measure(codec, payloads, extent.rounds).items():
+            for name, value in measure_codec(codec, payloads, extent.num_rounds).items():
                 figures[f"{codec.name}_{element}_{name}"] = value
         other = open_demo(element)
-        raw = kv.answers(other, extent.answer_tokens, None)
-        through = kv.answers(other, extent.answer_tokens, Int8Codec(shape))
-        figures |= {f"{name}_{element}": value for name, value in flips(raw, through).items()}
+        raw = kv.generate_answers(other, extent.answer_tokens, None)
+        through = kv.generate_answers(other, extent.answer_tokens, Int8Codec(shape))
+        figures |= {f"{name}_{element}": value for name, value in compare_answers(raw, through).items()}
     return figures
 
 
 if __name__ == "__main__":
-    given = arguments(__doc__)
-    report(main(given), given)
+    given = parse_arguments(__doc__)
+    report_figures(run(given), given)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their arguments, their figures, their plot."""
+"""What all benchmarks share: their arguments, their figures, their plots."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 mpl.use("agg")
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""The directory in memory, where there is one."""
+"""A directory in memory, if the system has one."""
 TIMEOUT_S = 120.0
 """How long an answer may take before a benchmark gives up."""
 
@@ -28,8 +28,8 @@ class Arguments:
     device: str = "cpu"
 
 
-def arguments(description: str, *, with_device: bool = False) -> Arguments:
-    """The command line every benchmark has; some also run on a GPU."""
+def parse_arguments(description: str, *, with_device: bool = False) -> Arguments:
+    """Parse the command line that all benchmarks have; some also run on a GPU."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="two minutes at most; draws no plot")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -38,8 +38,8 @@ def arguments(description: str, *, with_device: bool = False) -> Arguments:
     return Arguments(**vars(parser.parse_args()))
 
 
-def report(figures: Mapping[str, float], given: Arguments) -> None:
-    """Print the figures, and write them where they were asked for."""
+def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
+    """Print the figures, and write them to the file of `--json`."""
     print()
     for name, value in figures.items():
         print(f"{name:40} {value:10.3f}")
@@ -47,17 +47,17 @@ def report(figures: Mapping[str, float], given: Arguments) -> None:
         given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
 
 
-def spread(values: Sequence[float]) -> str:
-    """Median, minimum and maximum in words."""
+def format_spread(values: Sequence[float]) -> str:
+    """Return median, minimum and maximum as text."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
-def machine() -> str:
-    """One line about where this ran."""
+def describe_machine() -> str:
+    """Return a line about the machine."""
     return f"{platform.machine()}, Python {platform.python_version()}"
 
 
-def save(figure: Figure, name: str) -> None:
+def save_plot(figure: Figure, name: str) -> None:
     """Write the plot to docs/plots."""
     PLOTS.mkdir(parents=True, exist_ok=True)
     figure.savefig(PLOTS / f"{name}.png", dpi=110, bbox_inches="tight")

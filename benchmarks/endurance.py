@@ -28,8 +28,8 @@ from pathlib import Path
 import redis
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, machine, report, save
-from benchmarks.watch import Sample, Watch, growth, open_files, resident_mb
+from benchmarks.common import Arguments, describe_machine, report_figures, save_plot
+from benchmarks.watch import Sample, Watch, compute_growth, count_open_files, read_resident_mb
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
@@ -45,12 +45,12 @@ from sim.chaos.system import ChaosStack, Servers
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 SEED = 20261121
-UNDER_WAY = 12
-KEEP_S = 10
-"""What ended can be read so long: much less than the soak takes, so that it can be seen to go."""
-LIFE_S = (2.0, 16.0)
-PATIENCE_S = 90.0
-TITLES = {
+MAX_OPEN_REQUESTS = 12
+RECORD_KEEP_S = 10
+"""How long an ended request can be read: much less than the run, so that its keys are seen to go."""
+WORKER_LIFE_S = (2.0, 16.0)
+ANSWER_TIMEOUT_S = 90.0
+PANEL_TITLES = {
     "memory": "resident memory, MB",
     "files": "open files",
     "keys": "keys in Redis",
@@ -59,50 +59,52 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Endured:
-    """What came of it on one bus."""
+class EnduranceResult:
+    """The outcome on one bus."""
 
     findings: list[Finding]
-    requests: int
-    kills: int
-    fell: list[str]
+    num_requests: int
+    num_kills: int
+    crashes: list[str]
     watch: Watch
     keys_left: float
     lag_left: float
 
-    def figures(self, bus: Bus) -> dict[str, float]:
-        """For `--json`."""
+    def make_figures(self, bus: Bus) -> dict[str, float]:
+        """Return the figures for `--json`."""
         grown = {
-            "rss_growth_mb": max(self.watch.growth("memory").values()),
-            "files_growth": max(self.watch.growth("files").values(), default=0.0),
-            "keys_growth": growth(self.watch.lines["keys"]["Redis"]),
+            "rss_growth_mb": max(self.watch.compute_growth("memory").values()),
+            "files_growth": max(self.watch.compute_growth("files").values(), default=0.0),
+            "keys_growth": compute_growth(self.watch.series["keys"]["Redis"]),
             "keys_left": self.keys_left,
-            "lag_growth": growth(self.watch.lines["lag"]["all topics"]),
+            "lag_growth": compute_growth(self.watch.series["lag"]["all topics"]),
             "lag_left": self.lag_left,
         }
-        told = {"requests": self.requests, "kills": self.kills, "fell": len(self.fell)}
+        told = {"requests": self.num_requests, "kills": self.num_kills, "fell": len(self.crashes)}
         return {
             f"endurance_{name}_{bus}": value for name, value in (told | count_by_kind(self.findings) | grown).items()
         }
 
 
-def fate(worker: WorkerSlot, life: int) -> KillPlan:
-    """The first worker of each stage lives on; the others' lives are short, and some of them are interrupted."""
+def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
+    """Return when to kill a worker. The first worker of each stage is never killed; some others are paused instead."""
     chance = random.Random(f"{SEED}/{worker.name}/{life}")
     if worker.name.endswith("-0"):
         return KillPlan(ANY_TIME, 1, math.inf)
-    return KillPlan(ANY_TIME, 1, chance.uniform(*LIFE_S), chance.choice([2.0, 5.0]) if chance.random() < 0.2 else 0.0)
+    return KillPlan(
+        ANY_TIME, 1, chance.uniform(*WORKER_LIFE_S), chance.choice([2.0, 5.0]) if chance.random() < 0.2 else 0.0
+    )
 
 
-def sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
-    """Those that live on, and what they all share."""
+def make_sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
+    """Return a function that samples the workers that live on, and what all workers share."""
     bus = connect_bus(stack.addresses, BusSettings())
     pids = {w.name: w.child.pid for w in stack.workers if w.name.endswith("-0") and w.child is not None}
 
     def sample() -> Sample:
         return {
-            "memory": resident_mb(pids),
-            "files": open_files(pids),
+            "memory": read_resident_mb(pids),
+            "files": count_open_files(pids),
             "keys": {"Redis": float(client.dbsize())},
             "lag": {"all topics": float(sum(bus.count_unsettled().values()))},
         }
@@ -110,38 +112,45 @@ def sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Calla
     return sample
 
 
-def endure(bus: Bus, minutes: float, directory: Path, fork_server: ForkServer, progress: Progress) -> Endured:
-    """Run, and check."""
+def run_on_bus(
+    bus: Bus, minutes: float, directory: Path, fork_server: ForkServer, progress: Progress
+) -> EnduranceResult:
+    """Run the load on a bus, and check its history."""
     directory.mkdir(parents=True)
     prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
     task = progress.add_task(bus, total=60 * minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
-        settings = {"PENSTOCK_RECORD_KEEP_S": str(KEEP_S)}
-        stack = ChaosStack(directory / "stack", fork_server, history, servers, fate, (2, 2), settings)
+        settings = {"PENSTOCK_RECORD_KEEP_S": str(RECORD_KEEP_S)}
+        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, (2, 2), settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         stack.wait_until_ready(120)
-        sample = sampler(stack, servers, client)
+        sample = make_sampler(stack, servers, client)
         before = sample()
-        with Clients(history, stack.addresses, partial(make_client_task, SEED), UNDER_WAY, PATIENCE_S) as clients:
+        with Clients(
+            history, stack.addresses, partial(make_client_task, SEED), MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S
+        ) as clients:
             with Watch(sample) as watch:
-                _press_on(60 * minutes, stack, clients, lambda s: progress.update(task, completed=s))
+                _run_load(60 * minutes, stack, clients, lambda s: progress.update(task, completed=s))
             clients.stop_sending()
             stack.is_killing = False
             wait_until_calm(
-                stack, clients, PATIENCE_S + 30.0, lambda line: progress.update(task, description=f"{bus}: {line}")
+                stack,
+                clients,
+                ANSWER_TIMEOUT_S + 30.0,
+                lambda line: progress.update(task, description=f"{bus}: {line}"),
             )
-        keys_left, lag_left = _come_to_rest(stack, sample, before)
+        keys_left, lag_left = _wait_until_empty(stack, sample, before)
         record_topics(stack, history)
     kills = sum(stack.counts.kills.values())
     findings = check_history(read_history(history.path))
-    return Endured(findings, clients.num_begun, kills, stack.counts.crashes, watch, keys_left, lag_left)
+    return EnduranceResult(findings, clients.num_begun, kills, stack.counts.crashes, watch, keys_left, lag_left)
 
 
-def _press_on(seconds: float, stack: ChaosStack, clients: Clients, passed: Callable[[float], None]) -> None:
-    """The load itself."""
+def _run_load(seconds: float, stack: ChaosStack, clients: Clients, passed: Callable[[float], None]) -> None:
+    """Keep the load running for some seconds."""
     begun = time.monotonic()
     while (at_s := time.monotonic() - begun) < seconds:
         stack.restart_dead()
@@ -150,8 +159,8 @@ def _press_on(seconds: float, stack: ChaosStack, clients: Clients, passed: Calla
         time.sleep(0.05)
 
 
-def _come_to_rest(stack: ChaosStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
-    """Wait until nothing is left, or it will not go: keys in Redis that were not there before, and messages."""
+def _wait_until_empty(stack: ChaosStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
+    """Wait until no new keys and no messages are left, or the time is over; return how many are left of each."""
 
     def left() -> tuple[float, float]:
         stack.restart_dead()
@@ -159,19 +168,19 @@ def _come_to_rest(stack: ChaosStack, sample: Callable[[], Sample], before: Sampl
         return now["keys"]["Redis"] - before["keys"]["Redis"], now["lag"]["all topics"]
 
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: left() <= (0.0, 0.0), 2 * KEEP_S + 10, "all keys go", every_s=0.5)
+        wait_until(lambda: left() <= (0.0, 0.0), 2 * RECORD_KEEP_S + 10, "all keys go", every_s=0.5)
     return left()
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """What all benchmarks take, and one bus instead of both."""
+    """The arguments of all benchmarks; one bus instead of both."""
 
     bus: Bus = ""
 
 
 def run(given: Options) -> dict[str, float]:
-    """On each bus; prints, draws, and returns the figures."""
+    """Run on each bus, print and draw; return the figures."""
     minutes = 0.15 if given.quick else 20.0
     directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
     figures: dict[str, float] = {"endurance_minutes": minutes}
@@ -179,18 +188,20 @@ def run(given: Options) -> dict[str, float]:
     try:
         for bus in [given.bus] if given.bus else BUSES:
             with Progress(transient=True) as progress:
-                endured = endure(bus, minutes, directory / bus, fork_server, progress)
-            print(f"{bus}: {endured.requests} requests, {endured.kills} kills, {len(endured.findings)} findings")
+                endured = run_on_bus(bus, minutes, directory / bus, fork_server, progress)
+            print(
+                f"{bus}: {endured.num_requests} requests, {endured.num_kills} kills, {len(endured.findings)} findings"
+            )
             for finding in endured.findings:
                 print(f"    {finding.kind}: {finding.id}: {finding.description}")
-            for line in endured.fell:
+            for line in endured.crashes:
                 print(f"    fell: {line[:150]}")
-            figures |= endured.figures(bus)
+            figures |= endured.make_figures(bus)
             if not given.quick:
-                save(endured.watch.draw(TITLES), f"endurance-{bus}")
+                save_plot(endured.watch.draw_plot(PANEL_TITLES), f"endurance-{bus}")
     finally:
         fork_server.close()
-    print(f"\n{machine()}; histories and logs: {directory}")
+    print(f"\n{describe_machine()}; histories and logs: {directory}")
     return figures
 
 
@@ -200,7 +211,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--bus", choices=BUSES, default="", help="on this one alone")
     given = Options(**vars(parser.parse_args()))
-    report(run(given), given)
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

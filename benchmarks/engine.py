@@ -22,18 +22,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, arguments, machine, report, save
-from benchmarks.peers.process import Side, SideFailed, available
+from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.peers.process import Side, SideFailed, is_available
 from benchmarks.peers.rounds import LIMITS, OURS, Results, Rounds
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
-from benchmarks.peers.write import model_directory
+from benchmarks.peers.write import make_model_directory
 
 THREADS = 2
-OTHERS = ("generate", "openvino", "llamacpp", "vllm")
-QUICK_OTHERS = ("generate", "openvino")
-ON_GPU = ("generate",)
+PEERS = ("generate", "openvino", "llamacpp", "vllm")
+QUICK_PEERS = ("generate", "openvino")
+GPU_PEERS = ("generate",)
 POOL_MB = {"small": 1024, "q06": 2048}
 _LOAD_POOL_MB = 64  # a pool as large as the weights would hide a peak
 
@@ -47,49 +47,49 @@ class Extent:
     rounds: int
     rounds_s: float
     """No new round begins after this time."""
-    loads: int
+    num_loads: int
     flip_prompts: int
     flip_new: int
 
 
-FULL = Extent(("small", "q06"), OTHERS, rounds=5, rounds_s=240.0, loads=3, flip_prompts=48, flip_new=48)
-QUICK = Extent(("small",), QUICK_OTHERS, rounds=3, rounds_s=30.0, loads=1, flip_prompts=12, flip_new=32)
+FULL = Extent(("small", "q06"), PEERS, rounds=5, rounds_s=240.0, num_loads=3, flip_prompts=48, flip_new=48)
+QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=30.0, num_loads=1, flip_prompts=12, flip_new=32)
 
 
-def measure(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
-    """All of one shape: the rounds, and the figures that only our engine has."""
-    model = model_directory(shape, DIRECTORY / "models")
+def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
+    """Measure one shape: all rounds, and the figures that only our engine has."""
+    model = make_model_directory(shape, DIRECTORY / "models")
     how: dict[str, Any] = {"threads": THREADS, "pool_mb": POOL_MB[shape.name], "device": device}
-    figures = loads(shape, model, extent.loads, logs, how)
+    figures = measure_loads(shape, model, extent.num_loads, logs, how)
     rounds = Rounds(shape, say=lambda line: print(f"{shape.name} {line}", flush=True))
     try:
         for name in ("limits", OURS, *extent.others):
-            if device != "cpu" and name in OTHERS and name not in ON_GPU:
+            if device != "cpu" and name in PEERS and name not in GPU_PEERS:
                 rounds.say(f"{name}: left out, it is measured on a CPU only")
-            elif available(name):
-                rounds.load(name, model, logs / f"{shape.name}-{name}.log", **how)
+            elif is_available(name):
+                rounds.load_side(name, model, logs / f"{shape.name}-{name}.log", **how)
             else:
                 rounds.say(f"{name}: left out, not installed; python -m benchmarks.peers.setup installs it")
-        rounds.check()
-        rounds.warm()
+        rounds.check_tokens()
+        rounds.warm_up()
         begun_s = time.monotonic()
         for number in range(extent.rounds):
             if number == 0 or time.monotonic() - begun_s < extent.rounds_s:
-                rounds.turn(number)
-        figures |= ours_alone(rounds, extent)
+                rounds.run_round(number)
+        figures |= measure_own_figures(rounds, extent)
     finally:
         rounds.close()
     return rounds.results, figures
 
 
-def ours_alone(rounds: Rounds, extent: Extent) -> dict[str, float]:
-    """Where a step's time goes, and which tokens depend on the batch."""
+def measure_own_figures(rounds: Rounds, extent: Extent) -> dict[str, float]:
+    """Measure where a step's time goes, and which tokens depend on the batch."""
     shape, figures = rounds.shape, {}
-    work = next(cell for cell in CELLS if cell.name == "decode_b32").requests(shape.vocabulary, -2)
+    work = next(cell for cell in CELLS if cell.name == "decode_b32").make_requests(shape.vocabulary, -2)
     shares = [share for _ in range(3) if (share := rounds.ask_ours("outside_share", requests=work)) is not None]
     if shares:
         figures[f"{shape.name}_scheduler_share_b32"] = statistics.median(shares)
-    mixed = next(cell for cell in CELLS if cell.is_mixed).requests(shape.vocabulary, -3)
+    mixed = next(cell for cell in CELLS if cell.is_mixed).make_requests(shape.vocabulary, -3)
     prompts = [prompt for prompt, _ in mixed[: extent.flip_prompts]]
     flips = rounds.ask_ours("flips", prompts=prompts, num_new=extent.flip_new)
     if flips:
@@ -101,8 +101,8 @@ def ours_alone(rounds: Rounds, extent: Extent) -> dict[str, float]:
     return figures
 
 
-def loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]) -> dict[str, float]:
-    """Our engine's start in a fresh process: to reading the file, and its peak of memory to what it keeps."""
+def measure_loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]) -> dict[str, float]:
+    """Measure our engine's start in fresh processes: its time to that of reading the file, and its memory."""
     found: list[dict[str, float]] = []
     for _ in range(times):
         side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, POOL_MB[shape.name])
@@ -126,51 +126,51 @@ def loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]
     }
 
 
-def figures_of(results: Results) -> dict[str, float]:
-    """The ratios to the best of the others, and the shares of the machine's limits."""
+def make_figures(results: Results) -> dict[str, float]:
+    """Return the ratios to the best of the others, and the shares of the machine's limits."""
     shape, figures = results.shape, {}
     for cell in CELLS:
-        if (ratio := results.best_ratio(cell.name)) is not None:
+        if (ratio := results.compute_best_ratio(cell.name)) is not None:
             figures[f"{shape.name}_{cell.name}_vs_best_peer"] = ratio
     # ratio() is ours to a side: tokens by bytes (or operations) a second.
-    if (per_byte := results.ratio("decode_b1", "bandwidth")) is not None:
+    if (per_byte := results.compute_ratio("decode_b1", "bandwidth")) is not None:
         figures[f"{shape.name}_decode_b1_bandwidth_share"] = per_byte * shape.read_bytes
-    if (per_flop := results.ratio("prefill_2048", "gemm")) is not None:
-        figures[f"{shape.name}_prefill_2048_gemm_share"] = per_flop * shape.prefill_flops(2048) / 2048
+    if (per_flop := results.compute_ratio("prefill_2048", "gemm")) is not None:
+        figures[f"{shape.name}_prefill_2048_gemm_share"] = per_flop * shape.count_prefill_flops(2048) / 2048
     return figures
 
 
-def table(results: Results) -> str:
-    """Medians, and in brackets what ours is to them."""
-    lines = [f"\n{results.shape.name:14}" + "".join(f"{side:>18}" for side in results.sides())]
+def format_table(results: Results) -> str:
+    """Return the medians, and in brackets our ratio to each."""
+    lines = [f"\n{results.shape.name:14}" + "".join(f"{side:>18}" for side in results.list_sides())]
     for cell in CELLS:
         line = f"{cell.name:14}"
-        for side in results.sides():
-            value, ratio = results.median(cell.name, side), results.ratio(cell.name, side)
+        for side in results.list_sides():
+            value, ratio = results.compute_median(cell.name, side), results.compute_ratio(cell.name, side)
             text = "-" if value is None else f"{value:,.4g}"
             line += f"{text if ratio is None or side == OURS else f'{text} ({ratio:.2f})':>18}"
         lines.append(line)
-    loads_s = (f"{results.loads[side]['load_s']:.1f}" for side in results.sides())
-    peaks = (f"{results.peaks_mib.get(side, 0):,.0f}" for side in results.sides())
+    loads_s = (f"{results.loads[side]['load_s']:.1f}" for side in results.list_sides())
+    peaks = (f"{results.peaks_mib.get(side, 0):,.0f}" for side in results.list_sides())
     lines.append(f"{'load s':14}" + "".join(f"{text:>18}" for text in loads_s))
     lines.append(f"{'peak MiB':14}" + "".join(f"{text:>18}" for text in peaks))
     for beside, limit in LIMITS.items():
-        if (value := results.median(beside, limit)) is not None:
+        if (value := results.compute_median(beside, limit)) is not None:
             unit, scale = ("GB/s", 1e9) if limit == "bandwidth" else ("TFLOP/s", 1e12)
             lines.append(f"{limit:14}{value / scale:>18.3g} {unit}")
     return "\n".join(lines)
 
 
-def draw(all_results: list[Results]) -> None:
-    """Ours to each of the others, cell by cell."""
+def draw_plot(all_results: list[Results]) -> None:
+    """Draw our ratio to each of the others, by cell."""
     figure = Figure(figsize=(9, 3.2 * len(all_results)))
     axes = figure.subplots(len(all_results), 1, squeeze=False)[:, 0]
     for axis, results in zip(axes, all_results, strict=True):
-        others = [side for side in results.sides() if side != OURS]
+        others = [side for side in results.list_sides() if side != OURS]
         width = 0.8 / max(1, len(others))
         for number, side in enumerate(others):
             places = [at + number * width for at in range(len(CELLS))]
-            axis.bar(places, [results.ratio(cell.name, side) or 0.0 for cell in CELLS], width, label=side)
+            axis.bar(places, [results.compute_ratio(cell.name, side) or 0.0 for cell in CELLS], width, label=side)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_xticks([at + 0.4 - width / 2 for at in range(len(CELLS))], [cell.name for cell in CELLS])
         axis.set_title(f"{results.shape.name}: Penstock's tokens/s to those of …", fontsize=10)
@@ -178,13 +178,13 @@ def draw(all_results: list[Results]) -> None:
         axis.grid(axis="y", alpha=0.3)
         axis.legend(fontsize=8, ncols=len(others) or 1)
     figure.tight_layout()
-    save(figure, "engine")
+    save_plot(figure, "engine")
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
+    """Measure, print and draw; return the figures."""
     extent = QUICK if given.quick else FULL
-    left_out = [name for name in OTHERS if name not in extent.others]
+    left_out = [name for name in PEERS if name not in extent.others]
     if left_out:
         print(f"--quick leaves out {', '.join(left_out)}")
     figures: dict[str, float] = {}
@@ -192,20 +192,20 @@ def run(given: Arguments) -> dict[str, float]:
     logs = DIRECTORY / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for name in extent.shapes:
-        results, own = measure(SHAPES[name], extent, given.device, logs)
-        figures |= own | figures_of(results)
+        results, own = measure_shape(SHAPES[name], extent, given.device, logs)
+        figures |= own | make_figures(results)
         all_results.append(results)
-    print(f"\n{machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
+    print(f"\n{describe_machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     for results in all_results:
-        print(table(results))
+        print(format_table(results))
     if not given.quick:
-        draw(all_results)
+        draw_plot(all_results)
     return figures
 
 
 def main() -> None:
-    given = arguments(__doc__ or "", with_device=True)
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "", with_device=True)
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

@@ -10,31 +10,31 @@ from pathlib import Path
 
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from benchmarks.common import arguments, report
+from benchmarks.common import parse_arguments, report_figures
 from penstock.config.addresses import Addresses
 from penstock.local.valkey import ValkeyServer
 from sim.kv_faults import BlockCorrupter, count_reads, serve_damaged, tight_settings
 from sim.line import InProcessPipeline
 from sim.workload import ENGINE_SETTINGS
 
-SMALL_POOL = ENGINE_SETTINGS.model_copy(update={"pool_mb": 8})
-RESTART_EVERY = 5
+SMALL_POOL_SETTINGS = ENGINE_SETTINGS.model_copy(update={"pool_mb": 8})
+ANSWERS_PER_RESTART = 5
 
 
 def main() -> None:
-    given = arguments("damage in every tier of the KV store while it serves")
+    given = parse_arguments("damage in every tier of the KV store while it serves")
     reads = 1_000 if given.quick else 10_000
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as name:
         directory = Path(name)
         with ValkeyServer(directory / "stream") as stream, ValkeyServer(directory / "kv", appendonly=False) as kv:
-            report(run(directory, stream, kv, reads), given)
+            report_figures(run(directory, stream, kv, reads), given)
 
 
 def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> dict[str, float]:
     addresses = Addresses(pipeline="faults", stream_url=stream.url, kv_url=kv.url)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        InProcessPipeline(addresses, kv=tight_settings(directory), engine=SMALL_POOL) as line,
+        InProcessPipeline(addresses, kv=tight_settings(directory), engine=SMALL_POOL_SETTINGS) as line,
         BlockCorrupter(line.decode.store, directory / "disk", kv.url, seed=20261121) as corrupter,
         Progress(*columns) as progress,
     ):
@@ -42,7 +42,7 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
 
         def restart(number: int) -> None:
             progress.update(task, completed=min(reads, count_reads(line)))
-            if number % RESTART_EVERY == RESTART_EVERY - 1:
+            if number % ANSWERS_PER_RESTART == ANSWERS_PER_RESTART - 1:
                 kv.kill()
                 kv.start()
 

@@ -29,67 +29,74 @@ import numpy as np
 import openai
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, arguments, machine, report, save
-from benchmarks.gateway_readers import Reader, Seen, Streams
-from benchmarks.interference import STREAM_NEW, Measured, alternate, batch_tokens, prompt, stream_gaps
-from benchmarks.interference import Seen as Window
+from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.gateway_readers import ArrivalTimes, ReaderProcess, StreamsRead
+from benchmarks.interference import (
+    STREAM_NEW,
+    SideResult,
+    WindowResult,
+    alternate_windows,
+    draw_batch_tokens,
+    make_prompt,
+    measure_stream_gaps,
+)
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 
-MODEL, STREAMS, FEW = "demo", 1000, 50
+MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
-_ROOM = {
+_LARGE_ENVIRONMENT = {
     "PENSTOCK_ENGINE_MAX_BATCH": "1024", "PENSTOCK_ENGINE_POOL_MB": "512", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "2048",
     "PENSTOCK_GATEWAY_MAX_WAIT_S": "600",
 }  # fmt: skip
-_JOB = 4000
-"""Lines of the batch job: more than a window is enough for, also where all that are under way have room."""
-_OVER = ("completed", "failed", "cancelled", "expired")
+_JOB_LINES = 4000
+"""Lines of the batch job: more than a window can answer, even if all that are open have capacity."""
+_END_STATUSES = ("completed", "failed", "cancelled", "expired")
 _TIMEOUT_S = 120.0
 
 
 @dataclass
-class Round:
-    """All streams at once, once."""
+class StreamsRound:
+    """The outcome of all streams at once, once."""
 
     num_ok: int
-    """Streams in which everything came that Redis told, in order, and the end."""
+    """Streams that had all events published in Redis, in order, and the end."""
     added_ms: np.ndarray
-    """Of each event: from when it could be read from Redis to when it could be read from the gateway."""
+    """For each event, the time from when it could be read from Redis to when it could be read from the gateway."""
     rss_kb: int
-    """The gateway's peak."""
+    """The gateway's peak resident memory."""
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
+    """Measure, print and draw; return the figures."""
     tokens, rounds, pairs, seconds = (64, 1, 2, 3.0) if given.quick else (128, 3, 6, 8.0)
-    with running(_ROOM) as stack:
-        one_round(stack, FEW, tokens)
-        rss_kb = resident_kb(stack)
-        seen = [one_round(stack, STREAMS, tokens) for _ in range(rounds)]
-    with running({}) as stack:
-        windows = alternate("gateway", Door(stack.gateway_url), pairs, seconds)
-    print(f"\n{machine()}; demo model, float32, {STREAMS} streams of {tokens} tokens")
+    with run_stack(_LARGE_ENVIRONMENT) as stack:
+        run_round(stack, NUM_WARM_STREAMS, tokens)
+        rss_kb = read_resident_kb(stack)
+        seen = [run_round(stack, NUM_STREAMS, tokens) for _ in range(rounds)]
+    with run_stack({}) as stack:
+        windows = alternate_windows("gateway", GatewaySide(stack.gateway_url), pairs, seconds)
+    print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams of {tokens} tokens")
     if not given.quick:
-        draw(seen, windows)
+        draw_plot(seen, windows)
     return {
         "sse_streams_ok": min(one.num_ok for one in seen),
-        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / STREAMS,
+        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / NUM_STREAMS,
         "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
         "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
-        "batch_interference_itl_p99_ratio": statistics.median(windows.ratios(99)),
+        "batch_interference_itl_p99_ratio": statistics.median(windows.compute_ratios(99)),
     }
 
 
 @contextmanager
-def running(environment: dict[str, str]) -> Iterator[Stack]:
-    """A pipeline with a gateway, ready."""
+def run_stack(environment: dict[str, str]) -> Iterator[Stack]:
+    """Run a pipeline with a gateway; it is ready when this yields."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
         Stack(Path(directory), gateway=find_free_port(), environment=_ENVIRONMENT | environment) as stack,
@@ -98,41 +105,41 @@ def running(environment: dict[str, str]) -> Iterator[Stack]:
         yield stack
 
 
-def one_round(stack: Stack, count: int, tokens: int) -> Round:
-    """So many streams at once, and what came of them."""
-    bodies = [body(f"{number}: In the beginning", tokens) for number in range(count)]
+def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
+    """Open `count` streams at once, and return what came of them."""
+    bodies = [make_body(f"{number}: In the beginning", tokens) for number in range(count)]
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
-    direct = Reader("redis", address.hostname, address.port, stack.addresses.pipeline)
-    assert direct.take() == "ready"
-    rss_kb, cpu_s = 0, gateway_cpu_s(stack)
-    reader = Reader("streams", port, bodies)
-    while not reader.has_told(0.1):
-        rss_kb = max(rss_kb, resident_kb(stack))
-    streams = Streams(**reader.take())
-    cpu_s = gateway_cpu_s(stack) - cpu_s
+    direct = ReaderProcess("redis", address.hostname, address.port, stack.addresses.pipeline)
+    assert direct.receive() == "ready"
+    rss_kb, cpu_s = 0, read_gateway_cpu_s(stack)
+    reader = ReaderProcess("streams", port, bodies)
+    while not reader.has_data(0.1):
+        rss_kb = max(rss_kb, read_resident_kb(stack))
+    streams = StreamsRead(**reader.receive())
+    cpu_s = read_gateway_cpu_s(stack) - cpu_s
     direct.stop()
-    published: Seen = direct.take()
+    published: ArrivalTimes = direct.receive()
     for process in (direct, reader):
         process.close()
     ids = {stream_id: set[str]() for stream_id in streams.ended}
-    for stream_id, event_id in published.keys() - streams.seen.keys():
+    for stream_id, event_id in published.keys() - streams.arrivals.keys():
         ids.get(stream_id, set()).add(event_id)
     num_ok = sum(not missed for missed in ids.values())
-    added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.seen.items() if key in published])
-    tell(count, streams, num_ok, added_ms, cpu_s)
-    return Round(num_ok, added_ms, rss_kb)
+    added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.arrivals.items() if key in published])
+    print_round(count, streams, num_ok, added_ms, cpu_s)
+    return StreamsRound(num_ok, added_ms, rss_kb)
 
 
-def body(text: str, tokens: int) -> bytes:
-    """A request for a stream."""
+def make_body(text: str, tokens: int) -> bytes:
+    """Return the body of a request for a stream."""
     asked = {"model": MODEL, "prompt": text, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
     return json.dumps(asked).encode()
 
 
-def tell(count: int, streams: Streams, num_ok: int, added_ms: np.ndarray, cpu_s: float) -> None:
-    """A line about a round, and what its reader cost, which must not be what is measured. `cpu_s`: the gateway's."""
+def print_round(count: int, streams: StreamsRead, num_ok: int, added_ms: np.ndarray, cpu_s: float) -> None:
+    """Print a line about a round, with the reader's own cost, which must be small. `cpu_s`: the gateway's."""
     p50, p99 = np.percentile(added_ms, (50, 99)) if len(added_ms) else (0.0, 0.0)
-    num = max(1, len(streams.seen))
+    num = max(1, len(streams.arrivals))
     print(
         f"{count} streams: {num_ok} whole, {streams.num_at_once} open at once, "
         f"{num / streams.wall_s:.0f} events/s; added p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
@@ -140,12 +147,12 @@ def tell(count: int, streams: Streams, num_ok: int, added_ms: np.ndarray, cpu_s:
         f"{cpu_s / num * 1e6:.0f} and {streams.cpu_s / num * 1e6:.0f} us an event",
         flush=True,
     )
-    for trouble in streams.troubles[:3]:
+    for trouble in streams.problems[:3]:
         print(f"  {trouble}", flush=True)
 
 
-def resident_kb(stack: Stack) -> int:
-    """The gateway's resident set."""
+def read_resident_kb(stack: Stack) -> int:
+    """Return the gateway's resident memory."""
     assert stack.gateway is not None
     assert stack.gateway.child is not None
     status = Path(f"/proc/{stack.gateway.child.pid}/status").read_text()
@@ -154,35 +161,35 @@ def resident_kb(stack: Stack) -> int:
     return int(found[1])
 
 
-def gateway_cpu_s(stack: Stack) -> float:
-    """What the gateway's process has computed so far."""
+def read_gateway_cpu_s(stack: Stack) -> float:
+    """Return the processor time that the gateway has used."""
     assert stack.gateway is not None
     assert stack.gateway.child is not None
     fields = Path(f"/proc/{stack.gateway.child.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Door:
+class GatewaySide:
     """The pipeline as a client of the gateway sees it. A window's job is cancelled after it."""
 
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url).netloc
         self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S)
 
-    def window(self, seconds: float, *, busy: bool) -> Window:
-        """See `benchmarks.interference.Side`."""
-        job = self._begin() if busy else None
+    def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
+        """Measure a window, as `benchmarks.interference.Side` says."""
+        job = self._start_job() if busy else None
         begun_s = time.perf_counter()
-        seen = Window(stream_gaps(self._stream, seconds))
+        seen = WindowResult(measure_stream_gaps(self._stream_answer, seconds))
         if job is not None:
-            seen.batch_tokens_per_s = self._end(job) / (time.perf_counter() - begun_s)
+            seen.batch_tokens_per_s = self._end_job(job) / (time.perf_counter() - begun_s)
         return seen
 
-    def _begin(self) -> str:
+    def _start_job(self) -> str:
         lines = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-             "body": {"model": MODEL, "prompt": prompt(), "max_tokens": batch_tokens(), "ignore_eos": True}}
-            for number in range(_JOB)
+             "body": {"model": MODEL, "prompt": make_prompt(), "max_tokens": draw_batch_tokens(), "ignore_eos": True}}
+            for number in range(_JOB_LINES)
         ]  # fmt: skip
         content = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         file = self._sdk.files.create(file=("job.jsonl", content), purpose="batch")
@@ -195,28 +202,28 @@ class Door:
         wait_until(has_begun, _TIMEOUT_S, "the first line is answered", every_s=0.1)
         return job.id
 
-    def _end(self, job: str) -> int:
-        """How many tokens it said until it was cancelled."""
+    def _end_job(self, job: str) -> int:
+        """Cancel the job; return how many tokens it generated."""
         self._sdk.batches.cancel(job)
-        wait_until(lambda: self._sdk.batches.retrieve(job).status in _OVER, _TIMEOUT_S, "its end", every_s=0.1)
+        wait_until(lambda: self._sdk.batches.retrieve(job).status in _END_STATUSES, _TIMEOUT_S, "its end", every_s=0.1)
         output = self._sdk.batches.retrieve(job).output_file_id
         if output is None:
             return 0
         rows = [json.loads(line) for line in self._sdk.files.content(output).read().splitlines()]
         return sum(row["response"]["body"]["usage"]["completion_tokens"] for row in rows)
 
-    def _stream(self) -> Iterator[object]:
+    def _stream_answer(self) -> Iterator[object]:
         headers = {"Content-Type": "application/json", "x-penstock-cancel-on-disconnect": "true"}
         with closing(http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)) as connection:
-            asked = json.loads(body("", STREAM_NEW)) | {"prompt": prompt(), "temperature": 0}
+            asked = json.loads(make_body("", STREAM_NEW)) | {"prompt": make_prompt(), "temperature": 0}
             connection.request("POST", "/v1/completions", json.dumps(asked), headers)
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
                     yield line
 
 
-def draw(rounds: list[Round], windows: Measured) -> None:
-    """How long events took more than from Redis, and gaps with a batch job and without."""
+def draw_plot(rounds: list[StreamsRound], windows: SideResult) -> None:
+    """Draw the time that the gateway added to each event, and gaps with and without a batch job."""
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2, sharey=True)
     for number, one in enumerate(rounds, 1):
@@ -225,7 +232,7 @@ def draw(rounds: list[Round], windows: Measured) -> None:
         gaps = np.sort([gap * 1000 for window in seen for gap in window.gaps_s])
         right.plot(gaps, 1 - np.arange(len(gaps)) / len(gaps), label=label)
     left.set(
-        xlabel="added to reading from Redis, ms", title=f"{STREAMS} streams at once", ylabel="share of events above"
+        xlabel="added to reading from Redis, ms", title=f"{NUM_STREAMS} streams at once", ylabel="share of events above"
     )
     right.set(xlabel="inter-token latency, ms", title="four streams through the gateway")
     for axis in (left, right):
@@ -233,7 +240,7 @@ def draw(rounds: list[Round], windows: Measured) -> None:
         axis.set(xscale="log", yscale="log")
         axis.grid(alpha=0.3)
         axis.legend()
-    save(figure, "gateway")
+    save_plot(figure, "gateway")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The readers of the gateway's benchmark, each a process: they note what comes when, and look at it later.
+"""The readers of the gateway's benchmark, each a process: they note when bytes arrive, and parse them later.
 
-`python -m benchmarks.gateway_readers`: what to read is pickled on its standard input, and what it read on its output.
-Little is imported here: a process that starts while streams run would be in their way.
+`python -m benchmarks.gateway_readers` reads its task, pickled, from standard input, and writes what it read to
+standard output. It imports little, because a process that starts while streams run would disturb them.
 """
 
 import asyncio
@@ -27,28 +27,28 @@ from penstock.names import Pipeline
 
 _EVENT_ID = re.compile(rb"id: ([0-9]+-[0-9a-f]{16})\n")
 _STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
-_MANY = 2**20
-Seen = dict[tuple[str, str], int]
-"""When an event of a stream, one with a text, was read: nanoseconds of the machine's monotonic clock."""
+_RECEIVE_BYTES = 2**20
+ArrivalTimes = dict[tuple[str, str], int]
+"""When an event of a stream that has text was read: nanoseconds of the machine's monotonic clock."""
 
 
 @dataclass
-class Streams:
-    """What the streams' reader saw."""
+class StreamsRead:
+    """What the streams' reader read."""
 
-    seen: Seen = field(default_factory=dict)
+    arrivals: ArrivalTimes = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     """Streams whose events came in order, up to their end."""
     num_at_once: int = 0
-    """The most streams that had begun and not ended."""
+    """The largest number of streams that were open at once."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this process, while it read."""
-    troubles: list[str] = field(default_factory=list)
+    """Processor time of this process while it read."""
+    problems: list[str] = field(default_factory=list)
 
 
 class _Connection(asyncio.Protocol):
-    """One stream, as it comes."""
+    """One stream, as it arrives."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.times: list[int] = []
@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
         self._ended = ended
 
     def data_received(self, data: bytes) -> None:
-        """Note it, nothing else."""
+        """Note data and time, nothing else."""
         self.times.append(time.monotonic_ns())
         self.pieces.append(data)
 
@@ -65,11 +65,11 @@ class _Connection(asyncio.Protocol):
         self._ended()
 
 
-class Reader:
-    """A reader's process, from outside."""
+class ReaderProcess:
+    """A reader's process, as its parent sees it."""
 
     def __init__(self, kind: str, *args: Any) -> None:
-        """`streams` with a port and bodies, `redis` with host, port and pipeline."""
+        """Start it: `streams` with a port and bodies, or `redis` with host, port and pipeline."""
         command = [sys.executable, "-m", "benchmarks.gateway_readers"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
@@ -78,20 +78,20 @@ class Reader:
         pickle.dump((kind, args), self._input)
         self._input.flush()
 
-    def has_told(self, within_s: float) -> bool:
-        """Whether there is something to take."""
+    def has_data(self, within_s: float) -> bool:
+        """Return whether something can be received within some seconds."""
         return bool(select.select([self._output], [], [], within_s)[0])
 
-    def take(self) -> Any:
-        """What it tells next."""
+    def receive(self) -> Any:
+        """Return the next object that it sends."""
         return pickle.loads(self._output.read(int.from_bytes(self._output.read(8), "big")))
 
     def stop(self) -> None:
-        """It is to tell what it read, if it has not."""
+        """Ask it to send what it has read, if it has not yet."""
         self._input.close()
 
     def close(self) -> None:
-        """It ends by itself, once it has told everything."""
+        """Wait until it ends, which it does when it has sent everything."""
         self._output.close()
         self._process.wait(30)
 
@@ -99,19 +99,19 @@ class Reader:
 def main() -> None:
     kind, args = pickle.load(sys.stdin.buffer)
     if kind == "streams":
-        tell(vars(uvloop.run(read_streams(*args))))  # a class of this file has another name here
+        send_to_parent(vars(uvloop.run(read_streams(*args))))  # a class of this file has another name here
     else:
         read_redis(*args)
 
 
-def tell(what: object) -> None:
-    """To the other process."""
+def send_to_parent(what: object) -> None:
+    """Send an object to the parent process."""
     data = pickle.dumps(what)
     sys.stdout.buffer.write(len(data).to_bytes(8, "big") + data)
     sys.stdout.buffer.flush()
 
 
-async def read_streams(port: int, bodies: Sequence[bytes]) -> Streams:
+async def read_streams(port: int, bodies: Sequence[bytes]) -> StreamsRead:
     """POST all bodies to `/v1/completions` at once, and read until all have ended."""
     loop, left, over = asyncio.get_running_loop(), itertools.count(len(bodies) - 1, -1), asyncio.Event()
 
@@ -120,14 +120,14 @@ async def read_streams(port: int, bodies: Sequence[bytes]) -> Streams:
             over.set()
 
     pairs = [await loop.create_connection(lambda: _Connection(ended), "127.0.0.1", port) for _ in bodies]
-    begun, cpu = time.monotonic(), _cpu_s()
+    begun, cpu = time.monotonic(), _read_cpu_s()
     for (transport, _), body in zip(pairs, bodies, strict=True):
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
         )
         transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
     await over.wait()
-    streams = Streams(wall_s=time.monotonic() - begun, cpu_s=_cpu_s() - cpu)
+    streams = StreamsRead(wall_s=time.monotonic() - begun, cpu_s=_read_cpu_s() - cpu)
     spans = []
     for _, one in pairs:
         raw = b"".join(one.pieces)
@@ -136,38 +136,38 @@ async def read_streams(port: int, bodies: Sequence[bytes]) -> Streams:
         ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
         positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
         if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:
-            streams.troubles.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
+            streams.problems.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
             continue
         streams.ended.add(found[1].decode())
         spans.append((one.times[0], one.times[-1]))
         for event_id, end in ids:
-            streams.seen[found[1].decode(), event_id] = one.times[bisect.bisect_left(ends, end)]
+            streams.arrivals[found[1].decode(), event_id] = one.times[bisect.bisect_left(ends, end)]
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     streams.num_at_once = max(itertools.accumulate(change for _, change in changes), default=0)
     return streams
 
 
 def read_redis(host: str, port: int, pipeline: str) -> None:
-    """Read what is published of all of a pipeline's streams: tells that it has begun, and `Seen` when stopped."""
+    """Read all that is published of a pipeline's streams: send "ready", and `ArrivalTimes` when stopped."""
     times: list[int] = []
     pieces: list[bytes] = []
     channel = Pipeline(pipeline).live_channel("*")
     with socket.create_connection((host, port)) as connection:
         connection.sendall(f"PSUBSCRIBE {channel}\r\n".encode())
-        pieces.append(connection.recv(_MANY))
+        pieces.append(connection.recv(_RECEIVE_BYTES))
         times.append(0)
-        tell("ready")
+        send_to_parent("ready")
         while sys.stdin not in (found := select.select([connection, sys.stdin], [], [])[0]) or connection in found:
-            piece = connection.recv(_MANY)
+            piece = connection.recv(_RECEIVE_BYTES)
             if not piece:  # the server has ended
                 break
             pieces.append(piece)
             times.append(time.monotonic_ns())
-    tell(_published(pieces, times, *channel.split("*")))
+    send_to_parent(_parse_published(pieces, times, *channel.split("*")))
 
 
-def _published(pieces: Sequence[bytes], times: Sequence[int], before: str, after: str) -> Seen:
-    reader, seen = hiredis.Reader(), Seen()
+def _parse_published(pieces: Sequence[bytes], times: Sequence[int], before: str, after: str) -> ArrivalTimes:
+    reader, seen = hiredis.Reader(), ArrivalTimes()
     for piece, when in zip(pieces, times, strict=True):
         reader.feed(piece)
         while (message := reader.gets()) is not False:
@@ -178,7 +178,7 @@ def _published(pieces: Sequence[bytes], times: Sequence[int], before: str, after
     return seen
 
 
-def _cpu_s() -> float:
+def _read_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.common import Arguments, arguments, machine, report, spread
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine.opening import open_engine
@@ -33,23 +33,23 @@ from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
 
-STREAMS = 4
-PROMPT, STREAM_NEW = 64, 256
-"""Tokens of a prompt, and of an interactive answer: one that ends is followed by another."""
-BATCH_NEW = (16, 96)
-"""Tokens of a batch answer: from, to."""
-PERCENTS = (50, 99)
+NUM_STREAMS = 4
+PROMPT_TOKENS, STREAM_NEW = 64, 256
+"""Tokens of a prompt, and of an interactive answer. A stream that ends is replaced by another."""
+BATCH_ANSWER_TOKENS = (16, 96)
+"""Tokens of a batch answer: minimum and maximum."""
+PERCENTILES = (50, 99)
 _TIMEOUT_S = 120.0
 _SETTLE_S = 1.0
-"""Streams and job run for so long before gaps count."""
+"""How long streams and job run before gaps count."""
 _SETTINGS = EngineSettings(dtype="float32", device="cpu", threads=1)
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 _chance = random.Random(20)
 
 
 @dataclass
-class Seen:
-    """What one window showed."""
+class WindowResult:
+    """The outcome of one window."""
 
     gaps_s: list[float] = field(default_factory=list)
     """Between two tokens of an interactive stream."""
@@ -57,82 +57,85 @@ class Seen:
 
 
 @dataclass
-class Measured:
+class SideResult:
     """The windows of one side, in pairs."""
 
-    idle: list[Seen] = field(default_factory=list)
-    busy: list[Seen] = field(default_factory=list)
+    idle: list[WindowResult] = field(default_factory=list)
+    busy: list[WindowResult] = field(default_factory=list)
 
-    def ratios(self, percent: float) -> list[float]:
-        """Of each round: that percentile of the gaps with the batch job to that without."""
+    def compute_ratios(self, percent: float) -> list[float]:
+        """Return for each round a percentile of the gaps with the batch job to that without."""
         pairs = zip(self.idle, self.busy, strict=True)
-        return [percentile_ms(busy.gaps_s, percent) / percentile_ms(idle.gaps_s, percent) for idle, busy in pairs]
+        return [
+            compute_percentile_ms(busy.gaps_s, percent) / compute_percentile_ms(idle.gaps_s, percent)
+            for idle, busy in pairs
+        ]
 
 
 class Side(Protocol):
-    """What can be measured."""
+    """A system to measure."""
 
-    def window(self, seconds: float, *, busy: bool) -> Seen:
-        """Interactive streams for so long, `busy`: beside a batch job; nothing of either is left afterwards."""
+    def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
+        """Run interactive streams for some seconds, beside a batch job if `busy`; stop both afterwards."""
 
 
-def percentile_ms(gaps_s: list[float], percent: float) -> float:
-    """A percentile, in milliseconds."""
+def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
+    """Return a percentile, in milliseconds."""
     return float(np.percentile(gaps_s, percent)) * 1000
 
 
-def alternate(name: str, side: Side, rounds: int, seconds: float) -> Measured:
-    """Windows with the batch job and without by turns, each going first as often."""
-    measured = Measured()
+def alternate_windows(name: str, side: Side, rounds: int, seconds: float) -> SideResult:
+    """Alternate windows with and without the batch job; each goes first equally often."""
+    measured = SideResult()
     for number in range(rounds):
         for busy in (False, True) if number % 2 == 0 else (True, False):
-            seen = side.window(seconds, busy=busy)
+            seen = side.run_window(seconds, busy=busy)
             (measured.busy if busy else measured.idle).append(seen)
-            gaps = ", ".join(f"p{percent} {percentile_ms(seen.gaps_s, percent):.2f}" for percent in PERCENTS)
+            gaps = ", ".join(f"p{percent} {compute_percentile_ms(seen.gaps_s, percent):.2f}" for percent in PERCENTILES)
             job = f"; batch {seen.batch_tokens_per_s:.0f} tokens/s" if busy else ""
             print(f"{name} round {number + 1} {'busy' if busy else 'idle'}: ITL {gaps} ms{job}", flush=True)
     return measured
 
 
-def figures_of(name: str, measured: Measured) -> dict[str, float]:
-    """The ratios of one side: the median over the rounds, and the least."""
+def make_figures(name: str, measured: SideResult) -> dict[str, float]:
+    """Return the ratios of one side: the median over the rounds, and the smallest."""
     figures = {}
-    for percent in PERCENTS:
-        ratios = measured.ratios(percent)
+    for percent in PERCENTILES:
+        ratios = measured.compute_ratios(percent)
         figures[f"{name}_itl_p{percent}_ratio"] = statistics.median(ratios)
         figures[f"{name}_itl_p{percent}_ratio_least"] = min(ratios)
     return figures
 
 
-def prompt() -> list[int]:
-    """Random tokens, unlike any other's."""
-    return [_chance.randrange(3, 1000) for _ in range(PROMPT)]
+def make_prompt() -> list[int]:
+    """Return random tokens, unlike any other prompt's."""
+    return [_chance.randrange(3, 1000) for _ in range(PROMPT_TOKENS)]
 
 
-def batch_tokens() -> int:
-    """How many tokens the next batch answer has."""
-    return _chance.randint(*BATCH_NEW)
+def draw_batch_tokens() -> int:
+    """Return how many tokens the next batch answer has."""
+    return _chance.randint(*BATCH_ANSWER_TOKENS)
 
 
-class Bare:
+class EngineSide:
     """The engine alone: it computes prompts and answers of both classes."""
 
     def __init__(self, settings: EngineSettings = _SETTINGS, waiting: int = 64) -> None:
         self._engine, self._waiting = open_engine(settings), waiting
         self._names = itertools.count()
 
-    def window(self, seconds: float, *, busy: bool) -> Seen:
-        """See `Side`."""
-        engine, seen, alive = self._engine, Seen(), set[Sequence]()
+    def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
+        """Measure a window, as `Side` says."""
+        engine, seen, alive = self._engine, WindowResult(), set[Sequence]()
         last_s: dict[Sequence, float] = {}
         begin_s = time.perf_counter() + _SETTLE_S
         while (now_s := time.perf_counter()) < begin_s + seconds:
             streams = sum(seq.klass == "interactive" for seq in alive)
             job = len(alive) - streams
-            for _ in range(STREAMS - streams):
-                alive.add(self._add(STREAM_NEW, busy=False))
+            for _ in range(NUM_STREAMS - streams):
+                alive.add(self._add_sequence(STREAM_NEW, busy=False))
             for _ in range(self._waiting - job if busy else 0):
-                alive.add(self._add(batch_tokens(), busy=True))
+                alive.add(self._add_sequence(draw_batch_tokens(), busy=True))
             for seq, *_ in engine.step():
                 now_s = time.perf_counter()
                 seen.batch_tokens_per_s += (seq.klass == "batch" and now_s >= begin_s) / seconds
@@ -147,40 +150,40 @@ class Bare:
             engine.remove_sequence(seq)
         return seen
 
-    def _add(self, max_new: int, *, busy: bool) -> Sequence:
+    def _add_sequence(self, max_new: int, *, busy: bool) -> Sequence:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        seq = Sequence(str(next(self._names)), prompt(), sampling=sampling, seed=0, max_new_tokens=max_new,
+        seq = Sequence(str(next(self._names)), make_prompt(), sampling=sampling, seed=0, max_new_tokens=max_new,
                        klass="batch" if busy else "interactive")  # fmt: skip
         self._engine.add_sequence(seq)
         return seq
 
 
-class Piped:
-    """The pipeline, as a client sees it. The job is submitted before its window; what is left is cancelled after it."""
+class PipelineSide:
+    """The pipeline as a client sees it. The job is submitted before its window, and cancelled after it."""
 
     def __init__(self, client: Client, job: int = 400) -> None:
-        """`job`: requests, more than a window is enough for."""
+        """Measure with a client; `job` is the number of requests, more than a window can answer."""
         self._client, self._job = client, job
 
-    def window(self, seconds: float, *, busy: bool) -> Seen:
-        """See `Side`."""
-        job = [self._submit(batch_tokens(), busy=True) for _ in range(self._job if busy else 0)]
+    def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
+        """Measure a window, as `Side` says."""
+        job = [self._submit_request(draw_batch_tokens(), busy=True) for _ in range(self._job if busy else 0)]
         begun_s = time.perf_counter()
-        seen = Seen(stream_gaps(self._stream, seconds))
+        seen = WindowResult(measure_stream_gaps(self._stream_answer, seconds))
         taken_s = time.perf_counter() - begun_s
         for request_id in job:
             self._client.cancel(request_id)
-        seen.batch_tokens_per_s = sum(map(self._told, job)) / taken_s
+        seen.batch_tokens_per_s = sum(map(self._count_tokens, job)) / taken_s
         return seen
 
-    def _submit(self, max_tokens: int, *, busy: bool) -> str:
+    def _submit_request(self, max_tokens: int, *, busy: bool) -> str:
         klass: PriorityClass = "batch" if busy else "interactive"
         return self._client.submit(
-            token_ids=prompt(), max_tokens=max_tokens, temperature=0.0, ignore_eos=True, klass=klass
+            token_ids=make_prompt(), max_tokens=max_tokens, temperature=0.0, ignore_eos=True, klass=klass
         )
 
-    def _stream(self) -> Iterator[object]:
-        request_id = self._submit(STREAM_NEW, busy=False)
+    def _stream_answer(self) -> Iterator[object]:
+        request_id = self._submit_request(STREAM_NEW, busy=False)
         try:
             for event in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
                 if isinstance(event, TokenEvent):
@@ -188,8 +191,8 @@ class Piped:
         finally:
             self._client.cancel(request_id)
 
-    def _told(self, request_id: str) -> int:
-        """Tokens of an answer that has ended, or was cancelled."""
+    def _count_tokens(self, request_id: str) -> int:
+        """Return how many tokens an answer has that has ended, or was cancelled."""
         count = 0
         with contextlib.suppress(PenstockError):
             for _ in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
@@ -197,8 +200,10 @@ class Piped:
         return count
 
 
-def stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams: int = STREAMS) -> list[float]:
-    """Gaps between the tokens of some streams at once. Each reads one `answer()` after the other, an item a token."""
+def measure_stream_gaps(
+    answer: Callable[[], Iterator[object]], seconds: float, streams: int = NUM_STREAMS
+) -> list[float]:
+    """Return the gaps between tokens of some streams at once. Each reads one answer after the other."""
     gaps_s: list[float] = []
     begin_s = time.perf_counter() + _SETTLE_S
 
@@ -221,28 +226,31 @@ def stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams:
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure and print; returns the figures."""
+    """Measure and print; return the figures."""
     rounds, seconds = (2, 2.0) if given.quick else (8, 8.0)
-    engine = alternate("engine", Bare(), rounds, seconds)
+    engine = alternate_windows("engine", EngineSide(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
         Stack(Path(directory), environment=_ENVIRONMENT) as stack,
     ):
         stack.wait_until_ready(300)
         with Client(stack.addresses) as client:
-            side = Piped(client)
-            side.window(1.0, busy=True)
-            pipeline = alternate("pipeline", side, rounds, seconds)
-    print(f"\n{machine()}; demo model, float32, {STREAMS} streams")
+            side = PipelineSide(client)
+            side.run_window(1.0, busy=True)
+            pipeline = alternate_windows("pipeline", side, rounds, seconds)
+    print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams")
     for name, measured in (("engine", engine), ("pipeline", pipeline)):
-        for percent in PERCENTS:
-            print(f"{name:9} ITL p{percent} with a batch job to without: {spread(measured.ratios(percent))}")
-    return figures_of("engine", engine) | figures_of("pipeline", pipeline)
+        for percent in PERCENTILES:
+            print(
+                f"{name:9} ITL p{percent} with a batch job to without: "
+                f"{format_spread(measured.compute_ratios(percent))}"
+            )
+    return make_figures("engine", engine) | make_figures("pipeline", pipeline)
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, arguments, machine, report, save, spread
-from benchmarks.kv_rounds import SIZES, Bench, Rounds
-from benchmarks.peers.process import SideFailed, available
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
+from benchmarks.kv_rounds import BLOCK_SIZES, KVBench, KVRounds
+from benchmarks.peers.process import SideFailed, is_available
 
-RATIOS = {
+SIDES_BY_RATIO = {
     "shm_vs_memcpy": ("shm", "memcpy"),
     "redis_unix_vs_socket": ("redis unix", "socket unix"),
     "redis_tcp_vs_socket": ("redis tcp", "socket tcp"),
@@ -41,53 +41,55 @@ RATIOS = {
 TIERS = ("shm", "disk", "redis_unix", "redis_tcp")
 
 
-def against_lmcache(bench: Bench, moved: Rounds) -> dict[str, float]:
-    """The ratios to LMCache; where it does not run, none, and a line that says so."""
-    if not available("lmcache"):
+def compare_with_lmcache(bench: KVBench, moved: KVRounds) -> dict[str, float]:
+    """Return the ratios to LMCache; none if it does not run."""
+    if not is_available("lmcache"):
         print("without LMCache: `python -m benchmarks.peers.setup` installs it")
         return {}
     try:
-        bench.lmcache(moved)
+        bench.measure_lmcache(moved)
     except SideFailed as failed:
         print(f"without LMCache: {failed}")
         return {}
     sides = [side for side in moved.seconds if side.startswith("LMCache") and not side.endswith((" put", " get"))]
     figures = {}
     for name, scheme in (("redis_vs_lmcache", "LMCache redis"), ("redis_vs_lmcache_resp", "LMCache resp")):
-        figures[name] = min(moved.ratio("ours", side) for side in sides if side.startswith(scheme))
+        figures[name] = min(moved.compute_ratio("ours", side) for side in sides if side.startswith(scheme))
     return figures
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
-    read, moved = Rounds(), Rounds()
+    """Measure, print and draw; return the figures."""
+    read, moved = KVRounds(), KVRounds()
     with contextlib.ExitStack() as exits:
-        bench = Bench(exits, given.quick)
-        bench.hand_off(read)
+        bench = KVBench(exits, given.quick)
+        bench.measure_shared_memory(read)
         for name in ("unix", "tcp"):
-            bench.redis(read, name)
-        bench.files(read)
-        compared = against_lmcache(bench, moved)
-        latencies = bench.latencies()
-    print(f"\n{machine()}; GB/s")
+            bench.measure_redis(read, name)
+        bench.measure_disk(read)
+        compared = compare_with_lmcache(bench, moved)
+        latencies = bench.measure_latencies()
+    print(f"\n{describe_machine()}; GB/s")
     for rounds in (read, moved):
         for side in rounds.seconds:
-            print(f"{side:32} {spread(rounds.speeds(side))}")
-    figures = {name: read.ratio(*sides) for name, sides in RATIOS.items()} | compared
-    figures |= {f"{side.replace(' ', '_')}_gb_s": statistics.median(read.speeds(side)) for side in read.seconds}
+            print(f"{side:32} {format_spread(rounds.compute_speeds(side))}")
+    figures = {name: read.compute_ratio(*sides) for name, sides in SIDES_BY_RATIO.items()} | compared
+    figures |= {f"{side.replace(' ', '_')}_gb_s": statistics.median(read.compute_speeds(side)) for side in read.seconds}
     if not given.quick:
-        draw(read, moved, latencies)
+        draw_plot(read, moved, latencies)
     return figures | latencies
 
 
-def draw(read: Rounds, moved: Rounds, latencies: dict[str, float]) -> None:
-    """The speed of every side in every round, and the latencies by size."""
+def draw_plot(read: KVRounds, moved: KVRounds, latencies: dict[str, float]) -> None:
+    """Draw the speed of every side in every round, and the latencies by size."""
     figure = Figure(figsize=(13, 4.6))
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.4, 1, 1))
     shown = [side for side in read.seconds if not side.endswith("drained") and side not in ("shm put", "shm get")]
-    speeds = {side: read.speeds(side) for side in shown}
+    speeds = {side: read.compute_speeds(side) for side in shown}
     speeds |= {
-        f"{side}, put and get": moved.speeds(side) for side in moved.seconds if not side.endswith(("put", "get"))
+        f"{side}, put and get": moved.compute_speeds(side)
+        for side in moved.seconds
+        if not side.endswith(("put", "get"))
     }
     left.boxplot(list(speeds.values()), tick_labels=list(speeds), orientation="horizontal")
     left.set(title="64 MB in blocks of 1.75 MiB", xlabel="GB/s", xlim=(0, None))
@@ -95,22 +97,22 @@ def draw(read: Rounds, moved: Rounds, latencies: dict[str, float]) -> None:
     for axis, what in ((middle, "get"), (right, "put")):
         for number, tier in enumerate(TIERS):
             for percent, line in ((50, "-"), (99, ":")):
-                values = [latencies[f"{tier}_{what}_p{percent}_us_{label}"] for label in SIZES]
+                values = [latencies[f"{tier}_{what}_p{percent}_us_{label}"] for label in BLOCK_SIZES]
                 name = tier.replace("_", " ") if percent == 50 else None
-                axis.plot(list(SIZES.values()), values, line, color=f"C{number}", label=name)
+                axis.plot(list(BLOCK_SIZES.values()), values, line, color=f"C{number}", label=name)
         axis.set(xscale="log", yscale="log", title=f"one {what}, p50 and p99 (dotted)", xlabel="bytes of the block")
-        axis.set_xticks(list(SIZES.values()), list(SIZES), minor=False)
+        axis.set_xticks(list(BLOCK_SIZES.values()), list(BLOCK_SIZES), minor=False)
         axis.legend()
     middle.set_ylabel("microseconds")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    save(figure, "kv")
+    save_plot(figure, "kv")
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

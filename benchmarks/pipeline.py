@@ -28,7 +28,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
@@ -44,13 +44,13 @@ from penstock.messages import Sampling
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB_VARIABLE: "0"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu")
-WIDE = "bare, two threads"
-SHORT = 4
-"""Tokens of an answer in which the cost of a request, and not that of its tokens, shows."""
+TWO_THREADS = "bare, two threads"
+SHORT_ANSWER_TOKENS = 4
+"""Tokens of an answer whose cost is that of the request, not that of its tokens."""
 Prompts = list[list[int]]
 
 
-class Bare:
+class EngineSide:
     """The engine in this process, with nothing around it but tokens and text."""
 
     def __init__(self, threads: int) -> None:
@@ -58,26 +58,26 @@ class Bare:
         self._engine = open_engine(self._settings)
         self._threads = threads
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        """Seconds from the prompt to its first token's text."""
+    def measure_first_token_s(self, prompt: list[int]) -> float:
+        """Return the seconds from the prompt to its first token's text."""
         begun_s = time.perf_counter()
-        self._run([prompt], max_new=1)
+        self._run_prompts([prompt], max_new=1)
         return time.perf_counter() - begun_s
 
-    def tokens_per_s(self, prompts: Prompts, max_new: int) -> float:
-        """Output tokens per second over all prompts at once."""
+    def measure_tokens_per_s(self, make_prompts: Prompts, max_new: int) -> float:
+        """Return the output tokens per second over all prompts at once."""
         begun_s = time.perf_counter()
-        self._run(prompts, max_new)
-        return len(prompts) * max_new / (time.perf_counter() - begun_s)
+        self._run_prompts(make_prompts, max_new)
+        return len(make_prompts) * max_new / (time.perf_counter() - begun_s)
 
-    def _run(self, prompts: Prompts, max_new: int) -> None:
+    def _run_prompts(self, make_prompts: Prompts, max_new: int) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
         sampling = Sampling(temperature=0, max_tokens=max_new, ignore_eos=True)
         model, engine = self._engine.model, self._engine
         states = {}
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(make_prompts):
             seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
             engine.add_sequence(seq)
             states[seq.id] = OutputText(model.tokenizer, sampling, model.eos_token_ids, max_new)
@@ -87,14 +87,14 @@ class Bare:
                     engine.remove_sequence(seq)
 
 
-class Piped:
-    """The pipeline, as a client has it."""
+class PipelineSide:
+    """The pipeline, as a client sees it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        """Seconds from the prompt to its first token's text, at the client."""
+    def measure_first_token_s(self, prompt: list[int]) -> float:
+        """Return the seconds from the prompt to its first token's text, at the client."""
         begun_s = time.perf_counter()
         events = self._client.generate(token_ids=prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
         next(events)
@@ -103,37 +103,37 @@ class Piped:
             pass
         return taken_s
 
-    def tokens_per_s(self, prompts: Prompts, max_new: int) -> float:
-        """Output tokens per second over all prompts at once, until every end was read."""
+    def measure_tokens_per_s(self, make_prompts: Prompts, max_new: int) -> float:
+        """Return the output tokens per second over all prompts at once, until every end was read."""
         begun_s = time.perf_counter()
         ids = [
             self._client.submit(token_ids=prompt, max_tokens=max_new, temperature=0.0, ignore_eos=True)
-            for prompt in prompts
+            for prompt in make_prompts
         ]
         tokens = sum(len(self._client.result(request_id, timeout_s=300).token_ids) for request_id in ids)
-        assert tokens == len(prompts) * max_new
+        assert tokens == len(make_prompts) * max_new
         return tokens / (time.perf_counter() - begun_s)
 
 
-def prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
-    """Prompts of random tokens, all different."""
+def make_prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
+    """Return prompts of random tokens, all different."""
     return [[chance.randrange(3, 1000) for _ in range(chance.randint(low, high))] for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured, and its processes."""
+    """A system to measure, and its processes."""
 
-    engine: Bare | Piped
+    engine: EngineSide | PipelineSide
     meter: Meter
 
 
 @contextlib.contextmanager
-def sides() -> Iterator[dict[str, Side]]:
-    """All sides, up and warm."""
+def open_sides() -> Iterator[dict[str, Side]]:
+    """Start all sides and warm them up."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        made = {BARE: Side(Bare(1), Meter([os.getpid()]))}
+        made = {BARE: Side(EngineSide(1), Meter([os.getpid()]))}
         buses = {"embedded": ""}
         try:
             buses["kafka"] = exits.enter_context(find_or_start_kafka(directory / "kafka"))
@@ -143,22 +143,22 @@ def sides() -> Iterator[dict[str, Side]]:
             server = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
             stack = Stack(directory / name, kafka=kafka, redis=server.url, environment=ENVIRONMENT)
             exits.enter_context(stack).wait_until_ready(300)
-            piped = Piped(exits.enter_context(Client(stack.addresses)))
-            made[name] = Side(piped, Meter(_processes(stack, server), find_brokers() if kafka else ()))
+            piped = PipelineSide(exits.enter_context(Client(stack.addresses)))
+            made[name] = Side(piped, Meter(_list_pids(stack, server), find_brokers() if kafka else ()))
         yield made
 
 
-def _processes(stack: Stack, server: ValkeyServer) -> list[int]:
+def _list_pids(stack: Stack, server: ValkeyServer) -> list[int]:
     """Return the pids of a pipeline, its client's (this process) among them."""
     workers = [worker.child.pid for worker in stack.workers if worker.child is not None]
     assert server.pid is not None
     return [os.getpid(), server.pid, *workers]
 
 
-def measure(
+def run_in_turns(
     rounds: int, names: list[str], what: str, once: Callable[[str, int], list[float]]
 ) -> dict[str, list[float]]:
-    """`once` for each side in turn, over and over."""
+    """Run `once` for each side in turn, repeatedly; return its values by side."""
     found: dict[str, list[float]] = {name: [] for name in names}
     # A bar that draws itself again and again takes processor time from whoever is measured.
     with Progress(transient=True, auto_refresh=False) as progress:
@@ -171,64 +171,72 @@ def measure(
     return found
 
 
-def two_threads(rounds: int, load: int, max_new: int) -> list[float]:
-    """Throughput of the bare engine on two threads, with nothing else running."""
-    engine = Bare(2)
+def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
+    """Return the throughput of the bare engine on two threads, with nothing else running."""
+    engine = EngineSide(2)
     return [
-        engine.tokens_per_s(prompts(random.Random(number), load, 32, 160), max_new) for number in range(rounds + 1)
+        engine.measure_tokens_per_s(make_prompts(random.Random(number), load, 32, 160), max_new)
+        for number in range(rounds + 1)
     ][1:]
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
+    """Measure, print and draw; return the figures."""
     rounds, each, load, max_new = (4, 5, 96, 64) if given.quick else (8, 10, 160, 64)
-    wide = two_threads(rounds // 3, load, max_new)
-    with sides() as all_sides:
+    wide = measure_two_threads(rounds // 3, load, max_new)
+    with open_sides() as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
-            side.engine.tokens_per_s(prompts(random.Random(1), 8, 16, 64), 8)
+            side.engine.measure_tokens_per_s(make_prompts(random.Random(1), 8, 16, 64), 8)
         for side in all_sides.values():
             side.meter.wait_idle()
 
         def first(name: str, number: int) -> list[float]:
-            work = prompts(random.Random(f"{name} first {number}"), each, 64, 64)
-            return [all_sides[name].engine.first_token_s(prompt) for prompt in work]
+            work = make_prompts(random.Random(f"{name} first {number}"), each, 64, 64)
+            return [all_sides[name].engine.measure_first_token_s(prompt) for prompt in work]
 
-        firsts = measure(rounds, names, "time to first token", first)
-        rates, loads = at_once(all_sides, max(3, rounds * 3 // 4), load, max_new)
-    wide += two_threads(rounds // 3, load, max_new)
-    print(f"{machine()}; demo model, float32")
+        firsts = run_in_turns(rounds, names, "time to first token", first)
+        rates, loads = measure_throughput(all_sides, max(3, rounds * 3 // 4), load, max_new)
+    wide += measure_two_threads(rounds // 3, load, max_new)
+    print(f"{describe_machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
-        print(f"{name:18} first token {spread(milliseconds):28} ms   throughput {spread(rates[name]):28} tokens/s")
-    print(f"{WIDE:18} {'':43} throughput {spread(wide):28} tokens/s")
+        print(
+            f"{name:18} first token {format_spread(milliseconds):28} ms   "
+            f"throughput {format_spread(rates[name]):28} tokens/s"
+        )
+    print(f"{TWO_THREADS:18} {'':43} throughput {format_spread(wide):28} tokens/s")
     for name in names:
-        costs_ms = [cost.own_s / load * 1000 for cost in loads.of_short[name]]
-        print(f"{name:18} processor time of a request with {SHORT} tokens {spread(costs_ms):28} ms")
+        costs_ms = [cost.own_s / load * 1000 for cost in loads.short_costs[name]]
+        print(
+            f"{name:18} processor time of a request with {SHORT_ANSWER_TOKENS} tokens {format_spread(costs_ms):28} ms"
+        )
     if not given.quick:
-        draw(firsts, rates | {WIDE: wide})
-    return compare(firsts, rates, wide) | loads.figures()
+        draw_plot(firsts, rates | {TWO_THREADS: wide})
+    return compare_sides(firsts, rates, wide) | loads.make_figures()
 
 
-def at_once(all_sides: dict[str, Side], rounds: int, load: int, max_new: int) -> tuple[dict[str, list[float]], Loads]:
-    """Throughput of each side, and the processor time of its long and its short answers."""
-    loads = Loads(load, SHORT, max_new)
+def measure_throughput(
+    all_sides: dict[str, Side], rounds: int, load: int, max_new: int
+) -> tuple[dict[str, list[float]], Loads]:
+    """Return the throughput of each side, and the processor time of its long and its short answers."""
+    loads = Loads(load, SHORT_ANSWER_TOKENS, max_new)
 
     def measured(name: str, number: int, new: int, costs: dict[str, list[Cost]]) -> float:
-        work = prompts(random.Random(f"{number} of {new}"), load, 32, 160)
-        rate, cost = all_sides[name].meter.measure(lambda: all_sides[name].engine.tokens_per_s(work, new))
+        work = make_prompts(random.Random(f"{number} of {new}"), load, 32, 160)
+        rate, cost = all_sides[name].meter.measure_load(lambda: all_sides[name].engine.measure_tokens_per_s(work, new))
         costs.setdefault(name, []).append(cost)
         return rate
 
     def once(name: str, number: int) -> list[float]:
-        measured(name, number, SHORT, loads.of_short)
-        return [measured(name, number, max_new, loads.of_long)]
+        measured(name, number, SHORT_ANSWER_TOKENS, loads.short_costs)
+        return [measured(name, number, max_new, loads.long_costs)]
 
-    return measure(rounds, list(all_sides), "throughput", once), loads
+    return run_in_turns(rounds, list(all_sides), "throughput", once), loads
 
 
-def compare(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide: list[float]) -> dict[str, float]:
-    """The pipeline's sides against the bare engine."""
+def compare_sides(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide: list[float]) -> dict[str, float]:
+    """Return the pipeline's sides relative to the bare engine."""
     figures = {}
     for name in (name for name in firsts if name != "bare"):
         added_s = statistics.median(firsts[name]) - statistics.median(firsts["bare"])
@@ -239,8 +247,8 @@ def compare(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide:
     return dict(sorted(figures.items(), reverse=True))
 
 
-def draw(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
-    """Both measurements, every side, every sample's spread."""
+def draw_plot(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
+    """Draw both measurements, every side, every sample's spread."""
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2)
     left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=list(firsts))
@@ -251,12 +259,12 @@ def draw(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
     for axis in (left, right):
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
-    save(figure, "pipeline")
+    save_plot(figure, "pipeline")
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

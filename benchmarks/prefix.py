@@ -20,69 +20,75 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, arguments, machine, report, save, spread
-from benchmarks.prefix_first import TIERS, First, measure_first
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
+from benchmarks.prefix_first import TIERS, FirstToken, measure_first
 from benchmarks.prefix_hits import Hits, measure_hits
 
-COLD = "cold"
+COLD_SIDE = "cold"
 
 
-def speedups(rounds: list[dict[str, First]]) -> dict[str, float]:
-    """Cold to hit, within a round; the median of the rounds, and the smallest."""
+def compute_speedups(rounds: list[dict[str, FirstToken]]) -> dict[str, float]:
+    """Return cold to hit, within a round; the median of the rounds, and the smallest."""
     figures = {}
     for tier in TIERS:
-        ratios = [one[COLD].seconds / one[tier].seconds for one in rounds]
+        ratios = [one[COLD_SIDE].seconds / one[tier].seconds for one in rounds]
         figures[f"ttft_speedup_{tier}"] = statistics.median(ratios)
         figures[f"ttft_speedup_{tier}_min"] = min(ratios)
     return figures
 
 
-def table(rounds: list[dict[str, First]]) -> None:
+def print_table(rounds: list[dict[str, FirstToken]]) -> None:
     """Print what was measured, and what the store decided."""
     for side in rounds[0]:
         firsts = [one[side] for one in rounds]
         seconds = [first.seconds * 1000 for first in firsts]
         cached, asked = firsts[-1].cached_tokens, firsts[-1].prompt_tokens
-        print(f"{side:6} first token {spread(seconds):28} ms   {cached} of {asked} tokens found; {firsts[-1].decided}")
+        print(
+            f"{side:6} first token {format_spread(seconds):28} ms   "
+            f"{cached} of {asked} tokens found; {firsts[-1].decision}"
+        )
 
 
-def draw(rounds: list[dict[str, First]], hits: Hits) -> None:
-    """First tokens by where the prefix was; the hit rate as the requests came."""
+def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
+    """Draw first tokens by where the prefix was, and the hit rate in the order of requests."""
     figure = Figure(figsize=(10, 3.8))
     left, right = figure.subplots(1, 2)
     sides = list(rounds[0])
     left.boxplot([[one[side].seconds * 1000 for one in rounds] for side in sides], tick_labels=sides)
     left.set(yscale="log", ylabel="ms", title="first token, shared prefix of 2,000 tokens")
-    for name, values in hits.over_time().items():
+    for name, values in hits.compute_over_time().items():
         right.plot(values, label=name)
     right.set(title="share of prompt tokens found", xlabel="requests", ylim=(0, 1))
     right.legend()
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    save(figure, "prefix")
+    save_plot(figure, "prefix")
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
+    """Measure, print and draw; return the figures."""
     rounds = measure_first(2 if given.quick else 8)
-    print(f"{machine()}; 0.6B shape, bf16")
-    table(rounds)
+    print(f"{describe_machine()}; 0.6B shape, bf16")
+    print_table(rounds)
     hits = measure_hits(400 if given.quick else 2000)
-    print(f"found {hits.rate:.4f}; an infinite cache finds {hits.infinite:.4f}, in what was computed {hits.known:.4f}")
+    print(
+        f"found {hits.hit_rate:.4f}; an infinite cache finds {hits.infinite_hit_rate:.4f}, "
+        f"in what was computed {hits.known_hit_rate:.4f}"
+    )
     if not given.quick:
-        draw(rounds, hits)
-    return speedups(rounds) | {
-        "hit_rate": hits.rate,
-        "hit_rate_infinite": hits.infinite,
-        "hit_rate_gap_points": 100 * (hits.infinite - hits.rate),
-        "hit_rate_gap_points_known": 100 * (hits.known - hits.rate),
-        "cross_tenant_hits": hits.foreign,
+        draw_plot(rounds, hits)
+    return compute_speedups(rounds) | {
+        "hit_rate": hits.hit_rate,
+        "hit_rate_infinite": hits.infinite_hit_rate,
+        "hit_rate_gap_points": 100 * (hits.infinite_hit_rate - hits.hit_rate),
+        "hit_rate_gap_points_known": 100 * (hits.known_hit_rate - hits.hit_rate),
+        "cross_tenant_hits": hits.num_foreign_hits,
     }
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

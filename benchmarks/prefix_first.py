@@ -14,7 +14,7 @@ from rich.progress import track
 from benchmarks.common import SHM, TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.write import model_directory
+from benchmarks.peers.write import make_model_directory
 from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
@@ -28,26 +28,26 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.record import Record
 from penstock.worker.worker import Worker
 
-PREFIX, OWN = 2000, 24
+PREFIX_TOKENS, OWN = 2000, 24
 """Tokens that requests share, and tokens of their own."""
 TIERS = ("pool", "shm", "disk", "redis")
-_SHORT = {"shared": "shm"}
+_SHORT_NAMES = {"shared": "shm"}
 
 
 @dataclass(frozen=True)
-class First:
-    """One request's first token."""
+class FirstToken:
+    """The first token of one request."""
 
     seconds: float
     """From before its submission until it was in the log."""
     prompt_tokens: int
     cached_tokens: int
-    decided: str
-    """What the store fetched, and what it thought."""
+    decision: str
+    """What the store fetched, and what it considered not worth fetching."""
 
 
-class Prefilling:
-    """A prefill worker in this process, and what can be asked of it."""
+class PrefillSide:
+    """A prefill worker in this process."""
 
     def __init__(self, addresses: Addresses, settings: EngineSettings, kv: KVSettings) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
@@ -65,21 +65,21 @@ class Prefilling:
         )
         self._client = Client(addresses)
 
-    def first(self, token_ids: list[int]) -> First:
-        """Submit a prompt, and turn the worker until the request is handed off."""
+    def measure_first_token(self, token_ids: list[int]) -> FirstToken:
+        """Submit a prompt, and run the worker until the request is handed off."""
         skipped = self.store.stats.not_worth
         read = {tier.name: tier.counters.hits for tier in self.store.tiers}
         begun_s = time.time()
         request_id = self._client.submit(token_ids=token_ids, max_tokens=2, temperature=0.0, ignore_eos=True)
-        job = self._handed_off(request_id)
+        job = self._run_until_handed_off(request_id)
         fetched = {tier.name: tier.counters.hits - read[tier.name] for tier in self.store.tiers}
-        parts = [f"{count} blocks from {_SHORT.get(name, name)}" for name, count in fetched.items() if count]
+        parts = [f"{count} blocks from {_SHORT_NAMES.get(name, name)}" for name, count in fetched.items() if count]
         parts += [f"{count} not worth fetching" for count in (self.store.stats.not_worth - skipped,) if count]
         taken_s = job.timings.first_token - begun_s
-        return First(taken_s, len(token_ids), job.cached_tokens, ", ".join(parts) or "nothing fetched")
+        return FirstToken(taken_s, len(token_ids), job.cached_tokens, ", ".join(parts) or "nothing fetched")
 
-    def _handed_off(self, request_id: str) -> Job:
-        """Turn the worker until the request's job is out and all its blocks are written."""
+    def _run_until_handed_off(self, request_id: str) -> Job:
+        """Run the worker until the request's job is published and all its blocks are written."""
         worker, end_s = self._worker, time.monotonic() + TIMEOUT_S
         begun = False
         while not begun or worker.running or not worker.is_settled():
@@ -93,34 +93,34 @@ class Prefilling:
         )
         return next(job for job in jobs if job.id == request_id)
 
-    def leave_only(self, tier: str, token_ids: list[int]) -> None:
-        """Take the prefix from the tiers above this one. Raises `RuntimeError` where it is not in this one."""
+    def keep_only_in(self, tier: str, token_ids: list[int]) -> None:
+        """Remove the prefix from the tiers above this one. Raises `RuntimeError` if this one lacks it."""
         names = self.store.make_hasher("default").hash_full_blocks(token_ids)
         keys = [name.hash for name in names]
         if tier != "pool":
             pool = self.engine.pool
             pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))  # what was cached is not kept
         for one in self.store.tiers:
-            if _SHORT.get(one.name, one.name) == tier and not all(one.has_blocks(keys)):
+            if _SHORT_NAMES.get(one.name, one.name) == tier and not all(one.has_blocks(keys)):
                 raise RuntimeError(f"not all of the prefix is in {tier}")
         for above in self.store.tiers[: max(0, TIERS.index(tier) - 1)]:
             above.remove_blocks(keys)
 
-    def forget(self, token_ids: list[int]) -> None:
-        """Take a prefix from everywhere below the pool."""
+    def remove_prefix(self, token_ids: list[int]) -> None:
+        """Remove a prefix from all tiers below the pool."""
         keys = [name.hash for name in self.store.make_hasher("default").hash_full_blocks(token_ids)]
         for tier in self.store.tiers:
             tier.remove_blocks(keys)
 
-    def thoughts(self) -> str:
-        """What the store believes to know about its tiers and the engine."""
+    def describe_costs(self) -> str:
+        """Return the costs that the store has measured for its tiers and the engine, as text."""
         compute_s = self.store.layout.block_size / (self.engine.prefill_tokens_per_s() or float("inf"))
         speeds = {tier.name: self.store.cost.tier_speed(tier.name).block_s or 0.0 for tier in self.store.tiers}
-        told = ", ".join(f"{_SHORT.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
+        told = ", ".join(f"{_SHORT_NAMES.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
         return f"ms a block: {told}; computed {compute_s * 1000:.1f}"
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Stop the worker and close all connections."""
         self._worker.close()
         self.store.close()
         self._client.close()
@@ -128,9 +128,9 @@ class Prefilling:
 
 
 @contextlib.contextmanager
-def prefilling(shape: str) -> Iterator[Prefilling]:
-    """A worker on tiers of its own, warm."""
-    model = str(model_directory(SHAPES[shape], DIRECTORY / "models"))
+def open_prefill_side(shape: str) -> Iterator[PrefillSide]:
+    """Start a worker on tiers of its own, warmed up."""
+    model = str(make_model_directory(SHAPES[shape], DIRECTORY / "models"))
     settings = EngineSettings(model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=1024, max_step_tokens=512)
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=SHM))
@@ -139,15 +139,15 @@ def prefilling(shape: str) -> Iterator[Prefilling]:
         addresses = Addresses(pipeline="benchmark", stream_url=server.url)
         kv = KVSettings(shared_mb=1024, shared_dir=memory, disk_mb=1024, disk_dir=str(directory / "blocks"),
                         redis_mb=1024)  # fmt: skip
-        worker = Prefilling(addresses, settings, kv)
+        worker = PrefillSide(addresses, settings, kv)
         exits.callback(worker.close)
         yield worker
 
 
-def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, First]]:
-    """Cold, then a hit in each tier, in every round; a shorter round before them warms up."""
+def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, FirstToken]]:
+    """Measure cold, then a hit in each tier, in every round, after a shorter round to warm up."""
     measured = []
-    with prefilling(shape) as worker:
+    with open_prefill_side(shape) as worker:
         vocabulary = SHAPES[shape].vocabulary
 
         def tokens(name: str, count: int) -> list[int]:
@@ -155,13 +155,13 @@ def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, First]]:
             return [chance.randrange(300, vocabulary) for _ in range(count)]
 
         for number in track(range(rounds + 1), "first tokens", transient=True):
-            prefix = tokens(f"prefix {number}", PREFIX if number else PREFIX // 4)
-            found = {"cold": worker.first(prefix + tokens(f"{number} cold", OWN))}
+            prefix = tokens(f"prefix {number}", PREFIX_TOKENS if number else PREFIX_TOKENS // 4)
+            found = {"cold": worker.measure_first_token(prefix + tokens(f"{number} cold", OWN))}
             for tier in (*TIERS[number % len(TIERS) :], *TIERS[: number % len(TIERS)]):
-                worker.leave_only(tier, prefix)
-                found[tier] = worker.first(prefix + tokens(f"{number} {tier}", OWN))
-            worker.forget(prefix)
+                worker.keep_only_in(tier, prefix)
+                found[tier] = worker.measure_first_token(prefix + tokens(f"{number} {tier}", OWN))
+            worker.remove_prefix(prefix)
             if number:
                 measured.append({side: found[side] for side in ("cold", *TIERS)})
-        print(worker.thoughts())
+        print(worker.describe_costs())
     return measured

@@ -15,20 +15,20 @@ from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from penstock.messages import Timings
 
-BLOCK = 16
-TENANTS = 8
-PREFIXES = 40
+BLOCK_TOKENS = 16
+NUM_TENANTS = 8
+NUM_PREFIXES = 40
 PREFIX_BLOCKS = (3, 12)
-OWN = (8, 40)
-"""Tokens of each request's own."""
-UNDER_WAY = 8
-"""Requests sent and not answered, at most."""
-NEW = 2
+OWN_TOKENS = (8, 40)
+"""Tokens that a request does not share."""
+MAX_OPEN_REQUESTS = 8
+"""The most requests that are sent and not answered."""
+ANSWER_TOKENS = 2
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request."""
+class SentPrompt:
+    """The prompt of one request."""
 
     tenant: str
     prefix: int
@@ -36,44 +36,44 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What became of it."""
+class AnsweredPrompt:
+    """A request and what was found for it."""
 
-    asked: Asked
+    asked: SentPrompt
     cached_tokens: int
     timings: Timings
 
 
 @dataclass(frozen=True)
 class Hits:
-    """Tokens found: in the run, and offline."""
+    """Tokens found, in the run and by simulated caches."""
 
-    seen: Sequence[Seen]
+    seen: Sequence[AnsweredPrompt]
     """In the order in which prefill took them."""
-    best: Sequence[int]
-    """For each, what an infinite cache has that learns a prompt when prefill takes it."""
-    possible: Sequence[int]
-    """The same of a cache that learns a prompt when its first token is out."""
+    requested_hits: Sequence[int]
+    """For each request, the tokens that an infinite cache has that learns a prompt when prefill takes it."""
+    computed_hits: Sequence[int]
+    """For each request, the tokens that an infinite cache has that learns a prompt when its first token is out."""
 
     @property
-    def rate(self) -> float:
-        """Share of all prompt tokens that was found."""
-        return self._share([one.cached_tokens for one in self.seen])
+    def hit_rate(self) -> float:
+        """The share of all prompt tokens that was found."""
+        return self._compute_share([one.cached_tokens for one in self.seen])
 
     @property
-    def infinite(self) -> float:
-        """What would have been found by a cache that knows what was asked for."""
-        return self._share(self.best)
+    def infinite_hit_rate(self) -> float:
+        """The share that a cache would have found that knows all that was requested."""
+        return self._compute_share(self.requested_hits)
 
     @property
-    def known(self) -> float:
-        """What would have been found by a cache that knows what was computed."""
-        return self._share(self.possible)
+    def known_hit_rate(self) -> float:
+        """The share that a cache would have found that knows all that was computed."""
+        return self._compute_share(self.computed_hits)
 
     @property
-    def foreign(self) -> int:
-        """Requests that found something though nobody else of their tenant had begun with that prefix by then."""
-        groups: dict[tuple[str, int], list[Seen]] = {}
+    def num_foreign_hits(self) -> int:
+        """Requests that found something although no other request of their tenant had begun with that prefix."""
+        groups: dict[tuple[str, int], list[AnsweredPrompt]] = {}
         for one in self.seen:
             groups.setdefault((one.asked.tenant, one.asked.prefix), []).append(one)
         return sum(
@@ -83,9 +83,9 @@ class Hits:
             for one in group
         )
 
-    def over_time(self, window: int = 100) -> dict[str, list[float]]:
-        """Shares of the last `window` requests, as they came."""
-        columns = {"found": [one.cached_tokens for one in self.seen], "infinite cache": list(self.best)}
+    def compute_over_time(self, window: int = 100) -> dict[str, list[float]]:
+        """Return the shares over the last `window` requests, in their order."""
+        columns = {"found": [one.cached_tokens for one in self.seen], "infinite cache": list(self.requested_hits)}
         lengths = [len(one.asked.token_ids) for one in self.seen]
         ends = range(1, len(lengths) + 1)
         return {
@@ -93,77 +93,88 @@ class Hits:
             for name, column in columns.items()
         }
 
-    def _share(self, tokens: Sequence[int]) -> float:
+    def _compute_share(self, tokens: Sequence[int]) -> float:
         return sum(tokens) / sum(len(one.asked.token_ids) for one in self.seen)
 
 
-class Infinite:
+class InfiniteCache:
     """Every block that every tenant ever had, by all tokens up to its end."""
 
     def __init__(self) -> None:
         self._blocks: set[tuple[str, int, tuple[int, ...]]] = set()
 
-    def finds(self, asked: Asked) -> int:
-        """How many tokens of the prompt it has; the last one is never among them."""
-        ends = range(BLOCK, len(asked.token_ids), BLOCK)
-        return sum(1 for _ in itertools.takewhile(lambda end: self._key(asked, end) in self._blocks, ends)) * BLOCK
+    def count_cached_tokens(self, asked: SentPrompt) -> int:
+        """Return how many tokens of the prompt it has; the last one is never among them."""
+        ends = range(BLOCK_TOKENS, len(asked.token_ids), BLOCK_TOKENS)
+        return (
+            sum(1 for _ in itertools.takewhile(lambda end: self._block_key(asked, end) in self._blocks, ends))
+            * BLOCK_TOKENS
+        )
 
-    def learns(self, asked: Asked) -> None:
-        """The prompt's full blocks."""
-        self._blocks |= {self._key(asked, end) for end in range(BLOCK, len(asked.token_ids) + 1, BLOCK)}
+    def add_prompt(self, asked: SentPrompt) -> None:
+        """Add the prompt's full blocks."""
+        self._blocks |= {
+            self._block_key(asked, end) for end in range(BLOCK_TOKENS, len(asked.token_ids) + 1, BLOCK_TOKENS)
+        }
 
     @staticmethod
-    def _key(asked: Asked, end: int) -> tuple[str, int, tuple[int, ...]]:
+    def _block_key(asked: SentPrompt, end: int) -> tuple[str, int, tuple[int, ...]]:
         return asked.tenant, end, tuple(asked.token_ids[:end])
 
 
-def offline(seen: Sequence[Seen]) -> Hits:
-    """What infinite caches would have found."""
+def simulate_caches(seen: Sequence[AnsweredPrompt]) -> Hits:
+    """Return what infinite caches would have found."""
     taken = sorted(seen, key=lambda one: one.timings.prefill_started)
-    asked, computed = Infinite(), Infinite()
+    asked, computed = InfiniteCache(), InfiniteCache()
     best, possible = [], []
     unknown = deque(sorted(seen, key=lambda one: one.timings.first_token))
     for one in taken:
         while unknown and unknown[0].timings.first_token <= one.timings.prefill_started:
-            computed.learns(unknown.popleft().asked)
-        best.append(asked.finds(one.asked))
-        possible.append(computed.finds(one.asked))
-        asked.learns(one.asked)
+            computed.add_prompt(unknown.popleft().asked)
+        best.append(asked.count_cached_tokens(one.asked))
+        possible.append(computed.count_cached_tokens(one.asked))
+        asked.add_prompt(one.asked)
     return Hits(taken, best, possible)
 
 
-def workload(count: int, vocabulary: int = 1000) -> Iterator[Asked]:
-    """Tenants in random order, prefixes by zipf: the second is drawn half as often as the first, and so on."""
+def generate_prompts(count: int, vocabulary: int = 1000) -> Iterator[SentPrompt]:
+    """Yield prompts of random tenants, with prefixes by zipf: the second is half as frequent as the first."""
     chance = random.Random(7)
 
     def tokens(low: int, high: int) -> list[int]:
         return [chance.randrange(3, vocabulary) for _ in range(chance.randint(low, high))]
 
-    prefixes = [tokens(low * BLOCK, low * BLOCK) for low in chance.choices(range(*PREFIX_BLOCKS), k=PREFIXES)]
-    weights = [1 / rank for rank in range(1, PREFIXES + 1)]
+    prefixes = [
+        tokens(low * BLOCK_TOKENS, low * BLOCK_TOKENS) for low in chance.choices(range(*PREFIX_BLOCKS), k=NUM_PREFIXES)
+    ]
+    weights = [1 / rank for rank in range(1, NUM_PREFIXES + 1)]
     for _ in range(count):
-        (prefix,) = chance.choices(range(PREFIXES), weights)
-        yield Asked(f"tenant-{chance.randrange(TENANTS)}", prefix, prefixes[prefix] + tokens(*OWN))
+        (prefix,) = chance.choices(range(NUM_PREFIXES), weights)
+        yield SentPrompt(f"tenant-{chance.randrange(NUM_TENANTS)}", prefix, prefixes[prefix] + tokens(*OWN_TOKENS))
 
 
-def send(client: Client, work: Sequence[Asked]) -> list[Seen]:
-    """All requests, a few at a time; in the order of the list."""
-    seen: list[Seen] = []
-    under_way: deque[tuple[str, Asked]] = deque()
+def send_prompts(client: Client, work: Sequence[SentPrompt]) -> list[AnsweredPrompt]:
+    """Send all prompts, a few at a time; return them answered, in order."""
+    seen: list[AnsweredPrompt] = []
+    under_way: deque[tuple[str, SentPrompt]] = deque()
 
     def take() -> None:
         request_id, asked = under_way.popleft()
         answer = client.result(request_id, timeout_s=TIMEOUT_S)
-        seen.append(Seen(asked, answer.usage.cached_tokens, answer.timings))
+        seen.append(AnsweredPrompt(asked, answer.usage.cached_tokens, answer.timings))
 
     with Progress(transient=True) as progress:
         task = progress.add_task("hit rate", total=len(work))
         for asked in work:
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == MAX_OPEN_REQUESTS:
                 take()
                 progress.advance(task)
             request_id = client.submit(
-                token_ids=asked.token_ids, tenant=asked.tenant, max_tokens=NEW, temperature=0.0, ignore_eos=True
+                token_ids=asked.token_ids,
+                tenant=asked.tenant,
+                max_tokens=ANSWER_TOKENS,
+                temperature=0.0,
+                ignore_eos=True,
             )
             under_way.append((request_id, asked))
         while under_way:
@@ -173,7 +184,7 @@ def send(client: Client, work: Sequence[Asked]) -> list[Seen]:
 
 
 def measure_hits(count: int) -> Hits:
-    """Through two workers a stage, as processes."""
+    """Measure with two workers a stage, as processes."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-hits-", dir=SHM) as memory,
         tempfile.TemporaryDirectory(prefix="penstock-hits-") as directory,
@@ -181,10 +192,10 @@ def measure_hits(count: int) -> Hits:
         environment = {
             "PENSTOCK_ENGINE_DTYPE": "float32",
             "PENSTOCK_ENGINE_DEVICE": "cpu",
-            "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK),
+            "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK_TOKENS),
             "PENSTOCK_KV_STORE_SHARED_DIR": memory,
         }
         with Stack(Path(directory), pipeline="hits", prefill=2, decode=2, environment=environment) as stack:
             stack.wait_until_ready(300)
             with Client(stack.addresses) as client:
-                return offline(send(client, list(workload(count))))
+                return simulate_caches(send_prompts(client, list(generate_prompts(count))))

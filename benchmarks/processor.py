@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-TAIL_S = 0.2
-"""Requests are settled a moment after their end was read: so much longer processor time counts."""
+SETTLE_S = 0.2
+"""Requests are settled a moment after their end was read: processor time counts for this much longer."""
 IDLE_S, IDLE_SHARE = 1.0, 0.1
 BARE = "bare"
 
 
-def processor_s(pids: Iterable[int]) -> float:
+def read_processor_s(pids: Iterable[int]) -> float:
     """Return the seconds of processor time that these processes have used so far, in all their threads."""
     # A process's clock, as clock_getcpuclockid(3) names it: /proc/PID/stat has the same in steps of 10 ms.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
@@ -40,15 +40,15 @@ class Meter:
     pids: Sequence[int]
     brokers: Sequence[int] = ()
 
-    def measure(self, load: Callable[[], float]) -> tuple[float, Cost]:
+    def measure_load(self, load: Callable[[], float]) -> tuple[float, Cost]:
         """Carry out a load; return what it returned, and its cost."""
-        begun = self._read()
+        begun = self._read_times()
         returned = load()
-        time.sleep(TAIL_S)
-        ended = self._read()
+        time.sleep(SETTLE_S)
+        ended = self._read_times()
         # What an idle side takes in that time is no part of the load.
-        time.sleep(TAIL_S)
-        idle = self._read()
+        time.sleep(SETTLE_S)
+        idle = self._read_times()
         own_s, broker_s = (2 * end - begin - later for begin, end, later in zip(begun, ended, idle, strict=True))
         return returned, Cost(own_s, broker_s)
 
@@ -56,12 +56,12 @@ class Meter:
         """Wait until the processes do next to nothing: workers go on mapping the shared memory when they are ready."""
         is_idle = False
         while not is_idle:
-            before, _ = self._read()
+            before, _ = self._read_times()
             time.sleep(IDLE_S)
-            is_idle = self._read()[0] - before < IDLE_SHARE * IDLE_S
+            is_idle = self._read_times()[0] - before < IDLE_SHARE * IDLE_S
 
-    def _read(self) -> tuple[float, float]:
-        return processor_s(self.pids), processor_s(self.brokers)
+    def _read_times(self) -> tuple[float, float]:
+        return read_processor_s(self.pids), read_processor_s(self.brokers)
 
 
 Costs = Mapping[str, Sequence[Cost]]
@@ -70,35 +70,35 @@ Costs = Mapping[str, Sequence[Cost]]
 
 @dataclass(frozen=True)
 class Loads:
-    """The costs of a load of short answers and of one of long answers: as many requests, of prompts alike."""
+    """The costs of a load of short answers and of one of long answers, with equally many and similar prompts."""
 
     num_requests: int
-    short: int
-    """Tokens of each answer."""
-    long: int
-    of_short: dict[str, list[Cost]] = field(default_factory=dict)
-    of_long: dict[str, list[Cost]] = field(default_factory=dict)
+    short_tokens: int
+    """Tokens of each short answer."""
+    long_tokens: int
+    short_costs: dict[str, list[Cost]] = field(default_factory=dict)
+    long_costs: dict[str, list[Cost]] = field(default_factory=dict)
 
-    def figures(self) -> dict[str, float]:
+    def make_figures(self) -> dict[str, float]:
         """Return what the pipeline's sides add to the bare engine; all differences and ratios are within a round."""
         figures: dict[str, float] = {}
-        for side in (side for side in self.of_short if side != BARE):
-            added_s = [cost.own_s - bare.own_s for cost, bare in self._beside_bare(self.of_short, side)]
+        for side in (side for side in self.short_costs if side != BARE):
+            added_s = [cost.own_s - bare.own_s for cost, bare in self._pair_with_bare(self.short_costs, side)]
             figures[f"cpu_ms_per_request_added_{side}"] = statistics.median(added_s) / self.num_requests * 1000
-            brokers_s = [cost.broker_s for cost in self.of_short[side]]
+            brokers_s = [cost.broker_s for cost in self.short_costs[side]]
             if any(brokers_s):
                 figures["cpu_ms_per_request_broker"] = statistics.median(brokers_s) / self.num_requests * 1000
             if side == "embedded":
-                ratios = [cost.own_s / bare.own_s - 1 for cost, bare in self._beside_bare(self.of_short, side)]
+                ratios = [cost.own_s / bare.own_s - 1 for cost, bare in self._pair_with_bare(self.short_costs, side)]
                 figures["cpu_us_per_token_added"] = self._added_us_per_token(side, added_s)
                 figures["cpu_ratio_added"] = statistics.median(ratios)
         return figures
 
     def _added_us_per_token(self, side: str, added_short_s: list[float]) -> float:
-        tokens = self.num_requests * (self.long - self.short)
-        added_long_s = [cost.own_s - bare.own_s for cost, bare in self._beside_bare(self.of_long, side)]
+        tokens = self.num_requests * (self.long_tokens - self.short_tokens)
+        added_long_s = [cost.own_s - bare.own_s for cost, bare in self._pair_with_bare(self.long_costs, side)]
         slopes = [(long - short) / tokens for long, short in zip(added_long_s, added_short_s, strict=True)]
         return statistics.median(slopes) * 1e6
 
-    def _beside_bare(self, costs: Costs, side: str) -> list[tuple[Cost, Cost]]:
+    def _pair_with_bare(self, costs: Costs, side: str) -> list[tuple[Cost, Cost]]:
         return list(zip(costs[side], costs[BARE], strict=True))

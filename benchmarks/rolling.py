@@ -28,8 +28,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, arguments, machine, report, save
-from benchmarks.rolling_phases import go_through, work
+from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.rolling_phases import make_known_requests, run_phases
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.history import read_history
 
@@ -37,32 +37,32 @@ BUSES = ("embedded", "kafka")
 
 
 @dataclass(frozen=True)
-class Rolled:
+class RollingResult:
     """What readers saw on one bus."""
 
-    gaps: dict[str, list[float]]
+    gaps_s: dict[str, list[float]]
     """Seconds from each token to the next one, by phase."""
-    firsts: dict[str, list[float]]
+    first_tokens_s: dict[str, list[float]]
     """Seconds from sending to the first token, by phase."""
     findings: list[Finding]
-    errors: int
-    drains: list[float]
+    num_errors: int
+    drains_s: list[float]
     """Seconds from SIGTERM to the end of each worker."""
 
-    def figures(self, bus: str) -> dict[str, float]:
-        """For `--json`."""
-        figures: dict[str, float] = {f"rolling_errors_{bus}": self.errors + len(self.findings)}
-        for phase in self.gaps:
-            for what, values in (("gap", self.gaps[phase]), ("first", self.firsts[phase])):
+    def make_figures(self, bus: str) -> dict[str, float]:
+        """Return the figures for `--json`."""
+        figures: dict[str, float] = {f"rolling_errors_{bus}": self.num_errors + len(self.findings)}
+        for phase in self.gaps_s:
+            for what, values in (("gap", self.gaps_s[phase]), ("first", self.first_tokens_s[phase])):
                 ordered = sorted(values)
                 for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
                     at = min(len(ordered) - 1, int(share * len(ordered)))
                     figures[f"{phase}_{what}_ms_{name}_{bus}"] = 1000 * ordered[at]
-        return figures | {f"rolling_drain_s_max_{bus}": max(self.drains)}
+        return figures | {f"rolling_drain_s_max_{bus}": max(self.drains_s)}
 
 
-def gaps_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
-    """Seconds between the tokens of each stream of a phase."""
+def compute_gaps(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
+    """Return the seconds between the tokens of each stream of a phase."""
     seen: dict[str, list[float]] = {}
     for entry in history:
         if entry["what"] == "token" and entry["id"].startswith(phase):
@@ -70,8 +70,8 @@ def gaps_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
     return [later - earlier for times in seen.values() for earlier, later in itertools.pairwise(times)]
 
 
-def firsts_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
-    """Seconds to the first token of each stream of a phase."""
+def compute_first_tokens(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
+    """Return the seconds to the first token of each stream of a phase."""
     sent, seen = dict[str, float](), dict[str, float]()
     for entry in history:
         if entry["what"] in ("submitted", "token") and entry["id"].startswith(phase):
@@ -80,47 +80,49 @@ def firsts_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """On each bus; prints, draws, and returns the figures."""
+    """Run on each bus, print and draw; return the figures."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-rolling-"))
-    work()  # takes seconds: not in the middle of it
-    found = {bus: on(bus, directory / bus, quick=given.quick) for bus in BUSES}
+    make_known_requests()  # takes seconds: not in the middle of it
+    found = {bus: run_on_bus(bus, directory / bus, quick=given.quick) for bus in BUSES}
     figures: dict[str, float] = {}
     for bus, rolled in found.items():
-        figures |= rolled.figures(bus)
-        for phase, gaps in rolled.gaps.items():
+        figures |= rolled.make_figures(bus)
+        for phase, gaps in rolled.gaps_s.items():
             print(f"{bus:9} {phase:8} {len(gaps)} gaps, median {1000 * statistics.median(gaps):.1f} ms")
         for finding in rolled.findings:
             print(f"    {finding.kind}: {finding.id}: {finding.description}")
-    print(f"\n{machine()}; histories and logs: {directory}")
+    print(f"\n{describe_machine()}; histories and logs: {directory}")
     if not given.quick:
-        draw(found)
+        draw_plot(found)
     return {"rolling_errors": sum(figures[f"rolling_errors_{bus}"] for bus in found)} | figures
 
 
-def on(bus: str, directory: Path, *, quick: bool) -> Rolled:
-    """All phases on a bus, and what readers saw."""
+def run_on_bus(bus: str, directory: Path, *, quick: bool) -> RollingResult:
+    """Run all phases on a bus; return what readers saw."""
     with Progress(transient=True) as bar:
         task = bar.add_task(bus, total=None)
-        path, drains = go_through(
+        path, drains = run_phases(
             bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), quick=quick
         )
     entries = list(read_history(path))
-    gaps, firsts = ({phase: how(entries, phase) for phase in phases_of(entries)} for how in (gaps_of, firsts_of))
+    gaps, firsts = (
+        {phase: how(entries, phase) for phase in list_phases(entries)} for how in (compute_gaps, compute_first_tokens)
+    )
     errors = sum(entry["what"] == "end" and entry["error"] is not None for entry in entries)
-    return Rolled(gaps, firsts, check_history(entries), errors, drains)
+    return RollingResult(gaps, firsts, check_history(entries), errors, drains)
 
 
-def phases_of(history: Iterable[dict[str, Any]]) -> list[str]:
-    """In their order, without the warm-up."""
+def list_phases(history: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the phases in their order, without the warm-up."""
     named = (entry["id"].partition("-")[0] for entry in history if entry["what"] == "submitted")
     return [phase for phase in dict.fromkeys(named) if phase != "warm"]
 
 
-def draw(found: dict[str, Rolled]) -> None:
-    """How many gaps are longer than so much."""
+def draw_plot(found: dict[str, RollingResult]) -> None:
+    """Draw the share of gaps above each length."""
     figure = Figure(figsize=(5.0 * len(found), 3.6))
     for axis, (bus, rolled) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        for phase, gaps in rolled.gaps.items():
+        for phase, gaps in rolled.gaps_s.items():
             ordered = sorted(1000 * gap for gap in gaps)
             axis.plot(ordered, [1 - at / len(ordered) for at in range(len(ordered))], label=phase)
         axis.set(
@@ -128,12 +130,12 @@ def draw(found: dict[str, Rolled]) -> None:
         )
         axis.grid(alpha=0.3)
         axis.legend()
-    save(figure, "rolling")
+    save_plot(figure, "rolling")
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

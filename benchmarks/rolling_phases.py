@@ -19,36 +19,36 @@ from sim.forked import ForkedStack
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
-DISTINCT = 6
-LENGTH = 160
+NUM_DISTINCT_REQUESTS = 6
+ANSWER_TOKENS = 160
 """Tokens of an answer."""
-UNDER_WAY = 4
-PATIENCE_S = 120.0
+MAX_OPEN_REQUESTS = 4
+ANSWER_TIMEOUT_S = 120.0
 DRAIN_S, SHORT_DRAIN_S = 20.0, 1.0
-GRACE_S = 60.0
-"""A worker that has not ended so long after SIGTERM is killed."""
+KILL_AFTER_S = 60.0
+"""A worker that has not ended this long after SIGTERM is killed."""
 Server = ValkeyServer | KafkaServer
 
 
 @cache
-def work() -> list[tuple[Request, ExpectedAnswer]]:
-    """The requests that come again and again, and their answers."""
+def make_known_requests() -> list[tuple[Request, ExpectedAnswer]]:
+    """Return the requests that are sent repeatedly, and their answers."""
     made = []
-    for request in make_requests(DISTINCT, "rolling"):
-        sampling = request.sampling.model_copy(update={"max_tokens": LENGTH, "ignore_eos": True})
+    for request in make_requests(NUM_DISTINCT_REQUESTS, "rolling"):
+        sampling = request.sampling.model_copy(update={"max_tokens": ANSWER_TOKENS, "ignore_eos": True})
         made.append(request.model_copy(update={"token_ids": (request.token_ids or [])[:200], "sampling": sampling}))
     return list(zip(made, compute_answers(made).values(), strict=True))
 
 
-def errand(phase: str, number: int) -> ClientTask:
-    """Read from the first token to the last, by one reader who does not leave."""
-    request, answer = work()[number % DISTINCT]
+def make_task(phase: str, number: int) -> ClientTask:
+    """Return a task: one reader reads from the first token to the last."""
+    request, answer = make_known_requests()[number % NUM_DISTINCT_REQUESTS]
     named = request.model_copy(update={"id": f"{phase}-{number}", "tenant": f"tenant-{number % 5}"})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
 
 class RollingStack(Stack):
-    """A stack whose next workers may drain for so long."""
+    """A stack whose next workers may drain for `drain_s`."""
 
     drain_s = DRAIN_S
 
@@ -57,78 +57,80 @@ class RollingStack(Stack):
 
 
 class QuickStack(RollingStack, ForkedStack):
-    """One whose workers start at once."""
+    """A stack whose workers start at once."""
 
 
-class Roll:
+class RollingPhases:
     """The phases on one bus, and their load."""
 
     def __init__(self, stack: Stack, servers: list[Server], history: History, progress: WriteLine) -> None:
         self._stack, self._servers, self._history, self._progress = stack, servers, history, progress
-        self.drains: list[float] = []
+        self.drains_s: list[float] = []
 
-    def steady(self, phase: str, seconds: float) -> None:
-        """Nothing is done."""
-        with self._load(phase) as clients:
+    def run_steady(self, phase: str, seconds: float) -> None:
+        """Run the load without any restart."""
+        with self._run_clients(phase) as clients:
             until = time.monotonic() + seconds
-            self._while(clients, lambda: time.monotonic() < until)
+            self._keep_up_while(clients, lambda: time.monotonic() < until)
 
-    def workers(self, phase: str, most: int | None = None) -> None:
-        """Each worker is restarted, or so many of each stage."""
-        with self._load(phase) as clients:
-            for worker in self._of_each_stage(most):
+    def restart_workers(self, phase: str, most: int | None = None) -> None:
+        """Restart each worker, or at most `most` of each stage."""
+        with self._run_clients(phase) as clients:
+            for worker in self._pick_workers(most):
                 self._progress(f"{phase}, {worker.name}")
-                self._restart(worker)
-                self._some_more(clients)
+                self._restart_worker(worker)
+                self._wait_for_answers(clients)
 
-    def servers(self, phase: str) -> None:
-        """Each server is restarted."""
-        with self._load(phase) as clients:
+    def restart_servers(self, phase: str) -> None:
+        """Restart each server."""
+        with self._run_clients(phase) as clients:
             for server in self._servers:
                 self._progress(f"{phase}, {type(server).__name__}")
                 server.stop()
                 server.start()
-                self._some_more(clients)
+                self._wait_for_answers(clients)
 
-    def _of_each_stage(self, most: int | None) -> list[WorkerSlot]:
+    def _pick_workers(self, most: int | None) -> list[WorkerSlot]:
         workers = self._stack.workers
         return [one for stage in STAGES for one in [each for each in workers if each.stage == stage][:most]]
 
     @contextlib.contextmanager
-    def _load(self, phase: str) -> Iterator[Clients]:
-        """It goes on from here to there; then all streams come to their end."""
+    def _run_clients(self, phase: str) -> Iterator[Clients]:
+        """Run clients within the block; then wait until all streams have ended."""
         self._progress(phase)
-        with Clients(self._history, self._stack.addresses, partial(errand, phase), UNDER_WAY, PATIENCE_S) as clients:
-            self._some_more(clients)
+        with Clients(
+            self._history, self._stack.addresses, partial(make_task, phase), MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S
+        ) as clients:
+            self._wait_for_answers(clients)
             yield clients
             clients.stop_sending()
-            wait_until_calm(self._stack, clients, PATIENCE_S, lambda line: self._progress(f"{phase}, {line}"))
+            wait_until_calm(self._stack, clients, ANSWER_TIMEOUT_S, lambda line: self._progress(f"{phase}, {line}"))
 
-    def _some_more(self, clients: Clients) -> None:
-        """Until as many have ended as are under way at a time."""
-        enough = clients.num_done + UNDER_WAY
-        self._while(clients, lambda: clients.num_done < enough)
+    def _wait_for_answers(self, clients: Clients) -> None:
+        """Wait until as many streams have ended as are open at a time."""
+        enough = clients.num_done + MAX_OPEN_REQUESTS
+        self._keep_up_while(clients, lambda: clients.num_done < enough)
 
-    def _while(self, clients: Clients, condition: Callable[[], bool]) -> None:
+    def _keep_up_while(self, clients: Clients, condition: Callable[[], bool]) -> None:
         while condition():
             self._stack.restart_dead()
             clients.raise_failure()
             time.sleep(0.05)
 
-    def _restart(self, worker: WorkerSlot) -> None:
-        """SIGTERM, its end, and its successor."""
+    def _restart_worker(self, worker: WorkerSlot) -> None:
+        """Send SIGTERM, wait for the end, and start a successor."""
         assert worker.child is not None
         begun = time.monotonic()
-        status = worker.child.stop(GRACE_S)
-        self.drains.append(time.monotonic() - begun)
+        status = worker.child.stop(KILL_AFTER_S)
+        self.drains_s.append(time.monotonic() - begun)
         if status != 0:
             raise RuntimeError(f"{worker.name} ended with status {status}:\n{self._stack.read_log_tail(worker)}")
         worker.was_ready = False
         self._stack.wait_until_ready(300)
 
 
-def go_through(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -> tuple[Path, list[float]]:
-    """All phases; the history, and how many seconds each worker took to end after SIGTERM."""
+def run_phases(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -> tuple[Path, list[float]]:
+    """Run all phases; return the history, and the seconds that each worker took to end after SIGTERM."""
     directory.mkdir()
     path = directory / "history.jsonl"
     with contextlib.ExitStack() as exits:
@@ -145,13 +147,13 @@ def go_through(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -
         stack = exits.enter_context(made)
         stack.wait_until_ready(300)
         history = exits.enter_context(History(path))
-        roll = Roll(stack, servers, history, progress)
-        roll.steady("warm", 0.0)
-        roll.steady("steady", 5.0 if quick else 120.0)
+        roll = RollingPhases(stack, servers, history, progress)
+        roll.run_steady("warm", 0.0)
+        roll.run_steady("steady", 5.0 if quick else 120.0)
         stack.drain_s = SHORT_DRAIN_S  # of those that come now
-        roll.workers("rolling", 1 if quick else None)
+        roll.restart_workers("rolling", 1 if quick else None)
         if not quick:
-            roll.workers("handed")
-            roll.servers("servers")
+            roll.restart_workers("handed")
+            roll.restart_servers("servers")
         record_topics(stack, history)
-    return path, roll.drains
+    return path, roll.drains_s

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from benchmarks.common import SHM, Arguments, arguments, machine, report, save
-from benchmarks.soak_load import Load
-from benchmarks.watch import Sample, Watch, resident_mb
+from benchmarks.common import SHM, Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.soak_load import SoakLoad
+from benchmarks.watch import Sample, Watch, read_resident_mb
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
 from penstock.kvstore.arena.check import check_integrity
@@ -38,24 +38,24 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 
 BUDGET_MB = 24
-VALKEY = "Valkey, blocks"
+VALKEY_NAME = "Valkey, blocks"
 
 
-def sampler(stack: Stack, server: ValkeyServer, places: list[TierLocation]) -> Callable[[], Sample]:
-    """Memory of the processes, and what is used of each tier's budget."""
+def make_sampler(stack: Stack, server: ValkeyServer, places: list[TierLocation]) -> Callable[[], Sample]:
+    """Return a function that samples the processes' memory, and the used share of each tier's budget."""
     pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
-    pids[VALKEY] = server.pid or 0
+    pids[VALKEY_NAME] = server.pid or 0
 
     def sample() -> Sample:
         usages = {place.name: place.tier.read_usage() for place in places}
         shares = {name: usage.bytes / max(1, usage.budget) for name, usage in usages.items()}
-        return {"memory": resident_mb(pids), "usage": shares}
+        return {"memory": read_resident_mb(pids), "usage": shares}
 
     return sample
 
 
-def leaks(places: list[TierLocation], disk: Path) -> list[str]:
-    """What is left behind, in words, with no process at work."""
+def find_leaks(places: list[TierLocation], disk: Path) -> list[str]:
+    """Return what is left behind, as text, when no process works."""
     found = []
     for place in places:
         tier = place.tier
@@ -73,8 +73,8 @@ def leaks(places: list[TierLocation], disk: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
-    """The stack, ready, its KV server, and its tiers as one sees them from outside."""
+def start_system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
+    """Start the stack and its KV server; yield them with the tiers as seen from outside."""
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=SHM))
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-")))
@@ -101,49 +101,54 @@ def system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
         yield stack, server, places, disk
 
 
-def soak(stack: Stack, load: Load, minutes: float) -> None:
-    """Keep requests under way for so long, then wait for the last."""
+def run_load(stack: Stack, load: SoakLoad, minutes: float) -> None:
+    """Keep requests open for some minutes, then wait for the last."""
     until = time.monotonic() + 60 * minutes
     with Client(stack.addresses) as client, Progress(transient=True) as progress:
         task = progress.add_task("soak", total=60 * minutes)
         while (left_s := until - time.monotonic()) > 0:
-            load.keep_up(client)
-            progress.update(task, completed=60 * minutes - left_s, description=f"soak, {load.answered} answered")
-        load.finish(client)
+            load.send_and_read(client)
+            progress.update(task, completed=60 * minutes - left_s, description=f"soak, {load.num_answered} answered")
+        load.read_rest(client)
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Run, check, draw; returns the figures."""
+    """Run, check and draw; return the figures."""
     minutes = 1.0 if given.quick else 10.0
-    load = Load()
-    with system() as (stack, server, places, disk):
-        with Watch(sampler(stack, server, places)) as watch:
-            soak(stack, load, minutes)
+    load = SoakLoad()
+    with start_system() as (stack, server, places, disk):
+        with Watch(make_sampler(stack, server, places)) as watch:
+            run_load(stack, load, minutes)
         names = {worker.name for worker in stack.workers}
         stack.stop_workers()
-        left = leaks(places, disk)
-    for line in [*load.wrong, *left]:
+        left = find_leaks(places, disk)
+    for line in [*load.mistakes, *left]:
         print(line)
-    print(f"\n{machine()}; {load.answered} requests, {load.compared} compared; {', '.join(sorted(names))}")
-    for name, shares in watch.lines["usage"].items():
+    print(
+        f"\n{describe_machine()}; {load.num_answered} requests, {load.num_compared} compared; "
+        f"{', '.join(sorted(names))}"
+    )
+    for name, shares in watch.series["usage"].items():
         print(f"{name:16} at most {max(shares):.0%} of its budget, {statistics.median(shares):.0%} in the median")
     if not given.quick:
-        save(watch.draw({"memory": "resident memory, MB", "usage": "used, of the budget"}), "soak")
+        save_plot(watch.draw_plot({"memory": "resident memory, MB", "usage": "used, of the budget"}), "soak")
     return {
         "soak_minutes": minutes,
-        "soak_requests": load.answered,
-        "soak_compared": load.compared,
-        "soak_wrong": len(load.wrong),
-        "soak_stuck": load.stuck,
-        "soak_rss_growth_mb": max(grown for name, grown in watch.growth("memory").items() if name != VALKEY),
-        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.lines["usage"].values())),
+        "soak_requests": load.num_answered,
+        "soak_compared": load.num_compared,
+        "soak_wrong": len(load.mistakes),
+        "soak_stuck": load.num_stuck,
+        "soak_rss_growth_mb": max(
+            grown for name, grown in watch.compute_growth("memory").items() if name != VALKEY_NAME
+        ),
+        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.series["usage"].values())),
         "soak_leaked": len(left),
     }
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

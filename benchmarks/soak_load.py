@@ -1,4 +1,4 @@
-"""The requests of `benchmarks.soak`, and what they should be answered."""
+"""The requests of `benchmarks.soak`, and their expected answers."""
 
 import random
 from collections import deque
@@ -9,79 +9,81 @@ from penstock.errors import RequestError, StreamExpired, StreamTimeout
 from penstock.messages import Request
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
-KNOWN = 20
-"""Requests whose answer is worked out beforehand; so many again continue the first ones' answers."""
-TENANTS = 4
-UNDER_WAY = 6
-NEW_TOKENS = (100, 300)
-_OFTEN = 0.4
-"""Share of the requests that are known ones."""
-_STUCK_S = 60.0
+NUM_KNOWN_REQUESTS = 20
+"""Requests whose answer is computed beforehand; as many more continue the first ones' answers."""
+NUM_TENANTS = 4
+MAX_OPEN_REQUESTS = 6
+PROMPT_TOKENS = (100, 300)
+_KNOWN_SHARE = 0.4
+"""The share of known requests."""
+_ANSWER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A request under way."""
+class SentRequest:
+    """An open request."""
 
     id: str
     expected: ExpectedAnswer | None
 
 
-class Load:
+class SoakLoad:
     """Sends, reads and compares."""
 
     def __init__(self) -> None:
-        self.answered = self.compared = self.stuck = 0
-        self.wrong: list[str] = []
-        """What was not as it should be, in words."""
+        self.num_answered = self.num_compared = self.num_stuck = 0
+        self.mistakes: list[str] = []
+        """Unexpected answers, as text."""
         self._chance = random.Random(11)
-        self._under_way: deque[Sent] = deque()
-        first = make_requests(KNOWN, "soak")
+        self._under_way: deque[SentRequest] = deque()
+        first = make_requests(NUM_KNOWN_REQUESTS, "soak")
         answers = compute_answers(first)
-        further = [_continued(request, answers[request.id], first[0]) for request in first]
+        further = [_make_next_turn(request, answers[request.id], first[0]) for request in first]
         self._known = first + further
         self._answers = answers | compute_answers(further)
 
-    def keep_up(self, client: Client) -> None:
-        """As many under way as there should be; then the end of the oldest one."""
-        while len(self._under_way) < UNDER_WAY:
-            self._under_way.append(self._send(client))
-        self._take(client)
+    def send_and_read(self, client: Client) -> None:
+        """Send requests until enough are open; then read the oldest one to its end."""
+        while len(self._under_way) < MAX_OPEN_REQUESTS:
+            self._under_way.append(self._send_request(client))
+        self._read_oldest(client)
 
-    def finish(self, client: Client) -> None:
-        """The end of all."""
+    def read_rest(self, client: Client) -> None:
+        """Read all open requests to their end."""
         while self._under_way:
-            self._take(client)
+            self._read_oldest(client)
 
-    def _send(self, client: Client) -> Sent:
-        chance, tenant = self._chance, f"tenant-{self._chance.randrange(TENANTS)}"
-        if chance.random() < _OFTEN:
+    def _send_request(self, client: Client) -> SentRequest:
+        chance, tenant = self._chance, f"tenant-{self._chance.randrange(NUM_TENANTS)}"
+        if chance.random() < _KNOWN_SHARE:
             known = chance.choice(self._known)
             fields = known.sampling.model_dump(exclude_defaults=True)
             sent = client.submit(token_ids=list(known.token_ids or ()), tenant=tenant, **fields)
-            return Sent(sent, self._answers[known.id])
-        token_ids = [chance.randrange(3, 1000) for _ in range(chance.randint(*NEW_TOKENS))]
-        return Sent(client.submit(token_ids=token_ids, tenant=tenant, max_tokens=16, temperature=0.8, seed=1), None)
+            return SentRequest(sent, self._answers[known.id])
+        token_ids = [chance.randrange(3, 1000) for _ in range(chance.randint(*PROMPT_TOKENS))]
+        return SentRequest(
+            client.submit(token_ids=token_ids, tenant=tenant, max_tokens=16, temperature=0.8, seed=1), None
+        )
 
-    def _take(self, client: Client) -> None:
+    def _read_oldest(self, client: Client) -> None:
         sent = self._under_way.popleft()
         try:
-            answer = client.result(sent.id, timeout_s=_STUCK_S)
+            answer = client.result(sent.id, timeout_s=_ANSWER_TIMEOUT_S)
         except StreamTimeout:
-            self.stuck += 1
+            self.num_stuck += 1
             return
         except (RequestError, StreamExpired) as error:
-            self.wrong.append(f"{sent.id}: {type(error).__name__}: {error}")
+            self.mistakes.append(f"{sent.id}: {type(error).__name__}: {error}")
             return
-        self.answered += 1
+        self.num_answered += 1
         if sent.expected is not None:
-            self.compared += 1
+            self.num_compared += 1
             if (answer.token_ids, answer.text) != (sent.expected.token_ids, sent.expected.text):
-                self.wrong.append(f"{sent.id}: {answer.token_ids} instead of {sent.expected.token_ids}")
+                self.mistakes.append(f"{sent.id}: {answer.token_ids} instead of {sent.expected.token_ids}")
 
 
-def _continued(request: Request, answer: ExpectedAnswer, other: Request) -> Request:
-    """The next turn: the prompt, what was answered, and something more."""
+def _make_next_turn(request: Request, answer: ExpectedAnswer, other: Request) -> Request:
+    """Return the next turn: the prompt, its answer, and some more tokens."""
     more = list(other.token_ids or ())[:8] or [5]
     token_ids = [*(request.token_ids or ()), *answer.token_ids, *more]
     return Request(id=f"{request.id}-again", token_ids=token_ids, sampling=request.sampling, tenant=request.tenant)

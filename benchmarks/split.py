@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
-from benchmarks.peers.write import model_directory
-from benchmarks.split_sides import SLOTS, Seen, Window, work
+from benchmarks.peers.write import make_model_directory
+from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
 
-CHUNKS = (64, 128, 256, 512)
+CHUNK_SIZES = (64, 128, 256, 512)
 SPLIT_CHUNK = 512
-STREAMS = 8
-PROMPT = 1024
-BLOCK = 16
-LOADS = {"saturation": 1.0, "half": 0.5}
+NUM_STREAMS = 8
+PROMPT_TOKENS = 1024
+BLOCK_TOKENS = 16
+LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
 _LEAD_S = 1.5  # streams have their first tokens before a window begins
-_KEEPS_UP = 0.9
+_MIN_TAKEN_SHARE = 0.9
 _TIMEOUT_S = 900.0
 
 
@@ -53,7 +53,7 @@ FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
 
 
-class Worker:
+class WorkerProcess:
     """One process and the pipe to it."""
 
     def __init__(self, role: str, settings: dict[str, Any], cores: list[int], jobs: Connection | None = None,
@@ -62,18 +62,18 @@ class Worker:
         self._commands, theirs = context.Pipe()
         name = memory.name if memory else None
         self._process = context.Process(
-            target=work, args=(role, settings, cores, theirs, jobs, name), name=role, daemon=True
+            target=run_process, args=(role, settings, cores, theirs, jobs, name), name=role, daemon=True
         )
         self._process.start()
         theirs.close()
-        self.block_bytes: int = self.receive()
+        self.block_bytes: int = self.receive_answer()
 
-    def send(self, window: Window | None) -> None:
-        """Give it a window to do; None ends it."""
+    def send_window(self, window: Window | None) -> None:
+        """Give it a window to run; None ends it."""
         self._commands.send(window)
 
-    def receive(self) -> Any:
-        """Its answer."""
+    def receive_answer(self) -> Any:
+        """Return its next answer."""
         if not self._commands.poll(_TIMEOUT_S):
             raise TimeoutError(f"{self._process.name} says nothing")
         return self._commands.recv()
@@ -81,147 +81,153 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         if self._process.is_alive():
-            self.send(None)
+            self.send_window(None)
         self._process.join(10)
         self._process.kill()
 
 
-class Systems:
-    """Both systems, loaded; they do windows in turns."""
+class BothSystems:
+    """Both systems, loaded; they run windows in turn."""
 
     def __init__(self, shape: Shape, extent: Extent) -> None:
         self.shape = shape
-        model = str(model_directory(shape, DIRECTORY / "models"))
+        model = str(make_model_directory(shape, DIRECTORY / "models"))
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
-                 "block_size": BLOCK}  # fmt: skip
-        self._undivided = Worker("undivided", {**given, "threads": 2}, [0, 1])
-        slot_bytes = -(-PROMPT // BLOCK) * self._undivided.block_bytes
-        self._memory = SharedMemory(create=True, size=SLOTS * slot_bytes)
+                 "block_size": BLOCK_TOKENS}  # fmt: skip
+        self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1])
+        slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
+        self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
         ours, theirs = mp.get_context("spawn").Pipe()
-        self._prefill = Worker("prefill", {**given, "threads": 1}, [0], ours, self._memory)
-        self._decode = Worker("decode", {**given, "threads": 1}, [1], theirs, self._memory)
+        self._prefill = WorkerProcess("prefill", {**given, "threads": 1}, [0], ours, self._memory)
+        self._decode = WorkerProcess("decode", {**given, "threads": 1}, [1], theirs, self._memory)
 
-    def window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
-        """One that begins as soon as the streams run."""
+    def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
+        """Return a window that begins as soon as the streams run."""
         begin_s = time.monotonic() + _LEAD_S
-        return Window(begin_s, length_s, STREAMS, arrivals, PROMPT, chunk, self.shape.vocabulary)
+        return Window(begin_s, length_s, NUM_STREAMS, arrivals, PROMPT_TOKENS, chunk, self.shape.vocabulary)
 
-    def undivided(self, window: Window) -> Seen:
-        """Do it undivided."""
-        self._undivided.send(window)
-        seen: Seen = self._undivided.receive()
+    def run_undivided(self, window: Window) -> WindowResult:
+        """Run a window undivided."""
+        self._undivided_worker.send_window(window)
+        seen: WindowResult = self._undivided_worker.receive_answer()
         return seen
 
-    def split(self, window: Window) -> Seen:
-        """Do it split: gaps are decode's, first tokens prefill's, output is both's."""
-        window = replace(window, chunk=SPLIT_CHUNK)
-        self._prefill.send(window)
-        self._decode.send(window)
-        first, then = self._prefill.receive(), self._decode.receive()
-        return Seen(then.gaps_s, first.num_output + then.num_output, first.firsts_s)
+    def run_split(self, window: Window) -> WindowResult:
+        """Run a window split: gaps are decode's, first tokens prefill's, output is both's."""
+        window = replace(window, chunk_tokens=SPLIT_CHUNK)
+        self._prefill.send_window(window)
+        self._decode.send_window(window)
+        first, then = self._prefill.receive_answer(), self._decode.receive_answer()
+        return WindowResult(then.gaps_s, first.num_output + then.num_output, first.firsts_s)
 
     def close(self) -> None:
-        """End the processes, free the memory."""
-        for worker in (self._undivided, self._prefill, self._decode):
+        """End the processes and free the memory."""
+        for worker in (self._undivided_worker, self._prefill, self._decode):
             worker.close()
         self._memory.close()
         self._memory.unlink()
 
 
-def evenly(rate: float, length_s: float) -> tuple[float, ...]:
-    """Arrivals of a window, evenly spaced."""
+def space_evenly(rate: float, length_s: float) -> tuple[float, ...]:
+    """Return evenly spaced arrivals of a window."""
     return tuple(number / rate for number in range(int(rate * length_s)))
 
 
-def p(gaps_s: list[float], percent: float) -> float:
-    """A percentile, in milliseconds."""
+def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
+    """Return a percentile, in milliseconds."""
     return float(np.percentile(gaps_s, percent)) * 1000
 
 
-def saturation(systems: Systems, length_s: float) -> float:
-    """Prompts a second that the split system's prefill takes when there is always one waiting."""
+def measure_saturation(systems: BothSystems, length_s: float) -> float:
+    """Return how many prompts a second the split system's prefill takes if one always waits."""
     flood = tuple(0.0 for _ in range(int(200 * length_s)))
     rates = []
     for _ in range(2):  # the first one warms up
-        firsts_s = systems.split(systems.window(flood, length_s, SPLIT_CHUNK)).firsts_s
+        firsts_s = systems.run_split(systems.make_window(flood, length_s, SPLIT_CHUNK)).first_tokens_s
         rates.append(len(firsts_s) / firsts_s[-1] if firsts_s else 1 / length_s)
     return rates[-1]
 
 
-def best_chunk(systems: Systems, rate: float, length_s: float) -> int:
-    """The undivided engine's chunk size for this rate, see above."""
-    arrivals = evenly(rate, length_s)
+def find_best_chunk(systems: BothSystems, rate: float, length_s: float) -> int:
+    """Return the undivided engine's best chunk size for this rate, as the module's docstring defines it."""
+    arrivals = space_evenly(rate, length_s)
     found = {}
-    for chunk in CHUNKS:
-        seen = systems.undivided(systems.window(arrivals, length_s, chunk))
-        found[chunk] = (len(seen.firsts_s), p(seen.gaps_s, 99))
+    for chunk in CHUNK_SIZES:
+        seen = systems.run_undivided(systems.make_window(arrivals, length_s, chunk))
+        found[chunk] = (len(seen.first_tokens_s), compute_percentile_ms(seen.gaps_s, 99))
         print(
             f"undivided, chunks of {chunk}: {found[chunk][0]} of {len(arrivals)} prompts, p99 {found[chunk][1]:.1f} ms"
         )
-    keeping = [chunk for chunk in CHUNKS if found[chunk][0] >= _KEEPS_UP * len(arrivals)]
+    keeping = [chunk for chunk in CHUNK_SIZES if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
     if keeping:
         return min(keeping, key=lambda chunk: found[chunk][1])
-    return max(CHUNKS, key=lambda chunk: found[chunk][0])
+    return max(CHUNK_SIZES, key=lambda chunk: found[chunk][0])
 
 
-Measured = dict[str, dict[str, list[Seen]]]
-"""By load and system, a `Seen` a round."""
+Measured = dict[str, dict[str, list[WindowResult]]]
+"""By load and system, a `WindowResult` for each round."""
 
 
-def measure(systems: Systems, extent: Extent) -> Measured:
-    """Both systems by turns, at each load."""
-    capacity = saturation(systems, extent.search_s)
-    print(f"saturation: {capacity:.2f} prompts of {PROMPT} tokens a second")
-    chunk = best_chunk(systems, capacity, extent.search_s)
+def measure_systems(systems: BothSystems, extent: Extent) -> Measured:
+    """Measure both systems in turn, at each load."""
+    capacity = measure_saturation(systems, extent.search_s)
+    print(f"saturation: {capacity:.2f} prompts of {PROMPT_TOKENS} tokens a second")
+    chunk = find_best_chunk(systems, capacity, extent.search_s)
     print(f"the undivided engine takes chunks of {chunk}", flush=True)
-    measured: Measured = {load: {"undivided": [], "split": []} for load in LOADS}
-    sides = {"undivided": systems.undivided, "split": systems.split}
+    measured: Measured = {load: {"undivided": [], "split": []} for load in LOAD_SHARES}
+    sides = {"undivided": systems.run_undivided, "split": systems.run_split}
     for number in range(extent.rounds):
-        for load, part in LOADS.items():
-            arrivals = evenly(capacity * part, extent.window_s)
+        for load, part in LOAD_SHARES.items():
+            arrivals = space_evenly(capacity * part, extent.window_s)
             for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
-                seen = sides[side](systems.window(arrivals, extent.window_s, chunk))
+                seen = sides[side](systems.make_window(arrivals, extent.window_s, chunk))
                 measured[load][side].append(seen)
                 print(
-                    f"round {number + 1} {load} {side}: ITL p50 {p(seen.gaps_s, 50):.1f}, "
-                    f"p99 {p(seen.gaps_s, 99):.1f} ms, "
+                    f"round {number + 1} {load} {side}: ITL p50 {compute_percentile_ms(seen.gaps_s, 50):.1f}, "
+                    f"p99 {compute_percentile_ms(seen.gaps_s, 99):.1f} ms, "
                     f"{seen.num_output / extent.window_s:.1f} tokens/s, "
-                    f"{len(seen.firsts_s)} of {len(arrivals)} prompts",
+                    f"{len(seen.first_tokens_s)} of {len(arrivals)} prompts",
                     flush=True,
                 )
     return measured
 
 
-def compare(measured: Measured) -> dict[str, float]:
-    """Undivided to split for gaps, split to undivided for output: each in its round, then the median."""
+def compare_systems(measured: Measured) -> dict[str, float]:
+    """Return undivided to split for gaps, split to undivided for output: each within its round, then the median."""
     figures = {}
     for load, sides in measured.items():
         suffix = "" if load == "saturation" else f"_{load}"
         rounds = list(zip(sides["undivided"], sides["split"], strict=True))
         for percent in (99, 50):
-            ratios = [p(whole.gaps_s, percent) / p(split.gaps_s, percent) for whole, split in rounds]
+            ratios = [
+                compute_percentile_ms(whole.gaps_s, percent) / compute_percentile_ms(split.gaps_s, percent)
+                for whole, split in rounds
+            ]
             figures[f"itl_p{percent}_ratio{suffix}"] = statistics.median(ratios)
         output = [split.num_output / whole.num_output for whole, split in rounds]
         figures[f"output_throughput_ratio{suffix}"] = statistics.median(output)
     return figures
 
 
-def table(measured: Measured, window_s: float) -> None:
+def print_table(measured: Measured, window_s: float) -> None:
     """Print every system at every load, over the rounds."""
     for load, sides in measured.items():
         for side, seens in sides.items():
             columns = {
-                "ITL p50 ms": [p(seen.gaps_s, 50) for seen in seens],
-                "p99 ms": [p(seen.gaps_s, 99) for seen in seens],
+                "ITL p50 ms": [compute_percentile_ms(seen.gaps_s, 50) for seen in seens],
+                "p99 ms": [compute_percentile_ms(seen.gaps_s, 99) for seen in seens],
                 "output tokens/s": [seen.num_output / window_s for seen in seens],
-                "first token p50 ms": [p(seen.firsts_s, 50) for seen in seens if seen.firsts_s] or [0.0],
+                "first token p50 ms": [
+                    compute_percentile_ms(seen.first_tokens_s, 50) for seen in seens if seen.first_tokens_s
+                ]
+                or [0.0],
             }
-            cells = (f"{name} {spread(values):24}" for name, values in columns.items())
+            cells = (f"{name} {format_spread(values):24}" for name, values in columns.items())
             print(f"{load:11}{side:11}" + "".join(cells))
 
 
-def draw(measured: Measured) -> None:
-    """The share of gaps above each length, for both systems at each load."""
+def draw_plot(measured: Measured) -> None:
+    """Draw the share of gaps above each length, for both systems at each load."""
     figure = Figure(figsize=(9, 3.6))
     for axis, (load, sides) in zip(figure.subplots(1, len(measured), sharey=True), measured.items(), strict=True):
         for side, seens in sides.items():
@@ -232,27 +238,27 @@ def draw(measured: Measured) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.axes[0].set_ylabel("share of tokens that took longer")
-    save(figure, "split")
+    save_plot(figure, "split")
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure, print, draw; returns the figures."""
+    """Measure, print and draw; return the figures."""
     extent = QUICK if given.quick else FULL
-    systems = Systems(SHAPES[extent.shape], extent)
+    systems = BothSystems(SHAPES[extent.shape], extent)
     try:
-        measured = measure(systems, extent)
+        measured = measure_systems(systems, extent)
     finally:
         systems.close()
-    print(f"\n{machine()}; {extent.shape}, bf16, {STREAMS} streams, prompts of {PROMPT} tokens")
-    table(measured, extent.window_s)
+    print(f"\n{describe_machine()}; {extent.shape}, bf16, {NUM_STREAMS} streams, prompts of {PROMPT_TOKENS} tokens")
+    print_table(measured, extent.window_s)
     if not given.quick:
-        draw(measured)
-    return compare(measured)
+        draw_plot(measured)
+    return compare_systems(measured)
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import redis
 
-from benchmarks.common import SHM, Arguments, arguments, machine, report, spread
+from benchmarks.common import SHM, Arguments, describe_machine, format_spread, parse_arguments, report_figures
 from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Claim, Record, Sessions, connect_servers, open_record
 
-BATCH, NUM_STEPS = 32, 200
-TEXT = " through"
+BATCH_REQUESTS, NUM_STEPS = 32, 200
+TOKEN_TEXT = " through"
 GOAL_RATIO, GOAL_SHARES = 1.05, (0.45, 0.55)
 
 
@@ -41,61 +41,61 @@ class Side:
         self.sessions = Sessions(self.record, "decode", "worker")
         stack.callback(self.sessions.close)
 
-    def run(self, round_name: str, num_requests: int) -> float:
-        """One round: what an append costs, in us."""
-        claims = [self._claim(f"{round_name}-{number}") for number in range(num_requests)]
-        before_s = sum(map(cpu_s, self.clients))
+    def run_round(self, round_name: str, num_requests: int) -> float:
+        """Run one round; return what an append costs, in us."""
+        claims = [self._claim_request(f"{round_name}-{number}") for number in range(num_requests)]
+        before_s = sum(map(read_cpu_s, self.clients))
         for step in range(NUM_STEPS):
-            outcomes = self.record.append_tokens([(claim, claim.next_event(step, TEXT)) for claim in claims])
+            outcomes = self.record.append_tokens([(claim, claim.next_event(step, TOKEN_TEXT)) for claim in claims])
             assert set(outcomes) == {AppendOutcome.OK}
-        used_s = sum(map(cpu_s, self.clients)) - before_s
+        used_s = sum(map(read_cpu_s, self.clients)) - before_s
         end = EndEvent.model_validate({"finish_reason": "length"})
         assert all(self.record.finish_all([(claim, end) for claim in claims]))
         return used_s / (num_requests * NUM_STEPS) * 1e6
 
-    def _claim(self, request_id: str) -> Claim:
+    def _claim_request(self, request_id: str) -> Claim:
         claim = self.record.claim_decode(request_id, self.sessions.id, "job", b"message")
         assert isinstance(claim, Claim)
         return claim
 
-    def shares(self) -> list[float]:
-        """Each server's part of all appends."""
-        calls = [num_tokens(client) for client in self.clients]
+    def compute_shares(self) -> list[float]:
+        """Return each server's share of all appends."""
+        calls = [count_tokens(client) for client in self.clients]
         return [one / sum(calls) for one in calls]
 
 
-def cpu_s(client: "redis.Redis") -> float:
-    """The processor time that a server has used."""
+def read_cpu_s(client: "redis.Redis") -> float:
+    """Return the processor time that a server has used."""
     used = client.info("cpu")
     return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
 
 
-def num_tokens(client: "redis.Redis") -> int:
-    """How many tokens are in a server's logs."""
+def count_tokens(client: "redis.Redis") -> int:
+    """Return how many tokens are in a server's logs."""
     return sum(client.xlen(key) - 1 for key in client.scan_iter("penstock:streams:{*}:log"))
 
 
 @contextmanager
-def sides() -> Iterator[tuple[Side, Side]]:
-    """One server, and two."""
+def open_sides() -> Iterator[tuple[Side, Side]]:
+    """Start a side with one server, and one with two."""
     with tempfile.TemporaryDirectory(dir=SHM) as directory, ExitStack() as stack:
         yield Side(Path(directory), 1, stack), Side(Path(directory), 2, stack)
 
 
 def main(given: Arguments) -> None:
-    """Measure, and report."""
+    """Measure and report."""
     num_rounds = 12 if given.quick else 60
     costs_us: dict[str, list[float]] = {"1": [], "2": [], "split": []}
-    with sides() as (one, two):
-        runs = [("1", one, BATCH), ("2", two, 2 * BATCH), ("split", two, BATCH)]
+    with open_sides() as (one, two):
+        runs = [("1", one, BATCH_REQUESTS), ("2", two, 2 * BATCH_REQUESTS), ("split", two, BATCH_REQUESTS)]
         for number in range(-2, num_rounds):  # the first two are for warming up
             for name, side, num_requests in runs[:: 1 if number % 2 else -1]:
-                cost_us = side.run(f"{name}-{number}", num_requests)
+                cost_us = side.run_round(f"{name}-{number}", num_requests)
                 costs_us[name] += [cost_us] if number >= 0 else []
-        shares = two.shares()
-    print(f"server time an append in us, {machine()}")
+        shares = two.compute_shares()
+    print(f"server time an append in us, {describe_machine()}")
     for name, found in costs_us.items():
-        print(f"{name:6} {spread(found)}")
+        print(f"{name:6} {format_spread(found)}")
 
     def ratio(name: str) -> float:
         return statistics.median(b / a for a, b in zip(costs_us["1"], costs_us[name], strict=True))
@@ -113,8 +113,8 @@ def main(given: Arguments) -> None:
         "append_share_goal_least": GOAL_SHARES[0],
         "append_share_goal_most": GOAL_SHARES[1],
     }
-    report(figures, given)
+    report_figures(figures, given)
 
 
 if __name__ == "__main__":
-    main(arguments(__doc__.partition("\n")[0]))
+    main(parse_arguments(__doc__.partition("\n")[0]))

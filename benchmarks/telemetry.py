@@ -20,8 +20,8 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from benchmarks.common import Arguments, arguments, machine, report, spread
-from benchmarks.pipeline import Piped, measure, prompts
+from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures
+from benchmarks.pipeline import PipelineSide, make_prompts, run_in_turns
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.local.processes import find_free_port
@@ -34,12 +34,12 @@ ENVIRONMENT = {
     "PENSTOCK_ENGINE_POOL_MB": "128",
     "PENSTOCK_ENGINE_MAX_BATCH": "32",
 }
-EVERY_S = 1.0
+SCRAPE_INTERVAL_S = 1.0
 OFF, ON = "off", "on"
 
 
-class Received(ThreadingHTTPServer):
-    """Takes OTLP, and counts it."""
+class OtlpReceiver(ThreadingHTTPServer):
+    """Receives OTLP, and counts the posts."""
 
     daemon_threads = True
     num_posts = 0
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        assert isinstance(self.server, Received)
+        assert isinstance(self.server, OtlpReceiver)
         self.rfile.read(int(self.headers["content-length"]))
         self.server.num_posts += 1
         self.send_response(200)
@@ -61,9 +61,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def receiver() -> Iterator[Received]:
-    """One that is up, on a free port."""
-    with Received(("127.0.0.1", 0), _Handler) as server:
+def start_receiver() -> Iterator[OtlpReceiver]:
+    """Start a receiver on a free port."""
+    with OtlpReceiver(("127.0.0.1", 0), _Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -74,12 +74,12 @@ def receiver() -> Iterator[Received]:
 
 
 @contextlib.contextmanager
-def repeating(what: Callable[[], object]) -> Iterator[None]:
-    """`what`, each second, by a thread; an error of it ends the benchmark when the context does."""
+def repeat_in_background(what: Callable[[], object]) -> Iterator[None]:
+    """Call `what` each second on a thread. An error of it ends the benchmark when the context ends."""
     over, failed = threading.Event(), list[Exception]()
 
     def run() -> None:
-        while not over.wait(EVERY_S):
+        while not over.wait(SCRAPE_INTERVAL_S):
             try:
                 what()
             except Exception as error:  # raised below
@@ -97,29 +97,29 @@ def repeating(what: Callable[[], object]) -> Iterator[None]:
         raise error
 
 
-def scrape(port: int) -> None:
-    """As Prometheus does."""
+def scrape_metrics(port: int) -> None:
+    """Scrape a worker as Prometheus does."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         assert b"penstock_tokens_total" in answer.read()
 
 
 @contextlib.contextmanager
-def watched(stack: Stack, ports: list[int]) -> Iterator[None]:
-    """All that looks at a pipeline looks at this one."""
+def watch_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
+    """Let scrapers and a `LiveWatch` read this pipeline."""
     watch = LiveWatch(stack.addresses, BusSettings())
     with contextlib.ExitStack() as exits:
         for port in ports:
-            exits.enter_context(repeating(partial(scrape, port)))
-        exits.enter_context(repeating(watch.read_latest))
+            exits.enter_context(repeat_in_background(partial(scrape_metrics, port)))
+        exits.enter_context(repeat_in_background(watch.read_latest))
         yield
 
 
 @contextlib.contextmanager
-def sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
-    """Both, up and warm: tokens a second of a load, given a seed, so many prompts, and so many tokens for each."""
+def open_sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
+    """Start both; each returns tokens per second, given a seed, and a number of prompts and of tokens each."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        port, to = find_free_port(), exits.enter_context(receiver())
+        port, to = find_free_port(), exits.enter_context(start_receiver())
         told = {
             "PENSTOCK_TELEMETRY_PORT": str(port),
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{to.server_port}",
@@ -132,12 +132,12 @@ def sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
         made: dict[str, Callable[[int, int, int], float]] = {}
         for name, stack in stacks.items():
             exits.enter_context(stack).wait_until_ready(300)
-            piped = Piped(exits.enter_context(Client(stack.addresses)))
+            piped = PipelineSide(exits.enter_context(Client(stack.addresses)))
 
-            def once(seed: int, load: int, max_new: int, name: str = name, piped: Piped = piped) -> float:
-                looks = watched(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext()
+            def once(seed: int, load: int, max_new: int, name: str = name, piped: PipelineSide = piped) -> float:
+                looks = watch_stack(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext()
                 with looks:
-                    return piped.tokens_per_s(prompts(random.Random(seed), load, 32, 160), max_new)
+                    return piped.measure_tokens_per_s(make_prompts(random.Random(seed), load, 32, 160), max_new)
 
             made[name] = once
         yield made
@@ -146,27 +146,27 @@ def sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure and print; returns the figures."""
+    """Measure and print; return the figures."""
     rounds, load, max_new = (6, 96, 64) if given.quick else (16, 160, 64)
-    return measured(rounds, load, max_new)
+    return measure_ratio(rounds, load, max_new)
 
 
-def measured(rounds: int, load: int, max_new: int) -> dict[str, float]:
-    """Both sides in turn; each round has the same prompts on both, and no other round has them."""
-    with sides() as both:
+def measure_ratio(rounds: int, load: int, max_new: int) -> dict[str, float]:
+    """Run both sides in turn; each round has the same prompts on both, and no other round has them."""
+    with open_sides() as both:
         for name in both:
             both[name](-1, 8, 8)
         begun_s = time.perf_counter()
-        rates = measure(rounds, list(both), "throughput", lambda name, number: [both[name](number, load, max_new)])
-        print(f"{machine()}; demo model, float32; {time.perf_counter() - begun_s:.0f} s")
+        rates = run_in_turns(rounds, list(both), "throughput", lambda name, number: [both[name](number, load, max_new)])
+        print(f"{describe_machine()}; demo model, float32; {time.perf_counter() - begun_s:.0f} s")
     for name, found in rates.items():
-        print(f"telemetry {name:4} throughput {spread(found):28} tokens/s")
+        print(f"telemetry {name:4} throughput {format_spread(found):28} tokens/s")
     return {"telemetry_throughput_ratio": statistics.median(rates[ON]) / statistics.median(rates[OFF])}
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    report(run(given), given)
+    given = parse_arguments(__doc__ or "")
+    report_figures(run(given), given)
 
 
 if __name__ == "__main__":

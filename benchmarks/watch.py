@@ -1,4 +1,4 @@
-"""What soaks watch over time, and whether it stays flat."""
+"""What soaks measure over time, and whether it stays flat."""
 
 import os
 import statistics
@@ -12,42 +12,42 @@ from typing import Self
 
 from matplotlib.figure import Figure
 
-SAMPLE_S = 1.0
+SAMPLE_INTERVAL_S = 1.0
 Sample = Mapping[str, Mapping[str, float]]
-"""By what is measured, then by whose it is."""
+"""By what is measured, then by process or server."""
 
 
 class Watch:
-    """Takes a sample every second in a thread of its own, until it is left. Raises then what a sample raised."""
+    """Takes a sample every second on a thread until the block ends, which then raises what a sample raised."""
 
     def __init__(self, sample: Callable[[], Sample]) -> None:
-        self.lines: dict[str, dict[str, list[float]]] = {}
-        """As a sample, with all the values in their order."""
+        self.series: dict[str, dict[str, list[float]]] = {}
+        """Like a sample, with all values in their order."""
         self._sample, self._over, self._end = sample, threading.Event(), Future[None]()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._sample_forever, name="watch", daemon=True)
 
-    def growth(self, what: str) -> dict[str, float]:
-        """Whose has grown by how much."""
-        return {whose: growth(values) for whose, values in self.lines[what].items()}
+    def compute_growth(self, what: str) -> dict[str, float]:
+        """Return the growth of each series."""
+        return {whose: compute_growth(values) for whose, values in self.series[what].items()}
 
-    def draw(self, titles: Mapping[str, str]) -> Figure:
-        """A panel for each that has a title."""
+    def draw_plot(self, titles: Mapping[str, str]) -> Figure:
+        """Draw a panel for each measurement that has a title."""
         figure = Figure(figsize=(5.0 * len(titles), 3.8))
         axes = figure.subplots(1, len(titles), squeeze=False)[0]
         for axis, (what, title) in zip(axes, titles.items(), strict=True):
-            for whose, values in self.lines[what].items():
-                axis.plot([at * SAMPLE_S / 60 for at in range(len(values))], values, label=whose)
+            for whose, values in self.series[what].items():
+                axis.plot([at * SAMPLE_INTERVAL_S / 60 for at in range(len(values))], values, label=whose)
             axis.set(title=title, xlabel="minutes", ylim=(0, None))
             axis.grid(alpha=0.3)
             axis.legend()
         return figure
 
-    def _run(self) -> None:
+    def _sample_forever(self) -> None:
         try:
-            while not self._over.wait(SAMPLE_S):
+            while not self._over.wait(SAMPLE_INTERVAL_S):
                 for what, values in self._sample().items():
                     for whose, value in values.items():
-                        self.lines.setdefault(what, {}).setdefault(whose, []).append(value)
+                        self.series.setdefault(what, {}).setdefault(whose, []).append(value)
             self._end.set_result(None)
         except BaseException as error:  # raised by whoever leaves
             self._end.set_exception(error)
@@ -65,21 +65,21 @@ class Watch:
             self._end.result()
 
 
-def growth(values: Sequence[float]) -> float:
-    """The mean of the last quarter less that of the second one; the first is left out as a warm-up."""
+def compute_growth(values: Sequence[float]) -> float:
+    """Return the mean of the last quarter less that of the second one; the first is left out as a warm-up."""
     quarter = len(values) // 4
     return statistics.mean(values[3 * quarter :]) - statistics.mean(values[quarter : 2 * quarter])
 
 
-def resident_mb(pids: Mapping[str, int]) -> dict[str, float]:
-    """Resident memory of each process that lives."""
+def read_resident_mb(pids: Mapping[str, int]) -> dict[str, float]:
+    """Return the resident memory of each process that lives."""
     command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, pids.values()))]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     found = {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
     return {name: found[pid] for name, pid in pids.items() if pid in found}
 
 
-def open_files(pids: Mapping[str, int]) -> dict[str, float]:
-    """Open file descriptors of each; nothing where the system does not list them."""
+def count_open_files(pids: Mapping[str, int]) -> dict[str, float]:
+    """Return the open file descriptors of each process; empty if the system does not list them."""
     folders = {name: Path(f"/proc/{pid}/fd") for name, pid in pids.items()}
     return {name: float(len(os.listdir(folder))) for name, folder in folders.items() if folder.is_dir()}

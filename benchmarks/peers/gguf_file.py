@@ -46,12 +46,12 @@ def write_gguf(model: Path, target: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    for name, bits in _stored(model / "model.safetensors"):
+    for name, bits in _read_tensors(model / "model.safetensors"):
         if bits.ndim == 1:
-            writer.add_tensor(_renamed(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(_rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
-            raw = np.ascontiguousarray(_arranged(name, bits, config)).view(np.uint8)
-            writer.add_tensor(_renamed(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            raw = np.ascontiguousarray(_arrange_rotary(name, bits, config)).view(np.uint8)
+            writer.add_tensor(_rename_tensor(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,
@@ -61,7 +61,7 @@ def write_gguf(model: Path, target: Path) -> None:
         write()
 
 
-def _stored(file: Path) -> Iterator[tuple[str, Bits]]:
+def _read_tensors(file: Path) -> Iterator[tuple[str, Bits]]:
     """Names and bits of the tensors; the file is read by its own header, since numpy knows no bf16."""
     with file.open("rb") as content:
         header_size = int.from_bytes(content.read(8), "little")
@@ -73,7 +73,7 @@ def _stored(file: Path) -> Iterator[tuple[str, Bits]]:
             yield name, everything[first:last].view(np.uint16).reshape(about["shape"])
 
 
-def _renamed(name: str) -> str:
+def _rename_tensor(name: str) -> str:
     part = name.removesuffix(".weight")
     if part in _PARTS:
         return f"{_PARTS[part]}.weight"
@@ -81,7 +81,7 @@ def _renamed(name: str) -> str:
     return f"blk.{layer}.{_PARTS[inside]}.weight"
 
 
-def _arranged(name: str, bits: Bits, config: dict[str, Any]) -> Bits:
+def _arrange_rotary(name: str, bits: Bits, config: dict[str, Any]) -> Bits:
     """For Llama the two halves that rotary positions turn lie side by side, pair by pair."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     which = name.split(".")[-2]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.setup import DIRECTORY, is_installed, python_of
+from benchmarks.peers.setup import DIRECTORY, environment_python, is_installed
 
 ROOT = Path(__file__).parents[2]
 OWN = ("penstock", "generate", "limits")
@@ -23,7 +23,7 @@ class SideFailed(Exception):
     """An engine that said no, or nothing, or ended."""
 
 
-def available(name: str) -> bool:
+def is_available(name: str) -> bool:
     """Whether the engine can be started here."""
     return name in OWN or is_installed(name)
 
@@ -34,7 +34,7 @@ class Side:
     def __init__(self, name: str, log: Path, threads: int, pool_mb: int) -> None:
         self.name = name
         self.log = log
-        python = Path(sys.executable) if name in OWN else python_of(name)
+        python = Path(sys.executable) if name in OWN else environment_python(name)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [str(python), "-m", "benchmarks.peers.serve", name],

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.process import Side, SideFailed
 from benchmarks.peers.shapes import Shape
-from benchmarks.peers.workload import CELLS, CHECK, Cell, Request
+from benchmarks.peers.workload import CELLS, CHECK_CELL, Cell, Request
 
 OURS = "penstock"
 STATIC = ("generate",)
@@ -21,7 +21,7 @@ STATIC = ("generate",)
 LIMITS = {"decode_b1": "bandwidth", "prefill_2048": "gemm"}
 """What of the machine's limits is measured beside a cell."""
 _WARM_NEW = 8
-_HOPELESS = 0.4
+_HOPELESS_SHARE = 0.4
 _LOAD_TIMEOUT_S = 900.0
 
 Say = Callable[[str], None]
@@ -38,25 +38,25 @@ class Results:
     values: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     """By cell, side and round: tokens a second; the limits' are bytes and operations a second."""
 
-    def sides(self) -> list[str]:
+    def list_sides(self) -> list[str]:
         """Ours first."""
         return list(self.loads)
 
-    def median(self, cell: str, side: str) -> float | None:
+    def compute_median(self, cell: str, side: str) -> float | None:
         """Of all rounds; None where nothing was measured."""
         values = self.values.get(cell, {}).get(side)
         return statistics.median(values.values()) if values else None
 
-    def ratio(self, cell: str, side: str) -> float | None:
+    def compute_ratio(self, cell: str, side: str) -> float | None:
         """Ours to a side, the median over the rounds that both have."""
         ours, theirs = (self.values.get(cell, {}).get(name, {}) for name in (OURS, side))
         ratios = [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
         return statistics.median(ratios) if ratios else None
 
-    def best_ratio(self, cell: str) -> float | None:
+    def compute_best_ratio(self, cell: str) -> float | None:
         """Ours to the best of the others."""
-        others = [side for side in self.sides() if side not in {OURS, *LIMITS.values()}]
-        ratios = [ratio for side in others if (ratio := self.ratio(cell, side)) is not None]
+        others = [side for side in self.list_sides() if side not in {OURS, *LIMITS.values()}]
+        ratios = [ratio for side in others if (ratio := self.compute_ratio(cell, side)) is not None]
         return min(ratios, default=None)
 
 
@@ -69,9 +69,9 @@ class Rounds:
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
 
-    def load(self, name: str, model: Path, log: Path, *, threads: int, pool_mb: int, device: str) -> None:
+    def load_side(self, name: str, model: Path, log: Path, *, threads: int, pool_mb: int, device: str) -> None:
         """Start a side and load the model in it; one that fails is left out, and why is said."""
-        missing_mb = _needed_mb(self.shape, pool_mb) - _free_mb()
+        missing_mb = _estimate_needed_mb(self.shape, pool_mb) - _read_free_mb()
         if missing_mb > 0:
             self.say(f"{name}: left out, {missing_mb:,} MB of memory are missing")
             return
@@ -90,10 +90,10 @@ class Rounds:
         self._sides[name], self.results.loads[name] = side, answer
         self.say(f"{name}: loaded in {answer['load_s']:.1f} s")
 
-    def check(self) -> None:
+    def check_tokens(self) -> None:
         """Say whose tokens are not those of the first side: then a conversion may be wrong, or rounding decided."""
-        requests = CHECK.requests(self.shape.vocabulary, 0)
-        tokens = {name: self._ask(name, "run", requests=requests) for name in list(self._sides)}
+        requests = CHECK_CELL.make_requests(self.shape.vocabulary, 0)
+        tokens = {name: self._ask_side(name, "run", requests=requests) for name in list(self._sides)}
         said = {name: answer["tokens"][0] for name, answer in tokens.items() if answer is not None}
         first: list[int] = next(iter(said.values()), [])
         for name, own in said.items():
@@ -101,22 +101,22 @@ class Rounds:
             if same < len(first):
                 self.say(f"{name}: after {same} tokens it says something else than {next(iter(said))}")
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """A short run of each cell's kind by each side."""
         for cell in self.cells:
             for name in list(self._sides):
                 if not cell.is_mixed:
-                    requests = cell.requests(self.shape.vocabulary, -1)
-                    self._ask(name, "run", requests=[(prompt, min(new, _WARM_NEW)) for prompt, new in requests])
+                    requests = cell.make_requests(self.shape.vocabulary, -1)
+                    self._ask_side(name, "run", requests=[(prompt, min(new, _WARM_NEW)) for prompt, new in requests])
 
-    def turn(self, number: int) -> None:
+    def run_round(self, number: int) -> None:
         """One round: every cell by every side that has a chance in it, the order reversed every other round."""
         for cell in self.cells:
-            requests = cell.requests(self.shape.vocabulary, number)
+            requests = cell.make_requests(self.shape.vocabulary, number)
             values = self.results.values.setdefault(cell.name, {})
-            names = [name for name in self._sides if self._is_asked(cell, name, values)]
+            names = [name for name in self._sides if self._is_worth_asking(cell, name, values)]
             for name in names if number % 2 == 0 else reversed(names):
-                self._measure(cell, name, number, requests)
+                self._measure_cell(cell, name, number, requests)
             if cell.name in LIMITS and self._limits is not None:
                 limit = LIMITS[cell.name]
                 with contextlib.suppress(SideFailed):
@@ -127,30 +127,30 @@ class Rounds:
 
     def ask_ours(self, do: str, **given: Any) -> Any:
         """What only our engine can be asked; None if it is not there."""
-        return self._ask(OURS, do, **given) if OURS in self._sides else None
+        return self._ask_side(OURS, do, **given) if OURS in self._sides else None
 
     def close(self) -> None:
         """End all processes."""
         for side in [*self._sides.values(), *([self._limits] if self._limits else [])]:
             side.close()
 
-    def _is_asked(self, cell: Cell, name: str, values: dict[str, dict[int, float]]) -> bool:
+    def _is_worth_asking(self, cell: Cell, name: str, values: dict[str, dict[int, float]]) -> bool:
         """Not what it cannot do; nor again where it was far behind the best of the others."""
         if cell.is_mixed and name in STATIC:
             return False
         if name == OURS or name not in values:
             return True
         best = max(max(found.values()) for side, found in values.items() if side not in {OURS, *LIMITS.values()})
-        return max(values[name].values()) >= _HOPELESS * best
+        return max(values[name].values()) >= _HOPELESS_SHARE * best
 
-    def _measure(self, cell: Cell, name: str, number: int, requests: list[Request]) -> None:
-        answer = self._ask(name, "run", requests=requests)
+    def _measure_cell(self, cell: Cell, name: str, number: int, requests: list[Request]) -> None:
+        answer = self._ask_side(name, "run", requests=requests)
         if answer is not None:
             values = self.results.values[cell.name].setdefault(name, {})
-            values[number] = cell.value(answer["timeline"], requests)
+            values[number] = cell.compute_value(answer["timeline"], requests)
             self.results.peaks_mib[name] = self._sides[name].peak_mib()
 
-    def _ask(self, name: str, do: str, **given: Any) -> Any:
+    def _ask_side(self, name: str, do: str, **given: Any) -> Any:
         """The answer; a side that fails is closed, and takes no part in what follows."""
         try:
             return self._sides[name].ask(do, _LOAD_TIMEOUT_S, **given)
@@ -160,11 +160,11 @@ class Rounds:
             return None
 
 
-def _needed_mb(shape: Shape, pool_mb: int) -> int:
+def _estimate_needed_mb(shape: Shape, pool_mb: int) -> int:
     """Memory for an engine: weights in the form they come and in its own, activations, libraries."""
     return round(2.5 * shape.read_bytes / 2**20) + pool_mb + 1500
 
 
-def _free_mb() -> int:
+def _read_free_mb() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.peers.workload import Request, Timeline
 
 
-def timed_run(engine: Any, requests: list[Request]) -> dict[str, Any]:
+def run_timed(engine: Any, requests: list[Request]) -> dict[str, Any]:
     """Let the engine answer the requests; returns the timeline and the new tokens of each."""
     timeline: Timeline = []
     begun_s = time.perf_counter()
@@ -34,7 +34,7 @@ def timed_run(engine: Any, requests: list[Request]) -> dict[str, Any]:
     return {"timeline": timeline, "tokens": tokens}
 
 
-def timed_load(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load_timed(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Load the engine; returns it and what that cost, beside reading the weights once (from the page cache too)."""
     prepared = module.prepare(Path(given.pop("model")))
     _read_all(prepared)
@@ -43,8 +43,13 @@ def timed_load(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     begun_s = time.perf_counter()
     engine = module.load(model=prepared, **given)
     load_s = time.perf_counter() - begun_s
-    return engine, {"load_s": load_s, "read_s": read_s, "peak_kib": _status("VmHWM"), "after_kib": _status("VmRSS"),
-                    "mapped_kib": _status("RssFile")}  # fmt: skip
+    return engine, {
+        "load_s": load_s,
+        "read_s": read_s,
+        "peak_kib": _read_status_kib("VmHWM"),
+        "after_kib": _read_status_kib("VmRSS"),
+        "mapped_kib": _read_status_kib("RssFile"),
+    }
 
 
 def _read_all(model: Path) -> float:
@@ -59,7 +64,7 @@ def _read_all(model: Path) -> float:
     return time.perf_counter() - begun_s
 
 
-def _status(name: str) -> int:
+def _read_status_kib(name: str) -> int:
     """A line of this process's status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
@@ -77,9 +82,9 @@ def main() -> None:
         try:
             match question["do"]:
                 case "load":
-                    engine, answer = timed_load(module, given)
+                    engine, answer = load_timed(module, given)
                 case "run":
-                    answer = timed_run(engine, **given)
+                    answer = run_timed(engine, **given)
                 case name:
                     answer = getattr(engine, name)(**given)
             reply = {"is": answer}

@@ -57,7 +57,7 @@ ENVIRONMENTS = {
 }
 
 
-def python_of(name: str, directory: Path = DIRECTORY) -> Path:
+def environment_python(name: str, directory: Path = DIRECTORY) -> Path:
     """The interpreter of one engine's environment, there or not."""
     return directory / name / "bin" / "python"
 
@@ -67,9 +67,9 @@ def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
     return (directory / name / "complete").exists()
 
 
-def install(name: str, directory: Path) -> None:
+def install_environment(name: str, directory: Path) -> None:
     """Make one environment anew. Raises `CalledProcessError`; what went wrong is in NAME.log."""
-    wanted, python = ENVIRONMENTS[name], python_of(name, directory)
+    wanted, python = ENVIRONMENTS[name], environment_python(name, directory)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
     overrides = directory / f"{name}.overrides.txt"
     overrides.write_text("\n".join(wanted.overrides))
@@ -114,7 +114,7 @@ def main() -> None:
             continue
         print(f"{name}: installing, see {directory / name}.log", flush=True)
         try:
-            install(name, directory)
+            install_environment(name, directory)
         except (OSError, subprocess.CalledProcessError) as error:
             failed.append(name)
             print(f"{name}: not installed: {error}")

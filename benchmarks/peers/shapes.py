@@ -26,7 +26,7 @@ class Shape:
     normed_heads: bool
     """Whether queries and keys are normalised, head by head."""
 
-    def linears(self) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Matrices of one layer, [outputs, inputs], by their name in it."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return {
@@ -39,14 +39,14 @@ class Shape:
             "mlp.down_proj": (self.hidden, self.intermediate),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the weight file, by its name there."""
         norms = {"input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,)}
         if self.normed_heads:
             norms |= {"self_attn.q_norm": (self.head_size,), "self_attn.k_norm": (self.head_size,)}
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, self.hidden)}
         for layer in range(self.layers):
-            for name, size in (self.linears() | norms).items():
+            for name, size in (self.linear_shapes() | norms).items():
                 found[f"model.layers.{layer}.{name}.weight"] = size
         found["model.norm.weight"] = (self.hidden,)
         if not self.tied:
@@ -55,19 +55,19 @@ class Shape:
 
     @property
     def _layer_weights(self) -> int:
-        return self.layers * sum(rows * columns for rows, columns in self.linears().values())
+        return self.layers * sum(rows * columns for rows, columns in self.linear_shapes().values())
 
     @property
     def read_bytes(self) -> int:
         """Bytes of bf16 weights that one decode step has to read: every matrix once, of the embedding only rows."""
         return 2 * (self._layer_weights + self.vocabulary * self.hidden)
 
-    def prefill_flops(self, length: int) -> float:
+    def count_prefill_flops(self, length: int) -> float:
         """Operations for a prompt: its matrices, causal attention, and the logits of its last token."""
         attention = self.layers * self.heads * self.head_size * length * (length + 1)  # scores and values, half of them
         return 2.0 * (self._layer_weights * length + attention + self.vocabulary * self.hidden)
 
-    def config(self) -> dict[str, object]:
+    def make_config(self) -> dict[str, object]:
         """The model's config.json."""
         return {
             "architectures": [self.architecture],

@@ -24,7 +24,7 @@ class Rates:
     """Tokens per second, from the submission to the end."""
 
 
-def rates(timeline: Timeline, requests: list[Request]) -> Rates:
+def compute_rates(timeline: Timeline, requests: list[Request]) -> Rates:
     """Raises `ValueError` if the tokens are not those that were asked for."""
     missing = [new for _, new in requests]
     without_first = set(range(len(requests)))
@@ -60,7 +60,7 @@ class Cell:
         """Whether the requests of a run differ in length: no work for a static batch."""
         return self.prompt[0] != self.prompt[1]
 
-    def requests(self, vocabulary: int, seed: int) -> list[Request]:
+    def make_requests(self, vocabulary: int, seed: int) -> list[Request]:
         """Random prompts of one run: other tokens with each seed, the same lengths with all."""
         lengths, chance = random.Random(self.name), random.Random(f"{self.name} {seed}")
         return [
@@ -71,9 +71,9 @@ class Cell:
             for _ in range(self.batch)
         ]
 
-    def value(self, timeline: Timeline, requests: list[Request]) -> float:
+    def compute_value(self, timeline: Timeline, requests: list[Request]) -> float:
         """Tokens a second: of the prompt where one token is asked for, of all output in mixed work, else of decode."""
-        found = rates(timeline, requests)
+        found = compute_rates(timeline, requests)
         if self.new == (1, 1):
             return len(requests[0][0]) / found.first_s
         return found.output if self.is_mixed else found.decode
@@ -87,5 +87,5 @@ CELLS = (
 MAX_BATCH = 64
 MAX_LENGTH = 2304
 """Tokens of the longest request, with room to round up."""
-CHECK = Cell("check", 1, (16, 16), (8, 8))
+CHECK_CELL = Cell("check", 1, (16, 16), (8, 8))
 """Its tokens show whether a converted model is still the same one."""

@@ -11,14 +11,14 @@ from benchmarks.peers.shapes import BOS, EOS, MAX_LENGTH, Shape
 _SPECIALS = {BOS: "<s>", EOS: "</s>"}
 
 
-def model_directory(shape: Shape, parent: Path) -> Path:
+def make_model_directory(shape: Shape, parent: Path) -> Path:
     """The directory of the shape's model under `parent`; written if it is not there."""
     directory = parent / shape.name
     if not directory.exists():
         scratch = parent / f"{shape.name}.{os.getpid()}"
         scratch.mkdir(parents=True)
         _write_weights(shape, scratch / "model.safetensors")
-        _write_json(scratch / "config.json", shape.config())
+        _write_json(scratch / "config.json", shape.make_config())
         _write_json(scratch / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS})
         _write_tokenizer(scratch)
         try:
@@ -35,7 +35,7 @@ def _write_weights(shape: Shape, file: Path) -> None:
 
     chance = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, size in shape.tensors().items():
+    for name, size in shape.tensor_shapes().items():
         if len(size) == 1:
             tensors[name] = torch.ones(size, dtype=torch.bfloat16)
         else:

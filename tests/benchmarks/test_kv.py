@@ -4,47 +4,57 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kv_rounds import Rounds
-from benchmarks.kv_sides import Blocks, put
-from benchmarks.prefix import speedups
-from benchmarks.prefix_first import First
-from benchmarks.prefix_hits import BLOCK, TENANTS, Asked, Infinite, Seen, offline, workload
-from benchmarks.soak import leaks
+from benchmarks.kv_rounds import KVRounds
+from benchmarks.kv_sides import RandomBlocks, put_blocks
+from benchmarks.prefix import compute_speedups
+from benchmarks.prefix_first import FirstToken
+from benchmarks.prefix_hits import (
+    BLOCK_TOKENS,
+    NUM_TENANTS,
+    AnsweredPrompt,
+    InfiniteCache,
+    SentPrompt,
+    generate_prompts,
+    simulate_caches,
+)
+from benchmarks.soak import find_leaks
 from penstock.kvstore.arena.layout import WRITING
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.shared import SharedTier
 from penstock.kvstore.tools import TierLocation
 from penstock.messages import Timings
 
-PREFIX = list(range(100, 100 + 2 * BLOCK))
+PREFIX = list(range(100, 100 + 2 * BLOCK_TOKENS))
 
 
-def seen(tenant: str, tokens: list[int], begun: float, first: float, cached: int = 0, prefix: int = 0) -> Seen:
-    return Seen(Asked(tenant, prefix, tokens), cached, Timings(prefill_started=begun, first_token=first))
+def seen(
+    tenant: str, tokens: list[int], begun: float, first: float, cached: int = 0, prefix: int = 0
+) -> AnsweredPrompt:
+    return AnsweredPrompt(SentPrompt(tenant, prefix, tokens), cached, Timings(prefill_started=begun, first_token=first))
 
 
 def test_ratios_are_formed_within_a_round_and_sides_take_turns() -> None:
-    rounds, order = Rounds(), list[str]()
+    rounds, order = KVRounds(), list[str]()
     speeds = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 8.0])}
 
     def side(name: str) -> float:
         order.append(name)
         return next(speeds[name])
 
-    rounds.take(3, 10**9, "test", {name: lambda _, name=name: side(name) for name in speeds})  # type: ignore[misc]
-    assert rounds.ratio("ours", "theirs") == 2.0
-    assert rounds.speeds("theirs") == [0.5, 0.25, 0.125]
+    rounds.run_rounds(3, 10**9, "test", {name: lambda _, name=name: side(name) for name in speeds})  # type: ignore[misc]
+    assert rounds.compute_ratio("ours", "theirs") == 2.0
+    assert rounds.compute_speeds("theirs") == [0.5, 0.25, 0.125]
     assert order[:4] == ["ours", "theirs", "theirs", "ours"]
 
 
 def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
     rounds = [
-        {side: First(seconds * factor, 10, 0, "") for side, seconds in
+        {side: FirstToken(seconds * factor, 10, 0, "") for side, seconds in
          {"cold": 8.0, "pool": 1.0, "shm": 2.0, "disk": 4.0, "redis": 8.0}.items()}
         for factor in (1.0, 3.0)
     ]  # fmt: skip
-    rounds[1]["redis"] = First(48.0, 10, 0, "")
-    figures = speedups(rounds)
+    rounds[1]["redis"] = FirstToken(48.0, 10, 0, "")
+    figures = compute_speedups(rounds)
     assert (figures["ttft_speedup_pool"], figures["ttft_speedup_disk"]) == (8.0, 2.0)
     assert (figures["ttft_speedup_redis"], figures["ttft_speedup_redis_min"]) == (0.75, 0.5)
 
@@ -52,75 +62,77 @@ def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
 @pytest.mark.parametrize(
     ("tokens", "found"),
     [
-        (PREFIX, BLOCK),  # the block with the last token is always computed
-        ([*PREFIX, 1], 2 * BLOCK),
-        ([*PREFIX[:BLOCK], 1], BLOCK),
-        ([*PREFIX[: BLOCK - 1], 1, 1], 0),
+        (PREFIX, BLOCK_TOKENS),  # the block with the last token is always computed
+        ([*PREFIX, 1], 2 * BLOCK_TOKENS),
+        ([*PREFIX[:BLOCK_TOKENS], 1], BLOCK_TOKENS),
+        ([*PREFIX[: BLOCK_TOKENS - 1], 1, 1], 0),
         ([1, *PREFIX], 0),
     ],
 )
 def test_an_infinite_cache_finds_full_blocks_with_the_same_tokens_before_them(tokens: list[int], found: int) -> None:
-    cache = Infinite()
-    cache.learns(Asked("a", 0, PREFIX))
-    assert cache.finds(Asked("a", 0, tokens)) == found
-    assert cache.finds(Asked("b", 0, tokens)) == 0
+    cache = InfiniteCache()
+    cache.add_prompt(SentPrompt("a", 0, PREFIX))
+    assert cache.count_cached_tokens(SentPrompt("a", 0, tokens)) == found
+    assert cache.count_cached_tokens(SentPrompt("b", 0, tokens)) == 0
 
 
 def test_the_caches_know_what_was_taken_and_what_was_computed() -> None:
     prompt = [*PREFIX, 1]
-    hits = offline([
-        seen("a", prompt, 3.0, 4.0, 2 * BLOCK),
+    hits = simulate_caches([
+        seen("a", prompt, 3.0, 4.0, 2 * BLOCK_TOKENS),
         seen("a", prompt, 1.0, 2.0),
         seen("a", prompt, 1.5, 2.5),
         seen("b", prompt, 5.0, 6.0),
     ])  # fmt: skip
     assert [one.timings.prefill_started for one in hits.seen] == [1.0, 1.5, 3.0, 5.0]
-    assert hits.best == [0, 2 * BLOCK, 2 * BLOCK, 0]
-    assert hits.possible == [0, 0, 2 * BLOCK, 0]
-    assert hits.rate == hits.known == pytest.approx(2 * BLOCK / (4 * len(prompt)))
-    assert hits.infinite == 2 * hits.known
-    assert hits.foreign == 0
+    assert hits.requested_hits == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, 0]
+    assert hits.computed_hits == [0, 0, 2 * BLOCK_TOKENS, 0]
+    assert hits.hit_rate == hits.known_hit_rate == pytest.approx(2 * BLOCK_TOKENS / (4 * len(prompt)))
+    assert hits.infinite_hit_rate == 2 * hits.known_hit_rate
+    assert hits.num_foreign_hits == 0
 
 
 def test_a_hit_before_the_tenant_had_asked_is_foreign() -> None:
     prompt = [*PREFIX, 1]
-    mine, other = seen("a", prompt, 1.0, 2.0), seen("b", prompt, 3.0, 4.0, BLOCK)
-    assert offline([mine, other]).foreign == 1
-    assert offline([mine, other, seen("b", prompt, 5.0, 6.0, BLOCK)]).foreign == 1
-    assert offline([mine, other, seen("b", prompt, 3.5, 6.0)]).foreign == 0  # the two shared what they computed
+    mine, other = seen("a", prompt, 1.0, 2.0), seen("b", prompt, 3.0, 4.0, BLOCK_TOKENS)
+    assert simulate_caches([mine, other]).num_foreign_hits == 1
+    assert simulate_caches([mine, other, seen("b", prompt, 5.0, 6.0, BLOCK_TOKENS)]).num_foreign_hits == 1
+    assert (
+        simulate_caches([mine, other, seen("b", prompt, 3.5, 6.0)]).num_foreign_hits == 0
+    )  # the two shared what they computed
 
 
 def test_the_workload_shares_prefixes_between_tenants_and_nothing_else() -> None:
-    work = list(workload(500))
-    assert work == list(workload(500))
-    assert len({one.tenant for one in work}) == TENANTS
+    work = list(generate_prompts(500))
+    assert work == list(generate_prompts(500))
+    assert len({one.tenant for one in work}) == NUM_TENANTS
     by_prefix: dict[int, set[tuple[int, ...]]] = {}
     tenants: dict[int, set[str]] = {}
     for one in work:
-        by_prefix.setdefault(one.prefix, set()).add(tuple(one.token_ids[: 2 * BLOCK]))
+        by_prefix.setdefault(one.prefix, set()).add(tuple(one.token_ids[: 2 * BLOCK_TOKENS]))
         tenants.setdefault(one.prefix, set()).add(one.tenant)
     assert all(len(starts) == 1 for starts in by_prefix.values())
-    assert len(tenants[0]) == TENANTS
+    assert len(tenants[0]) == NUM_TENANTS
     assert len({tuple(one.token_ids[-8:]) for one in work}) == len(work)
 
 
 def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
-    blocks, disk = Blocks(2, 4096), tmp_path / "disk"
-    shared = SharedTier.open(blocks.form, "test", 2**20, str(tmp_path))
-    stored = DiskTier.open(blocks.form, disk, 2**20)
-    keys = [name.hash for name in blocks.names(0)]
+    blocks, disk = RandomBlocks(2, 4096), tmp_path / "disk"
+    shared = SharedTier.open(blocks.block_format, "test", 2**20, str(tmp_path))
+    stored = DiskTier.open(blocks.block_format, disk, 2**20)
+    keys = [name.hash for name in blocks.make_keys(0)]
     for tier in (shared, stored):
-        put(tier, blocks.blocks(0))
+        put_blocks(tier, blocks.make_blocks(0))
     stored.close()  # its process is at an end
     places = [TierLocation(shared, "here"), TierLocation(DiskTier.attach(disk), "there")]
-    assert leaks(places, disk) == []
+    assert find_leaks(places, disk) == []
 
     for place in places:
         place.tier.lease_blocks("somebody", keys[:1], 60.0)
     (disk / "writers" / "dead").mkdir(parents=True)
     (disk / "writers" / "dead" / "half").touch()
     shared.arena.tables.state_array[-1] = WRITING
-    found = "\n".join(leaks(places, disk))
+    found = "\n".join(find_leaks(places, disk))
     assert "shared: 1 blocks are leased" in found
     assert "disk: 1 blocks are leased" in found
     assert "writers/dead/half is no block" in found

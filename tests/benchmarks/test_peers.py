@@ -6,43 +6,43 @@ import pytest
 
 from benchmarks.peers.rounds import OURS, Results
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.workload import CELLS, Cell, Request, rates
+from benchmarks.peers.workload import CELLS, Cell, Request, compute_rates
 
 TWO: list[Request] = [([1, 2, 3], 2), ([4, 5, 6], 3)]
 
 
 def test_decode_counts_only_what_comes_after_everybodys_first_token() -> None:
-    found = rates([(1.0, [0]), (2.0, [0, 1]), (4.0, [1]), (6.0, [1])], TWO)
+    found = compute_rates([(1.0, [0]), (2.0, [0, 1]), (4.0, [1]), (6.0, [1])], TWO)
     assert found.first_s == 2.0
     assert found.decode == 2 / 4
     assert found.output == 5 / 6
 
 
 def test_several_tokens_of_a_request_in_one_step_all_count() -> None:
-    found = rates([(1.0, [0, 1]), (2.0, [0, 1, 1])], TWO)
+    found = compute_rates([(1.0, [0, 1]), (2.0, [0, 1, 1])], TWO)
     assert found.decode == 3.0
 
 
 @pytest.mark.parametrize("last", [[], [1], [1, 1, 1]])
 def test_other_tokens_than_asked_for_are_an_error(last: list[int]) -> None:
     with pytest.raises(ValueError, match="missing or too many"):
-        rates([(1.0, [0, 1]), (2.0, [0]), (3.0, last)], TWO)
+        compute_rates([(1.0, [0, 1]), (2.0, [0]), (3.0, last)], TWO)
 
 
 def test_a_cells_lengths_are_those_of_every_round_and_its_tokens_are_not() -> None:
     mixed = next(cell for cell in CELLS if cell.is_mixed)
-    one, other = mixed.requests(1000, 0), mixed.requests(1000, 1)
+    one, other = mixed.make_requests(1000, 0), mixed.make_requests(1000, 1)
     assert [(len(prompt), new) for prompt, new in one] == [(len(prompt), new) for prompt, new in other]
     assert one != other
-    assert one == mixed.requests(1000, 0)
+    assert one == mixed.make_requests(1000, 0)
     assert len({len(prompt) for prompt, _ in one}) > 10
 
 
 def test_each_kind_of_cell_has_its_own_rate() -> None:
     steps = [(2.0, [0]), (4.0, [0])]
-    assert Cell("prefill", 1, (8, 8), (1, 1)).value(steps[:1], [([1] * 8, 1)]) == 4.0
-    assert Cell("decode", 1, (8, 8), (2, 2)).value(steps, [([1] * 8, 2)]) == 0.5
-    assert Cell("mixed", 1, (8, 9), (2, 3)).value(steps, [([1] * 8, 2)]) == 2 / 4
+    assert Cell("prefill", 1, (8, 8), (1, 1)).compute_value(steps[:1], [([1] * 8, 1)]) == 4.0
+    assert Cell("decode", 1, (8, 8), (2, 2)).compute_value(steps, [([1] * 8, 2)]) == 0.5
+    assert Cell("mixed", 1, (8, 9), (2, 3)).compute_value(steps, [([1] * 8, 2)]) == 2 / 4
 
 
 def test_ratios_are_formed_within_a_round() -> None:
@@ -50,27 +50,27 @@ def test_ratios_are_formed_within_a_round() -> None:
     results.loads = {OURS: {}, "slow": {}, "fast": {}, "failed": {}}
     # The machine is twice as fast in the second round and four times in the third: no ratio may show that.
     results.values["cell"] = {OURS: {0: 6.0, 1: 12.0, 2: 24.0}, "slow": {0: 2.0}, "fast": {0: 4.0, 1: 8.0, 2: 16.0}}
-    assert results.ratio("cell", "slow") == 3.0
-    assert results.ratio("cell", "fast") == 1.5
-    assert results.ratio("cell", "failed") is None
-    assert results.best_ratio("cell") == 1.5
-    assert results.best_ratio("other") is None
+    assert results.compute_ratio("cell", "slow") == 3.0
+    assert results.compute_ratio("cell", "fast") == 1.5
+    assert results.compute_ratio("cell", "failed") is None
+    assert results.compute_best_ratio("cell") == 1.5
+    assert results.compute_best_ratio("other") is None
 
 
 @pytest.mark.parametrize(("name", "millions"), [("small", 135.3), ("q06", 596.0)])
 def test_a_shape_has_the_weights_it_says(name: str, millions: float) -> None:
     shape = SHAPES[name]
-    weights = sum(math.prod(size) for size in shape.tensors().values())
+    weights = sum(math.prod(size) for size in shape.tensor_shapes().values())
     assert weights / 1e6 == pytest.approx(millions, abs=0.1)
-    norms = sum(math.prod(size) for size in shape.tensors().values() if len(size) == 1)
+    norms = sum(math.prod(size) for size in shape.tensor_shapes().values() if len(size) == 1)
     rows_only = 0 if shape.tied else shape.vocabulary * shape.hidden
     assert shape.read_bytes == 2 * (weights - norms - rows_only)
 
 
 def test_attention_counts_what_a_token_sees() -> None:
     shape = SHAPES["small"]
-    linear = shape.prefill_flops(1) - 4 * shape.layers * shape.heads * shape.head_size
+    linear = shape.count_prefill_flops(1) - 4 * shape.layers * shape.heads * shape.head_size
     seen = sum(range(1, 11))
     output = 2 * shape.vocabulary * shape.hidden
     expected = 10 * (linear - output) + output + 4 * shape.layers * shape.heads * shape.head_size * seen
-    assert shape.prefill_flops(10) == pytest.approx(expected)
+    assert shape.count_prefill_flops(10) == pytest.approx(expected)

@@ -16,7 +16,7 @@ def test_what_is_added_is_the_median_of_differences_within_a_round() -> None:
         "embedded": [Cost(1.8), Cost(3.0), Cost(5.1)],
         "kafka": [Cost(9.0)] * 3,
     }
-    assert Loads(100, 4, 64, short, long).figures() == {
+    assert Loads(100, 4, 64, short, long).make_figures() == {
         "cpu_ms_per_request_added_embedded": pytest.approx(4.0),
         "cpu_us_per_token_added": pytest.approx(100.0),
         "cpu_ratio_added": pytest.approx(2.0),

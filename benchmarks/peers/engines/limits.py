@@ -45,15 +45,15 @@ class Limits:
         ways: list[Callable[[], object]] = [self._memory.sum, self._memory.max]
         if (native := self._native) is not None:
             ways.append(lambda: native.read(self._memory.data_ptr(), _READ_BYTES))
-        return _READ_BYTES / min(self._best(ways))
+        return _READ_BYTES / min(self._repeat_best(ways))
 
     @torch.inference_mode()
     def gemm(self) -> float:
         """Operations a second."""
-        return max(2.0 * rows * inputs * outputs / min(self._best(self._products(rows, inputs, outputs)))
+        return max(2.0 * rows * inputs * outputs / min(self._repeat_best(self._make_products(rows, inputs, outputs)))
                    for rows, inputs, outputs in _GEMM_SIZES)  # fmt: skip
 
-    def _products(self, rows: int, inputs: int, outputs: int) -> Iterator[Callable[[], object]]:
+    def _make_products(self, rows: int, inputs: int, outputs: int) -> Iterator[Callable[[], object]]:
         left = torch.randn(rows, inputs, device=self._device).to(torch.bfloat16)
         right = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16, device=self._device)
         yield lambda: right(left)
@@ -61,13 +61,13 @@ class Limits:
             packed = PackedLinears(self._native, [right], release=lambda original: None)
             yield lambda: packed(left)
 
-    def _best(self, ways: Iterable[Callable[[], object]]) -> Iterator[float]:
+    def _repeat_best(self, ways: Iterable[Callable[[], object]]) -> Iterator[float]:
         """The shortest time of each way, in seconds; its first call does not count."""
         for way in ways:
-            self._seconds(way)
-            yield min(self._seconds(way) for _ in range(_REPEATS))
+            self._measure_seconds(way)
+            yield min(self._measure_seconds(way) for _ in range(_REPEATS))
 
-    def _seconds(self, way: Callable[[], object]) -> float:
+    def _measure_seconds(self, way: Callable[[], object]) -> float:
         begun_s = time.perf_counter()
         way()
         if self._device != "cpu":

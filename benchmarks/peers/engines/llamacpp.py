@@ -65,7 +65,7 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        self._pool_tokens = pool_mb * 2**20 // _token_bytes(model)
+        self._pool_tokens = pool_mb * 2**20 // _count_token_bytes(model)
         self._batch = self._api.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._room = self._make_room(1, MAX_LENGTH)
 
@@ -85,7 +85,7 @@ class LlamaCpp:
             while waiting and free:
                 index, prompt, new = waiting.pop()
                 running.append(_Running(index, free.pop(), list(prompt), new))
-            sampled = self._step(running)
+            sampled = self._run_step(running)
             on_step([request.index for request in sampled])
             for request in [request for request in sampled if request.left == 0]:
                 running.remove(request)
@@ -94,7 +94,7 @@ class LlamaCpp:
                 free.append(request.slot)
         return tokens
 
-    def _step(self, running: list[_Running]) -> list[_Running]:
+    def _run_step(self, running: list[_Running]) -> list[_Running]:
         """Compute one batch; returns the requests that got a token."""
         batch, size, decided = self._batch, 0, list[tuple[_Running, int]]()
         for request in sorted(running, key=lambda request: len(request.pending) > 1):
@@ -133,7 +133,7 @@ class LlamaCpp:
         return _Room(slots, length, handle)
 
 
-def _token_bytes(model: Path) -> int:
+def _count_token_bytes(model: Path) -> int:
     """KV of one token, 16 bits a number, from the configuration beside the converted model."""
     config = json.loads((model.with_suffix("") / "config.json").read_text())
     return 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])

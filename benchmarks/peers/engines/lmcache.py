@@ -31,7 +31,7 @@ class LMCache:
     """A remote backend and as many chunks in memory as it moves at once."""
 
     def __init__(self, url: str, shape: tuple[int, int, int, int, int], chunks: int) -> None:
-        torch, config, parts = _modules()
+        torch, config, parts = _import_modules()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         room_gb = 3 * chunks * 2 * shape[0] * 2 * shape[2] * shape[3] * shape[4] / 2**30 + 0.1
@@ -79,7 +79,7 @@ class LMCache:
         return taken_s
 
 
-def _modules() -> tuple[Any, Any, dict[str, Any]]:
+def _import_modules() -> tuple[Any, Any, dict[str, Any]]:
     """Torch, LMCache's configuration, and the modules of its storage."""
     names = {
         "metadata": "lmcache.v1.metadata",

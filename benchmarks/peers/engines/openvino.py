@@ -61,7 +61,7 @@ class OpenVINO:
     def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
         """Submit all, and read what each step has made."""
         tokens: list[list[int]] = [[] for _ in requests]
-        open_handles = {index: self._submit(index, *request) for index, request in enumerate(requests)}
+        open_handles = {index: self._submit_request(index, *request) for index, request in enumerate(requests)}
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             told = []
@@ -75,6 +75,6 @@ class OpenVINO:
             on_step(told)
         return tokens
 
-    def _submit(self, index: int, prompt: list[int], num_new: int) -> Any:
+    def _submit_request(self, index: int, prompt: list[int], num_new: int) -> Any:
         config = self._genai.GenerationConfig(do_sample=False, ignore_eos=True, max_new_tokens=num_new)
         return self._pipeline.add_request(index, self._tensor(np.array([prompt], dtype=np.int64)), config)

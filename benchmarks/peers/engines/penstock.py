@@ -83,46 +83,48 @@ class Penstock:
         Half of the prompts are answered greedily, half with draws. A token counts whatever the reason: after one that
         differs, the following ones differ too.
         """
-        alone = [self._tokens([index], prompts, num_new)[0] for index in range(len(prompts))]
+        alone = [self._generate_tokens([index], prompts, num_new)[0] for index in range(len(prompts))]
         everyone = list(range(len(prompts)))
         ways: dict[str, Callable[[], list[list[int]]]] = {
-            "batched": lambda: self._tokens(everyone, prompts, num_new),
-            "chunks of 48": lambda: self._tokens(everyone, prompts, num_new, max_step_tokens=48),
-            "handed over": lambda: self._handed_over(prompts, num_new),
-            "one thread": lambda: self._tokens(everyone, prompts, num_new, threads=1),
+            "batched": lambda: self._generate_tokens(everyone, prompts, num_new),
+            "chunks of 48": lambda: self._generate_tokens(everyone, prompts, num_new, max_step_tokens=48),
+            "handed over": lambda: self._generate_handed_over(prompts, num_new),
+            "one thread": lambda: self._generate_tokens(everyone, prompts, num_new, threads=1),
         }
         return {way: _share(tokens(), alone) for way, tokens in ways.items()}
 
-    def _variant(self, **changes: Any) -> Engine:
+    def _open_variant(self, **changes: Any) -> Engine:
         """Another engine on the same weights; pool and threads are its own."""
         return Engine(self._engine.model, self._engine.settings.model_copy(update=changes))
 
-    def _tokens(self, which: list[int], prompts: list[list[int]], num_new: int, **changes: Any) -> list[list[int]]:
-        engine = self._variant(**changes) if changes else self._engine
+    def _generate_tokens(
+        self, which: list[int], prompts: list[list[int]], num_new: int, **changes: Any
+    ) -> list[list[int]]:
+        engine = self._open_variant(**changes) if changes else self._engine
         try:
             seqs = [_sequence(index, prompts[index], num_new, _sampling(index)) for index in which]
             _drive(engine, seqs)
         finally:
             if changes:
-                self._engine = self._variant()  # its threads again
+                self._engine = self._open_variant()  # its threads again
         return [seq.output_token_ids for seq in seqs]
 
-    def _handed_over(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    def _generate_handed_over(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
         """First tokens from one pool, all others from another that got the KV as bytes."""
-        first, second = self._engine, self._variant()
+        first, second = self._engine, self._open_variant()
         seqs = [_sequence(index, prompt, num_new, _sampling(index)) for index, prompt in enumerate(prompts)]
         for seq in seqs:
             first.add_sequence(seq)
         while any(seq.num_output_tokens == 0 for seq in seqs):
             first.step()
-        copies = [handed_over(first, second, seq) for seq in seqs]
+        copies = [hand_over_sequence(first, second, seq) for seq in seqs]
         for seq in seqs:
             first.remove_sequence(seq)
         _drive(second, copies)
         return [seq.output_token_ids for seq in copies]
 
 
-def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
+def hand_over_sequence(first: Engine, second: Engine, seq: Sequence) -> Sequence:
     """The sequence as the second engine goes on with it: the prompt's KV as bytes, and the first token."""
     prompt, size = seq.token_ids[: seq.num_prompt_tokens], first.settings.block_size
     copy = Sequence(
