@@ -6,7 +6,6 @@ the middle of a change of its passwords: that is an outage like any other.
 """
 
 import contextlib
-import socket
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -29,13 +28,12 @@ from penstock.names import (
     kv_key,
     rate_key,
 )
+from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.urls import hide_password, split_urls
 
 Command = tuple[str, ...]
-TLS_TIMEOUT_S = 2.0
-"""How long a server may take to begin TLS."""
 
 
 def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = False) -> None:
@@ -187,16 +185,3 @@ def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseE
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
-
-
-def speaks_tls(host: str, port: int) -> bool:
-    """Return whether a server answers a TLS handshake, whatever its certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        with socket.create_connection((host, port), TLS_TIMEOUT_S) as plain, context.wrap_socket(plain):
-            return True
-    except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")
-    except (OSError, ValueError):
-        return False

@@ -12,7 +12,7 @@ from penstock.bus.kafka.client import client_settings
 from penstock.config.addresses import kafka_security_config
 from penstock.errors import AccessRefused
 from penstock.names import Pipeline, Role
-from penstock.ops.access import speaks_tls
+from penstock.ops.tls import speaks_tls
 
 if TYPE_CHECKING:
     from penstock.config.addresses import Addresses
