@@ -39,13 +39,14 @@ def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
     begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
     member = bus.join_group("prefill", "a")
 
-    def beat(keys: object, args: object) -> int:
-        begun.set()
-        go_on.wait(30)
-        is_over.set()
-        return 1
+    class SlowScript:
+        def run(self, *_: object) -> int:
+            begun.set()
+            go_on.wait(30)
+            is_over.set()
+            return 1
 
-    monkeypatch.setattr(member, "_beat_script", beat)
+    monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", SlowScript())
     assert begun.wait(30)
     member.close()
     assert not is_over.is_set()
