@@ -11,17 +11,17 @@ import pytest
 SCRIPT = """
 import sys
 from penstock.telemetry import tracing
-from penstock.telemetry.process import recording
+from penstock.telemetry.process import record_spans
 from penstock.names import Pipeline
 from penstock.config.settings import TraceSettings
-with recording("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
-    context = tracing.about(Pipeline("p"), "request-1")
-    root = tracing.begin("request", context, 100.0)
-    within = tracing.within(root, context)
-    child = tracing.begin("decode", within, 101.0, attempt=1)
+with record_spans("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
+    context = tracing.with_request(Pipeline("p"), "request-1")
+    root = tracing.start_span("request", context, 100.0)
+    within = tracing.with_span(root, context)
+    child = tracing.start_span("decode", within, 101.0, attempt=1)
     child.set_attributes({"model": "demo"})
-    below = tracing.within(child, within)
-    tracing.note("kv.read", tracing.context_of(tracing.headers_of(below), context), 102.0, 103.5, blocks=3)
+    below = tracing.with_span(child, within)
+    tracing.record_span("kv.read", tracing.extract_context(tracing.inject_headers(below), context), 102.0, 103.5, blocks=3)
     child.end()
     child.end()
     root.end()

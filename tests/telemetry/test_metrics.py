@@ -141,7 +141,7 @@ def stage(meters: Meters, name: str) -> StageMetrics:
 class Still(LiveWatch):
     """A look that is always the same: servers have nothing to do with how it is told."""
 
-    def look(self) -> Json:
+    def read_latest(self) -> Json:
         lag = {
             klass: {
                 stage: {"messages": 4, "prompt_tokens": 50, "output_tokens": None if klass == "batch" else 60}
