@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 from redis.exceptions import NoScriptError
@@ -9,7 +10,7 @@ from redis.exceptions import NoScriptError
 from penstock.messages import TokenEvent
 from penstock.record import scripts
 from penstock.record.claim import AppendOutcome, Claim
-from penstock.record.link import ScriptConnection, encode_bulk_strings
+from penstock.redis.scripts import Script
 
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
@@ -94,3 +95,51 @@ def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch
     """Return the wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
     fixed = ["EVALSHA", scripts.APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
     return b"*%d\r\n" % (len(fixed) + 3) + encode_bulk_strings(*(str(value).encode() for value in fixed))
+
+
+class ScriptConnection:
+    """A connection of its own, for one script: commands are sent now, and replies read later. Belongs to one thread."""
+
+    def __init__(self, client: "redis.Redis", script: Script) -> None:
+        self._pool = client.connection_pool
+        self._script = script
+        self._connection: Any = None
+
+    def send_commands(self, packed: bytes) -> None:
+        """Write commands and leave their replies. Raises `redis.ConnectionError` or `redis.TimeoutError`."""
+        connection = self._connection or self._open_connection()
+        connection.send_packed_command([packed], check_health=False)
+
+    def read_reply(self) -> Any:
+        """Return the next reply. Raises as `send_commands` does, or `redis.ResponseError` for a reply that is an error."""
+        if self._connection is None:
+            raise redis.ConnectionError("the connection was closed with replies outstanding")
+        return self._connection.read_response()
+
+    def can_read(self, timeout_s: float) -> bool:
+        """Return whether there is something to read within a time: a reply, or the connection's end."""
+        return self._connection is None or bool(self._connection.can_read(timeout_s))
+
+    def close(self) -> None:
+        """Drop the connection; the next `send_commands` opens it anew."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
+
+    def _open_connection(self) -> Any:
+        connection: Any = self._pool.get_connection()
+        try:
+            connection.send_command("SCRIPT", "LOAD", self._script.text)
+            connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            self._pool.release(connection)
+            raise
+        self._connection = connection
+        return connection
+
+
+def encode_bulk_strings(*values: bytes) -> bytes:
+    """Return `values` as RESP bulk strings, one after the other."""
+    return b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
