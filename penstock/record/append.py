@@ -111,7 +111,7 @@ class ScriptConnection:
         connection.send_packed_command([packed], check_health=False)
 
     def read_reply(self) -> Any:
-        """Return the next reply. Raises as `send_commands` does, or `redis.ResponseError` for a reply that is an error."""
+        """Return the next reply. Raises as `send_commands` does, or `redis.ResponseError` for an error reply."""
         if self._connection is None:
             raise redis.ConnectionError("the connection was closed with replies outstanding")
         return self._connection.read_response()
