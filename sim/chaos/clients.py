@@ -18,8 +18,8 @@ from penstock.client.core import prepare_message
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError
-from penstock.messages import EndEvent, Request, now_s
+from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
+from penstock.messages import EndEvent, Request, TokenEvent, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
@@ -113,6 +113,9 @@ class Clients:
         """Tasks whose first reader has seen the end."""
         self.accepted_ids: set[str] = set()
         self._pool = ThreadPoolExecutor(3 * under_way, "client")
+        self._outages = threading.Lock()
+        self._past_outage_s = 0.0
+        self._outage_since: float | None = None
         self._futures: list[Future[None]] = [self._pool.submit(self._run_tasks) for _ in range(under_way)]
 
     def stop_sending(self) -> None:
@@ -123,6 +126,23 @@ class Clients:
     def is_idle(self) -> bool:
         """Whether all tasks that were begun have ended."""
         return all(future.done() for future in self._futures)
+
+    @contextlib.contextmanager
+    def count_outage(self) -> Iterator[None]:
+        """Note that a server is away meanwhile: readers have patience for longer by that time. One outage at a time."""
+        with self._outages:
+            self._outage_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._outages:
+                self._past_outage_s += time.monotonic() - self._outage_since
+                self._outage_since = None
+
+    def _measure_uptime_s(self) -> float:
+        """Return a clock that stands still while a server is away."""
+        with self._outages:
+            return (self._outage_since or time.monotonic()) - self._past_outage_s
 
     def raise_failure(self) -> None:
         """Raise the exception of a client that failed, if any did."""
@@ -220,7 +240,7 @@ class Clients:
         self, reader: str, request_id: str, after: str | None, most: int | None, cancel_after: int | None
     ) -> tuple[str | None, bool]:
         """Read at most `most` events. Returns the last event id seen, and whether the stream has ended."""
-        for count, event in enumerate(self._client.stream(request_id, after, self._patience_s), start=1):
+        for count, event in enumerate(self._read_events(request_id, after), start=1):
             if isinstance(event, EndEvent):
                 told = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
                 self._history.add_entry("end", id=request_id, reader=reader, **told)
@@ -233,6 +253,21 @@ class Clients:
             if count == most:
                 return after, False
         raise AssertionError("a stream ends with its end")
+
+    def _read_events(self, request_id: str, after: str | None) -> Iterator[TokenEvent | EndEvent]:
+        """Yield a stream's events. Raises `StreamTimeout` after `patience_s` without one while all servers run."""
+        quiet_since_s, patience_s = self._measure_uptime_s(), self._patience_s
+        while True:
+            try:
+                for event in self._client.stream(request_id, after, patience_s):
+                    quiet_since_s = self._measure_uptime_s()
+                    after = after if isinstance(event, EndEvent) else event.id
+                    yield event
+                return
+            except StreamTimeout:
+                patience_s = quiet_since_s + self._patience_s - self._measure_uptime_s()
+                if patience_s <= 0:
+                    raise
 
     @contextlib.contextmanager
     def _record_errors(self, reader: str, request_id: str) -> Iterator[None]:

@@ -60,7 +60,7 @@ class ChaosRound:
     decode: int = 4
     num_in_flight: int = 16
     patience_s: float = 90.0
-    """How long a client waits for a token or a result."""
+    """How long a client waits for a token or a result. Time in which a server is away does not count."""
     is_replicated: bool = False
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_system_faults: bool = False
@@ -209,13 +209,13 @@ class FaultInjector:
         )
         match fault.what:
             case "restart" | "pause" | "stall":
-                with self._at_servers:
+                with self._at_servers, self._clients.count_outage():
                     self._disturb_server(fault)
             case "leader" | "failover":
-                with self._at_servers:
+                with self._at_servers, self._clients.count_outage():
                     self._servers.fail_over(fault.target, fault.duration_s)
             case "freeze":
-                with self._at_servers:
+                with self._at_servers, self._clients.count_outage():
                     self._stack.freeze_all(lambda: self._over.wait(fault.duration_s))
             case "resize":
                 self._resize_stage(fault)

@@ -1,5 +1,6 @@
 """Messages that a client can write and ours cannot read: they stop nobody, and are found in the dead letters."""
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,9 +147,8 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
     assert values(bus.read_all(pipeline.results_topic)) == [b"1", b"2"]
 
 
-def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
-    """3 KB on the wire: more than the client unpacks. What is in one batch with it goes with it."""
-    topic = pipeline.request_topic("interactive")
+def publish_around_damage(bus: KafkaBus, topic: str) -> None:
+    """Publish a message, a batch of three that is 3 KB on the wire and more than the client unpacks, and a message."""
     publish(bus, [Outgoing(topic, b"before")])
     packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
     producer = Producer(bus.clients | packed)
@@ -156,6 +156,27 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pip
         producer.produce(topic, value)
     assert producer.flush(30) == 0
     publish(bus, [Outgoing(topic, b"behind")])
+
+
+def test_who_reads_for_a_dead_member_passes_a_batch_that_cannot_be_unpacked(bus: KafkaBus, pipeline: Pipeline) -> None:
+    """Else all that is behind it waits until a member that lives long enough owns the partition."""
+    topic = pipeline.request_topic("interactive")
+    publish_around_damage(bus, topic)
+    with contextlib.closing(KafkaOrphanReader(pipeline, "prefill", bus.clients)) as orphans:
+        found = orphans.read_orphans([f"{topic}:0"], 10)
+        while len(found) < 2:
+            found += orphans.read_orphans([f"{topic}:0"], 10)
+    assert [delivery.value for delivery in found] == [b"before", b"behind"]
+    with bus.join_group("prefill", "a") as member:
+        assert [delivery.value for delivery in take(member, 2)] == [b"before", b"behind"]
+        member.poll(0.0, ROOM)
+    assert len(bus.read_all(pipeline.dead_letter_topic)) == 3
+
+
+def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
+    """What is in one batch with a message that is too large goes with it."""
+    topic = pipeline.request_topic("interactive")
+    publish_around_damage(bus, topic)
     with bus.join_group("prefill", "a") as member:
         taken = take(member, 2)
         assert [delivery.value for delivery in taken] == [b"before", b"behind"]

@@ -432,7 +432,7 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
 
 
 def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "MAX_UNPACK_ATTEMPTS", 1)
+    monkeypatch.setattr("penstock.bus.kafka.damage.MAX_UNPACK_ATTEMPTS", 1)
     bus = DoubleBus()
     with joined(bus) as member:
         bus.give(ONE)

@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 BROKER_TIMEOUT_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
+FETCH_LIMITS = {
+    "max.partition.fetch.bytes": MAX_BATCH_BYTES,
+    "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
+    "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
+}
+"""For all that read a stage's topics. The last one also bounds what a batch may unpack to: all pass over the same."""
 FENCED_ERRORS = (
     KafkaError._FENCED,  # noqa: SLF001 - that is its name
     KafkaError.PRODUCER_FENCED,

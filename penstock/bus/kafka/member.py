@@ -18,9 +18,10 @@ from confluent_kafka import (
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
 from penstock.bus.kafka.buffer import Commit, Partition, PrefetchBuffer
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, MAX_BATCH_BYTES, bus_errors, parse_delivery
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FETCH_LIMITS, MAX_BATCH_BYTES, bus_errors, parse_delivery
 from penstock.bus.kafka.clients import KafkaClientFactory
 from penstock.bus.kafka.commits import OffsetCommitter, to_topic_partitions
+from penstock.bus.kafka.damage import DAMAGED_BATCH_ERRORS, DamagedBatches
 from penstock.bus.kafka.offsets import NO_EPOCH
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
 from penstock.bus.kafka.outputs import OutputWriter
@@ -49,9 +50,6 @@ MAX_SETTLEMENT_S = 45.0
 STALL_PATIENCE_S = 5.0
 """How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
 LOOKUP_TIMEOUT_S = 0.25
-DAMAGED_BATCH_ERRORS = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
-"""A batch that cannot be unpacked: damaged, or so large that the client does not."""
-MAX_UNPACK_ATTEMPTS = 3
 MARKER_COMMIT_INTERVAL_S = 1.0
 """How often the offsets of what is passed over are committed when nothing is settled."""
 
@@ -87,8 +85,7 @@ class KafkaMember:
         self._settling_since: float | None = None
         self._state = threading.Condition()
         self._holdings = PrefetchBuffer(bus.pipeline, stage)
-        self._damaged: dict[Partition, tuple[int, int]] = {}
-        """The last batch of a partition that could not be unpacked: where it begins, and how often it was tried."""
+        self._damaged = DamagedBatches()
         self._failure: Exception | None = None
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
@@ -376,13 +373,9 @@ class KafkaMember:
     def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
         """Go on behind a message that cannot be unpacked, once that was tried a few times.
 
-        A batch is unpacked as a whole, and fails from whichever of its offsets it is fetched. Where it ends is not
-        known: so it is left one offset at a time, and each of its messages is one for the dead letters.
+        Each message of the batch is one for the dead letters.
         """
-        known, tries = self._damaged.get(partition, (batch, 0))
-        tries = tries + 1 if known == batch else 1
-        self._damaged[partition] = batch, tries
-        if tries < MAX_UNPACK_ATTEMPTS:
+        if not self._damaged.note_attempt(partition, batch):
             return
         with self._state:
             if partition not in self._holdings.partitions:
@@ -592,6 +585,7 @@ def _asking_settings(group: str) -> dict[str, Any]:
 
 def _consumer_settings(group: str, name: str) -> dict[str, Any]:
     return {
+        **FETCH_LIMITS,
         "group.id": group,
         "group.protocol": "consumer",
         # Deals out each topic by itself. The brokers' default looks at the sum: of two members one may have all that is
@@ -607,9 +601,6 @@ def _consumer_settings(group: str, name: str) -> dict[str, Any]:
         "fetch.wait.max.ms": 50,
         "fetch.error.backoff.ms": 50,
         "fetch.queue.backoff.ms": 20,
-        "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
-        "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
-        "max.partition.fetch.bytes": MAX_BATCH_BYTES,
         "queued.min.messages": 64,
         "queued.max.messages.kbytes": MAX_BATCH_BYTES // 1024,
     }

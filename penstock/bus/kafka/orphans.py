@@ -11,7 +11,8 @@ from confluent_kafka import Consumer, TopicPartition
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.ask import CommittedOffsets, Partition, retry_during_election
-from penstock.bus.kafka.client import bus_errors, parse_delivery
+from penstock.bus.kafka.client import FETCH_LIMITS, bus_errors, parse_delivery
+from penstock.bus.kafka.damage import DAMAGED_BATCH_ERRORS, DamagedBatches
 from penstock.bus.kafka.offsets import PartitionOffsets
 from penstock.names import Pipeline, PriorityClass, Stage
 
@@ -41,6 +42,7 @@ class KafkaOrphanReader:
         }
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
+        self._damaged = DamagedBatches()
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         """Return unfinished messages of these partitions, see `contract.OrphanReader.read_orphans`."""
@@ -84,20 +86,31 @@ class KafkaOrphanReader:
             topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
             if error is not None:
                 log.debug("Kafka: %s", error.str())
+                if error.code() in DAMAGED_BATCH_ERRORS:
+                    self._pass_damaged(consumer, (topic, message.partition() or 0), offset)
                 continue
             offsets = self._offsets.get((topic, message.partition() or 0))  # None: it was fetched before another assign
             if offsets is not None and offsets.note_delivered(offset):
                 found.append(replace(parse_delivery(message, self._classes[topic]), position="", is_held=False))
         return found
 
+    def _pass_damaged(self, consumer: Consumer, partition: Partition, batch: int) -> None:
+        """Go on behind a message that cannot be unpacked. The partition's next owner sends it to the dead letters."""
+        offsets = self._offsets.get(partition)
+        if offsets is not None and self._damaged.note_attempt(partition, batch):
+            offsets.skip_to(max(batch, offsets.next_offset) + 1)
+            consumer.seek(TopicPartition(*partition, offsets.next_offset))
+
 
 def _consumer_settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:
     return {
         **clients,
+        **FETCH_LIMITS,
         "group.id": group,  # it must have one, and has the right to this; it does not join, and commits nothing
         "isolation.level": "read_committed",
         "enable.auto.commit": False,
         "auto.offset.reset": "earliest",
         "fetch.wait.max.ms": 100,
+        "fetch.error.backoff.ms": 50,
         "queued.max.messages.kbytes": 16384,
     }
