@@ -17,7 +17,7 @@ install: .venv/installed
 	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
 	@# torch without CUDA is 1 GB instead of 5: it comes from torch's own index, where that can be reached.
-	@backend=$$(UV_HTTP_RETRIES=0 $(INSTALL) --quiet --dry-run --no-deps --torch-backend=$(TORCH) torch 2>/dev/null \
+	@backend=$$(UV_HTTP_RETRIES=0 $(INSTALL) --quiet --dry-run --no-deps --reinstall --torch-backend=$(TORCH) torch 2>/dev/null \
 	  && echo --torch-backend=$(TORCH)); $(INSTALL) $$backend --editable '.[worker,gateway,top,embedded,dev]'
 	@touch $@
 

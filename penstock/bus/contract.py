@@ -175,6 +175,7 @@ class Member(Protocol):
     def is_holding(self, delivery: Delivery) -> bool:
         """Return whether a delivery is still this member's, as far as it knows. After a pause it asks the bus.
 
+        A delivery that was taken over without its place in the bus (`is_held` is False) never is.
         To be called before a request is claimed with the delivery. It may be lost a moment later; then `settle` raises.
         """
 

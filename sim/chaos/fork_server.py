@@ -97,6 +97,8 @@ class ForkServer:
                 pid, status = json.loads(line)
                 with self._lock:
                     if status is None:
+                        # The system gives the numbers of ended processes out again.
+                        self._statuses.pop(pid, None)
                         self._new_pids.append(pid)
                     else:
                         self._statuses[pid] = status

@@ -466,6 +466,16 @@ def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipel
         assert member.is_holding(fresh)
 
 
+def test_what_was_taken_over_without_its_place_is_not_held(bus: Bus, pipeline: Pipeline) -> None:
+    """Workers ask that of all they run when they leave."""
+    publish(bus, [Outgoing(pipeline.request_topic("interactive"), b"1")])
+    with bus.join_group("prefill", "a") as member:
+        (taken,) = take(member, 1)
+        assert member.is_holding(taken)
+        assert not member.is_holding(replace(taken, is_held=False))
+        assert not member.is_holding(replace(taken, position="", is_held=False))
+
+
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(
     bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
 ) -> None:

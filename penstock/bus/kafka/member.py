@@ -193,7 +193,7 @@ class KafkaMember:
     def is_holding(self, delivery: Delivery) -> bool:
         """Whether its partition is still assigned, as of the last time the brokers said so."""
         with self._state:
-            return not self._holdings.find_lost([delivery])
+            return delivery.is_held and not self._holdings.find_lost([delivery])
 
     def list_prefetched(self) -> list[Delivery]:
         """Fetched, and not handed out for want of room."""

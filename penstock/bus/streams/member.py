@@ -145,7 +145,7 @@ class StreamsMember:
         """
         where = _position_of(delivery)
         with self._lock:
-            is_held, is_sure = where in self._held, where not in self._doubtful
+            is_held, is_sure = delivery.is_held and where in self._held, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
             return is_held
         topic, position = where
