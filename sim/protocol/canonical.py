@@ -1,38 +1,38 @@
-"""One state of all those that go on alike, so that each is visited once."""
+"""Maps states with the same future to one of them, so that the exploration visits each only once."""
 
 from functools import lru_cache
 from typing import TypeVar
 
-from sim.protocol.script import GHOST, MAX_ATTEMPTS, NEW, NOBODY, Message, Rec
-from sim.protocol.state import FREE, IDLE, Out, Run, State, Worker
+from sim.protocol.script import GHOST, MAX_ATTEMPTS, NEW, NOBODY, Message, RequestRecord
+from sim.protocol.state import FREE, IDLE, PendingOutput, Run, State, Worker
 
 Numbers = tuple[int, ...]
-Task = TypeVar("Task", Run, Out)
+Task = TypeVar("Task", Run, PendingOutput)
 STALE = -1
 
 
-def canonical(state: State, fenced: bool = True) -> State:
-    """The same with the workers of a stage in a fixed order, and all names and epochs as small as may be.
+def canonicalize_state(state: State, fenced: bool = True) -> State:
+    """Return an equivalent state: the workers of a stage in a fixed order, all names and epochs as small as possible.
 
-    Of a worker that lost its claim nothing counts but what it would still do; all that needs the claim is refused, if
-    the record is `fenced` as it should be.
+    If the record is `fenced`, as it should be, a worker without a valid claim is reduced to what it can still do:
+    whatever needs the claim is refused anyway.
     """
     saved = state.saved if state.left.losses else NEW
     epochs = (state.rec.epoch, saved.epoch)
     valid = epochs if state.rec.stage != "end" or not fenced or state.left.losses else (0, 0)
-    mentioned = _in_record(state.rec) | _in_record(saved) | _in_bus(state.bus)
+    mentioned = _collect_record_names(state.rec) | _collect_record_names(saved) | _collect_bus_names(state.bus)
     for worker in state.workers:
-        mentioned |= _in_worker(worker)
+        mentioned |= _collect_worker_names(worker)
     names = tuple(sorted(mentioned))
-    bus = _bus(state.bus, names)
-    workers = [IDLE if worker == IDLE else _worker(worker, names, valid, fenced) for worker in state.workers]
+    bus = _rename_bus(state.bus, names)
+    workers = [IDLE if worker == IDLE else _rename_worker(worker, names, valid, fenced) for worker in state.workers]
     held = state.rec.session
     ranks = [hash((workers[n], n == held, tuple([one for one, at in bus if at == n]))) for n in range(4)]
     order = ([0, 1] if ranks[0] <= ranks[1] else [1, 0]) + ([2, 3] if ranks[2] <= ranks[3] else [3, 2])
     places = {old: new for new, old in enumerate(order)} | {FREE: FREE, GHOST: GHOST}
     return State(
-        rec=_record(state.rec, names, epochs, places[state.rec.session]),
-        saved=_record(saved, names, epochs, NOBODY if saved.session == NOBODY else GHOST),
+        rec=_rename_record(state.rec, names, epochs, places[state.rec.session]),
+        saved=_rename_record(saved, names, epochs, NOBODY if saved.session == NOBODY else GHOST),
         bus=tuple([(one, places[at]) for one, at in bus]),
         workers=tuple([workers[index] for index in order]),
         left=state.left,
@@ -46,81 +46,83 @@ def canonical(state: State, fenced: bool = True) -> State:
 
 
 @lru_cache(None)
-def _in_record(rec: Rec) -> frozenset[int]:
-    return frozenset((0, rec.bound)) | _in_messages((rec.message,))
+def _collect_record_names(rec: RequestRecord) -> frozenset[int]:
+    return frozenset((0, rec.bound)) | _collect_message_names((rec.message,))
 
 
 @lru_cache(None)
-def _in_bus(bus: tuple[tuple[Message, int], ...]) -> frozenset[int]:
-    return _in_messages(tuple([message for message, _ in bus]))
+def _collect_bus_names(bus: tuple[tuple[Message, int], ...]) -> frozenset[int]:
+    return _collect_message_names(tuple([message for message, _ in bus]))
 
 
 @lru_cache(None)
-def _in_worker(worker: Worker) -> frozenset[int]:
+def _collect_worker_names(worker: Worker) -> frozenset[int]:
     run, out = worker.run, worker.out
-    found = _in_messages(worker.inbox)
+    found = _collect_message_names(worker.inbox)
     if run is not None:
-        found |= _in_messages((run.message, run.delivery))
+        found |= _collect_message_names((run.message, run.delivery))
     if out is not None:
-        found |= _in_messages((out.message, out.delivery)) | {out.job}
+        found |= _collect_message_names((out.message, out.delivery)) | {out.job}
     return found
 
 
-def _in_messages(messages: tuple[Message | None, ...]) -> frozenset[int]:
+def _collect_message_names(messages: tuple[Message | None, ...]) -> frozenset[int]:
     return frozenset([name for one in messages if one is not None for name in (one.name, one.job)])
 
 
-def _message(old: Message, names: Numbers) -> Message:
+def _rename_message(old: Message, names: Numbers) -> Message:
     return old._replace(name=names.index(old.name), job=names.index(old.job))
 
 
 @lru_cache(None)
-def _bus(bus: tuple[tuple[Message, int], ...], names: Numbers) -> tuple[tuple[Message, int], ...]:
-    return tuple([(_message(one, names), at) for one, at in bus])
+def _rename_bus(bus: tuple[tuple[Message, int], ...], names: Numbers) -> tuple[tuple[Message, int], ...]:
+    return tuple([(_rename_message(one, names), at) for one, at in bus])
 
 
 @lru_cache(None)
-def _record(old: Rec, names: Numbers, epochs: Numbers, session: int) -> Rec:
+def _rename_record(old: RequestRecord, names: Numbers, epochs: Numbers, session: int) -> RequestRecord:
     return old._replace(
-        epoch=_epoch(old.epoch, epochs),
+        epoch=_rank_epoch(old.epoch, epochs),
         session=session,
         attempts=min(old.attempts, MAX_ATTEMPTS + 1),
         bound=names.index(old.bound),
-        message=old.message and _message(old.message, names),
+        message=old.message and _rename_message(old.message, names),
         tokens=(0,) * len(old.tokens),
     )
 
 
 @lru_cache(None)
-def _worker(old: Worker, names: Numbers, epochs: Numbers, fenced: bool) -> Worker:
-    inbox = tuple(sorted([_message(one, names) for one in old.inbox]))
+def _rename_worker(old: Worker, names: Numbers, epochs: Numbers, fenced: bool) -> Worker:
+    inbox = tuple(sorted([_rename_message(one, names) for one in old.inbox]))
     run, out = old.run, old.out
     if run is not None:
-        run = _task(run, names, epochs)
+        run = _rename_task(run, names, epochs)
         if fenced and run.epoch == STALE:
-            run = _lost(run)
+            run = _reduce_stale_run(run)
     if out is not None:
-        out = _task(out, names, epochs)._replace(job=names.index(out.job))
+        out = _rename_task(out, names, epochs)._replace(job=names.index(out.job))
         if fenced and out.epoch == STALE and (out.done or (out.done is False and out.delivery is None)):
             out = None
     return old._replace(run=run, out=out, inbox=inbox)
 
 
-def _lost(run: Run) -> Run:
-    """A run whose claim is stale: it may hand off, or finds out and lets go."""
-    if run.pc == "ship":
+def _reduce_stale_run(run: Run) -> Run:
+    """Return a run with a stale claim, reduced: it may still hand off, or it finds out and drops the request."""
+    if run.phase == "ship":
         return run._replace(cause="", diverged=False)
-    computes = run.message.job == 0 and run.pc == "work" and run.tokens > 0
-    return run._replace(pc="work", tokens=int(computes), cause="", diverged=False)
+    computes = run.message.job == 0 and run.phase == "work" and run.tokens > 0
+    return run._replace(phase="work", tokens=int(computes), cause="", diverged=False)
 
 
-def _task(old: Task, names: Numbers, epochs: Numbers) -> Task:
-    delivery = old.delivery and _message(old.delivery, names)
-    return old._replace(epoch=_epoch(old.epoch, epochs), message=_message(old.message, names), delivery=delivery)
+def _rename_task(old: Task, names: Numbers, epochs: Numbers) -> Task:
+    delivery = old.delivery and _rename_message(old.delivery, names)
+    return old._replace(
+        epoch=_rank_epoch(old.epoch, epochs), message=_rename_message(old.message, names), delivery=delivery
+    )
 
 
-def _epoch(epoch: int, epochs: Numbers) -> int:
-    """Of the record or of what it may fall back to; all others are stale for good."""
+def _rank_epoch(epoch: int, epochs: Numbers) -> int:
+    """Return 2 for the record's epoch, 1 for that of the saved record, 0 for none, and `STALE` for all others."""
     if epoch == epochs[0]:
         return 2 if epoch else 0
     return 1 if epoch and epoch == epochs[1] else STALE if epoch else 0

@@ -1,30 +1,30 @@
-"""What happens to the workers from outside: wishes, and everything that may go wrong."""
+"""Steps from outside the workers: a cancellation, a deadline, and everything that may go wrong."""
 
 from sim.protocol import script
-from sim.protocol.script import GHOST, LATER, NOBODY, Rec
-from sim.protocol.state import FREE, IDLE, Rules, State, Step, Steps, Worker, change
+from sim.protocol.script import GHOST, LATER, NOBODY, RequestRecord
+from sim.protocol.state import FREE, IDLE, Rules, State, Step, Steps, Worker, replace_worker
 
 
-def wishes(state: State) -> Steps:
-    """Somebody cancels the request, or its deadline passes."""
+def generate_client_steps(state: State) -> Steps:
+    """Generate the steps of a client: it cancels the request, or its deadline passes."""
     left = state.left
     if left.cancels:
-        rec, reply = script.cancel(state.rec)
+        rec, reply = script.cancel_request(state.rec)
         after = state._replace(rec=rec, left=left._replace(cancels=left.cancels - 1))
         yield Step("cancel", call=("cancel",), reply=reply), after
     if left.lates:
         yield Step("late"), state._replace(late=True, left=left._replace(lates=0))
 
 
-def mishaps(state: State, rules: Rules) -> Steps:
-    """Crashes, pauses, rebalances, worker stops, and Redis losing what it had."""
+def generate_mishaps(state: State, rules: Rules) -> Steps:
+    """Generate crashes, pauses, rebalances, worker stops, and losses of data in Redis."""
     left, rec = state.left, state.rec
-    yield from _sessions_over(state, rules)
+    yield from _generate_session_ends(state, rules)
     if rec.waits or LATER in rec.free:
-        yield Step("due", call=("due",)), state._replace(rec=script.due(rec))
-    yield from _redeliveries(state, rules)
+        yield Step("due", call=("due",)), state._replace(rec=script.pass_waiting_times(rec))
+    yield from _generate_redeliveries(state, rules)
     if left.losses:
-        yield Step("lose", call=("lose",)), _forgotten(state)
+        yield Step("lose", call=("lose",)), _restore_saved_record(state)
     if left.syncs and left.losses:
         yield Step("sync", call=("sync",)), state._replace(saved=rec, left=left._replace(syncs=left.syncs - 1))
     for index, worker in enumerate(state.workers):
@@ -32,27 +32,32 @@ def mishaps(state: State, rules: Rules) -> Steps:
         if left.crashes and (worker != IDLE or holds):
             bus = tuple([(message, GHOST if at == index else at) for message, at in state.bus])
             rec_after = rec._replace(session=GHOST) if rec.session == index else rec
-            after = change(state, index, IDLE, bus=bus, rec=rec_after, left=left._replace(crashes=left.crashes - 1))
+            after = replace_worker(
+                state, index, IDLE, bus=bus, rec=rec_after, left=left._replace(crashes=left.crashes - 1)
+            )
             yield Step("crash", index, call=("crash", index)), after
         if left.stops and not worker.stops and (worker != IDLE or holds):
-            yield from _stop(state, index)
+            yield from _stop_worker(state, index)
 
 
-def _sessions_over(state: State, rules: Rules) -> Steps:
-    """Whose session is over is found out by any other worker: dead ones, or some that were merely held up."""
+def _generate_session_ends(state: State, rules: Rules) -> Steps:
+    """Generate the end of each session that another worker may end: of dead workers, or of slow ones."""
     if state.rec.session == GHOST:
-        rec = script.reap(state.rec, (GHOST,), rules.flaw)
+        rec = script.end_sessions(state.rec, (GHOST,), rules.flaw)
         yield Step("reap", call=("reap", GHOST)), state._replace(rec=rec)
     for index, worker in enumerate(state.workers):
         if state.left.pauses and worker.lives and (worker != IDLE or state.rec.session == index):
-            rec, left = script.reap(state.rec, (index,), rules.flaw), state.left._replace(pauses=state.left.pauses - 1)
+            rec, left = (
+                script.end_sessions(state.rec, (index,), rules.flaw),
+                state.left._replace(pauses=state.left.pauses - 1),
+            )
             yield (
                 Step("reap", call=("reap", index)),
-                change(state, index, worker._replace(lives=False), rec=rec, left=left),
+                replace_worker(state, index, worker._replace(lives=False), rec=rec, left=left),
             )
 
 
-def _redeliveries(state: State, rules: Rules) -> Steps:
+def _generate_redeliveries(state: State, rules: Rules) -> Steps:
     left = state.left
     for place, (message, at) in enumerate(state.bus):
         before, behind = state.bus[:place], state.bus[place + 1 :]
@@ -65,32 +70,34 @@ def _redeliveries(state: State, rules: Rules) -> Steps:
             yield Step("blind"), state._replace(bus=(*before, (message, GHOST), *behind), left=fewer)
 
 
-def _stop(state: State, index: int) -> Steps:
-    """A worker is told to stop: it gives back what it works on, settles what it has asked for, and leaves."""
+def _stop_worker(state: State, index: int) -> Steps:
+    """Stop a worker: it gives back its request, waits for its pending settlement, and leaves the group."""
     worker, left = state.workers[index], state.left._replace(stops=state.left.stops - 1)
-    if worker.run is not None and worker.run.pc == "finish":
-        return  # the loop ends what it is at
+    if worker.run is not None and worker.run.phase == "finish":
+        return  # The loop completes the request first.
     out = worker.out if worker.out and worker.out.kind == "job" and not worker.out.end else None
     task, step, after = worker.run or out, Step("stop", index), state
     if task is not None:
         delivered = task.delivery is not None
-        step, after = release(state, index, task.epoch, failed=False, delivered=delivered)
-    yield step._replace(kind="stop"), change(after, index, worker._replace(run=None, stops=True), left=left)
+        step, after = release_request(state, index, task.epoch, failed=False, delivered=delivered)
+    yield step._replace(kind="stop"), replace_worker(after, index, worker._replace(run=None, stops=True), left=left)
 
 
-def release(
+def release_request(
     state: State, index: int, epoch: int, *, failed: bool, delivered: bool, waits: bool = False
 ) -> tuple[Step, State]:
-    """A request is given back, to be left alone for a while if it `waits`."""
-    rec, reply = script.release(state.rec, epoch, failed=failed, waits=waits, delivered=delivered)
+    """Give a request back. If it `waits`, nobody may claim it for a while."""
+    rec, reply = script.release_request(state.rec, epoch, failed=failed, waits=waits, delivered=delivered)
     return Step("release", index, ("release", epoch, failed, waits, delivered), reply), state._replace(rec=rec)
 
 
-def _forgotten(state: State) -> State:
-    """Redis has only what it had written down. Each worker finds its session missing, or older than it should be: it
-    opens another, and what the old one seems to hold is free once that is over.
+def _restore_saved_record(state: State) -> State:
+    """Return the state after Redis lost everything since the last save.
+
+    Each worker finds its session missing or older than it should be and opens another one. What the old session seems
+    to hold becomes free when it is over.
     """
-    saved: Rec = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
+    saved: RequestRecord = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
 
     def mark(worker: Worker) -> Worker:
         run = worker.run

@@ -1,15 +1,15 @@
 """An explicit-state model of one request's life: two prefill and two decode workers, a bus, and the record in Redis.
 
-`explore` visits every state that a number of mishaps can lead to, and checks in each of them what is promised:
+`explore_states` visits every state that a number of mishaps can lead to, and checks in each of them what is promised:
 
     1. at most one result; a second one only after Redis lost something
-    2. at most one end, which counts the tokens before it; nothing is said after it, and nothing is taken back
-    3. a token is written by the newest holder, and goes on from the tokens that are there
-    4. a result says what the end says, and there is none without an end
-    5. who is given up as poison has a dead letter
+    2. at most one end, with the number of tokens before it; no token follows it, and no token is removed
+    3. a token is written by the newest holder, and continues the tokens in the log
+    4. a result equals the end in the log, and there is none without an end
+    5. a request that is given up as poison has a dead letter
     6. from every state some continuation ends with a result, everything settled, and nobody holds the request
-    7. where the bus never finds out who is dead, or which member does not read, the answer is still in the log with its
-       end: others go on
+    7. where the bus never notices that a member is dead or does not read, other workers still bring the answer and its
+       end into the log
 
 `python -m sim.protocol.model` explores deeper than the tests do.
 """
@@ -17,25 +17,25 @@
 import time
 from typing import NamedTuple
 
-from sim.protocol.canonical import canonical
-from sim.protocol.promises import is_over, wrong
+from sim.protocol.canonical import canonicalize_state
+from sim.protocol.promises import find_violation, is_over
 from sim.protocol.scenarios import DEEP, FLAWS, QUICK, Scenario
 from sim.protocol.state import Rules, State, Step
-from sim.protocol.steps import steps
+from sim.protocol.steps import generate_steps
 
 
-class Found(NamedTuple):
-    """What an exploration came to. A trace leads to the first state of its kind."""
+class Exploration(NamedTuple):
+    """The outcome of an exploration. `faults` has, for each fault, the trace to its first state."""
 
     num_states: int
     faults: dict[str, list[Step]]
     kinds: frozenset[str]
-    """All kinds of steps that were taken."""
+    """The kinds of all steps that were taken."""
 
 
-def explore(first: State, rules: Rules, until: str = "") -> Found:
-    """Visit every state, or all up to the first fault of a kind."""
-    visited = _Visited(rules)
+def explore_states(first: State, rules: Rules, until: str = "") -> Exploration:
+    """Visit every state that can be reached; with `until`, stop at the first state with that fault."""
+    visited = _StateGraph(rules)
     visited.see(first, 0, Step("start"))
     for number, state in enumerate(visited.order):
         if until in visited.faults:
@@ -46,8 +46,8 @@ def explore(first: State, rules: Rules, until: str = "") -> Found:
     return visited.found()
 
 
-class _Visited:
-    """States in the order in which they were found, and how each was."""
+class _StateGraph:
+    """All states in the order in which they were found, and the steps between them."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules, self._is_fenced = rules, rules.flaw != "appends by anybody"
@@ -59,8 +59,8 @@ class _Visited:
         self.faults: dict[str, list[Step]] = {}
 
     def see(self, state: State, before: int, step: Step) -> None:
-        """Note a state, and where it was come to from."""
-        state = canonical(state, self._is_fenced)
+        """Add a state, and the step that led to it from the state with the number `before`."""
+        state = canonicalize_state(state, self._is_fenced)
         number = self._numbers.get(state)
         if number is None:
             number = self._numbers[state] = len(self.order)
@@ -70,17 +70,17 @@ class _Visited:
         self._back[number].append(before)
 
     def go_on(self, number: int, state: State) -> None:
-        """Take every step from a state."""
-        for step, after in steps(state, self._rules):
-            self._kinds.add(told(step))
+        """Take every step from a state, and note what each one violates."""
+        for step, after in generate_steps(state, self._rules):
+            self._kinds.add(describe_step(step))
             if after is not state:
-                fault = wrong(state, step, after)
+                fault = find_violation(state, step, after)
                 if fault and fault not in self.faults:
                     self.faults[fault] = [*self._trace(number), step]
                 self.see(after, number, step)
 
     def look_for_stuck(self) -> None:
-        """Note each state from which nothing leads to a good end."""
+        """Note the fault `stuck` if from some state no step leads to a good end."""
         todo = [number for number, state in enumerate(self.order) if is_over(state, self._rules)]
         can = set(todo)
         while todo:
@@ -91,9 +91,9 @@ class _Visited:
         if stuck is not None:
             self.faults["stuck"] = self._trace(stuck)
 
-    def found(self) -> Found:
-        """The sum of it."""
-        return Found(len(self.order), self.faults, frozenset(self._kinds))
+    def found(self) -> Exploration:
+        """Return what was found."""
+        return Exploration(len(self.order), self.faults, frozenset(self._kinds))
 
     def _trace(self, number: int) -> list[Step]:
         found: list[Step] = []
@@ -103,8 +103,8 @@ class _Visited:
         return found[::-1]
 
 
-def told(step: Step) -> str:
-    """A step in a few words."""
+def describe_step(step: Step) -> str:
+    """Return the kind of a step and the reply of its script."""
     if step.call and step.call[0] == "finish" and step.reply:
         return f"finish: {step.call[2].error or 'whole'}"
     match step.reply:
@@ -118,14 +118,14 @@ def told(step: Step) -> str:
 
 
 def main() -> None:
-    """Explore everything, and say what is found."""
+    """Explore all scenarios, and print what is found."""
     flawed = {f"flaw: {flaw}": Scenario(left, rules._replace(flaw=flaw)) for (flaw, _), (left, rules) in FLAWS.items()}
     for name, scenario in (QUICK | flawed | DEEP).items():
         begun_s = time.process_time()
-        found = explore(scenario.first(), scenario.rules)
+        found = explore_states(scenario.make_start_state(), scenario.rules)
         print(f"{name}: {found.num_states:,} states, {time.process_time() - begun_s:.1f} s")  # noqa: T201
         for fault, trace in found.faults.items():
-            print(f"    {fault}: {', '.join(map(told, trace))}")  # noqa: T201
+            print(f"    {fault}: {', '.join(map(describe_step, trace))}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What each state and each step has to keep; the numbers are those in `model`."""
+"""Checks of the promises that `model` lists, for each state and each step."""
 
 from sim.protocol.script import NOBODY
 from sim.protocol.state import POISONOUS, Rules, State, Step
 
 
 def is_over(state: State, rules: Rules) -> bool:
-    """A result, everything settled, nobody at work, and nobody holds the request. Where the bus does not find out who
-    is dead, it is enough that the end is in the log.
+    """Return whether there is a result, everything is settled, no worker is busy, and nobody holds the request.
+
+    Where the bus does not notice deaths, it is enough that the end is in the log.
     """
     if not rules.bus_knows:
         return state.rec.stage == "end" or state.results > 0
@@ -15,18 +16,18 @@ def is_over(state: State, rules: Rules) -> bool:
     return state.results > 0 and not state.bus and is_idle and has_ended and state.rec.session == NOBODY
 
 
-def wrong(before: State, step: Step, after: State) -> str:
-    """What a step broke, or nothing."""
+def find_violation(before: State, step: Step, after: State) -> str:
+    """Return the promise that a step broke, or an empty string."""
     if after.results > before.results:
-        return _wrong_result(before, step, after)
+        return _check_result(before, step, after)
     if after.rec is before.rec or step.kind == "lose":
         return ""
     if not step.call:
         return "a record changed by no script"
-    return _wrong_record(before, step, after)
+    return _check_record(before, step, after)
 
 
-def _wrong_result(before: State, step: Step, after: State) -> str:
+def _check_result(before: State, step: Step, after: State) -> str:
     out = before.workers[step.worker].out
     if after.results > 1 + after.lost:
         return "two results"
@@ -35,18 +36,18 @@ def _wrong_result(before: State, step: Step, after: State) -> str:
     return "poison without a dead letter" if out.end.error in POISONOUS and not after.letters else ""
 
 
-def _wrong_record(before: State, step: Step, after: State) -> str:
+def _check_record(before: State, step: Step, after: State) -> str:
     was, rec = before.rec, after.rec
     if rec.num_ends > 1:
         return "two ends"
     if rec.end is not was.end and rec.end is not None and rec.end.tokens != len(rec.tokens):
         return "an end that counts wrong"
     if rec.tokens != was.tokens:
-        return _wrong_token(before, step, after)
+        return _check_token(before, step, after)
     return "the binding changed" if was.bound not in (0, rec.bound) else ""
 
 
-def _wrong_token(before: State, step: Step, after: State) -> str:
+def _check_token(before: State, step: Step, after: State) -> str:
     was, rec = before.rec, after.rec
     run = before.workers[step.worker].run
     if was.end is not None or rec.tokens[:-1] != was.tokens:

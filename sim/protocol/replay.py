@@ -1,4 +1,4 @@
-"""The model's steps, taken by the real scripts on a real server: replies and records have to agree after each."""
+"""Takes the model's steps with the real scripts on a real server, and compares replies and records after each."""
 
 import json
 from typing import Any
@@ -8,30 +8,30 @@ import redis
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import STAGES, START_HASH, Pipeline, Stage, event_id, roll_hash
 from penstock.record import Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
-from sim.protocol.script import DUE, GHOST, LATER, NEVER, NOBODY, PLACES, Message, Rec, Reply
+from sim.protocol.script import DUE, GHOST, LATER, NEVER, NOBODY, PLACES, Message, Reply, RequestRecord
 
 LEASE_S = 600.0
-"""Longer than any test: a session is over when the model says so."""
+"""Longer than any test, so that a session ends only in steps of the model."""
 _FIELDS = [
     "epoch", "session", "not_before", "stage", "bound", "body", "attempts", "cancelled", "message", "tokens", "hash",
 ]  # fmt: skip
 
 
-def token_of(epoch: int, position: int) -> int:
-    """The token that the holder of an epoch draws for a position: no other draws it."""
+def make_token(epoch: int, position: int) -> int:
+    """Return the token that the holder of an epoch samples at a position. No other holder samples the same one."""
     return epoch * 16 + position
 
 
-def hash_of(tokens: tuple[int, ...]) -> str:
-    """The rolling hash after a log."""
+def hash_tokens(tokens: tuple[int, ...]) -> str:
+    """Return the rolling hash after the tokens of a log."""
     rolled = START_HASH
     for position, epoch in enumerate(tokens):
-        rolled = roll_hash(rolled, token_of(epoch, position))
+        rolled = roll_hash(rolled, make_token(epoch, position))
     return rolled
 
 
 class Replay:
-    """One request's record on the server, beside the model's."""
+    """One request's record on the server, compared with the model's after each step."""
 
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, record: Record, request_id: str) -> None:
         self.client, self.pipeline, self.record, self.id = client, pipeline, record, request_id
@@ -40,17 +40,20 @@ class Replay:
         """The server's epochs by the model's."""
         self.claims: dict[int, Claim] = {}
         self.sessions = dict.fromkeys(range(4), "")
-        """Of the model's workers; and those whose workers have another one, or died."""
+        """The session of each worker of the model."""
         self.ghosts: set[str] = set()
+        """Sessions whose workers have another one, or are dead."""
         self.saved: dict[Stage, float] = {}
         self.num_sessions = 0
         for stage in STAGES:
-            self.client.delete(pipeline.free_key(stage))  # what is left of another request
+            self.client.delete(pipeline.free_key(stage))  # It may have an entry of an earlier request.
         for index in range(4):
-            self._open(index)
+            self._open_session(index)
 
-    def take(self, call: tuple[Any, ...], reply: Reply | int | None, before: Rec, after: Rec) -> None:
-        """Call the script that a step calls, or do what it stands for, and compare."""
+    def replay_step(
+        self, call: tuple[Any, ...], reply: Reply | int | None, before: RequestRecord, after: RequestRecord
+    ) -> None:
+        """Call the script of a step, or do what the step stands for, and compare the records."""
         if not call:
             return
         kind: str = call[0]
@@ -63,61 +66,63 @@ class Replay:
                 # The server forgot the last renewal, if it knows the session at all.
                 known_ms = int(self.client.zscore(self.pipeline.sessions_key(stage), session) or 0) + 1
                 assert self.record.renew_session(stage, session, known_ms) is None
-                self._open(args[0])
+                self._open_session(args[0])
             case "crash":
                 self.ghosts.add(self.sessions[args[0]])
-                self._open(args[0])
+                self._open_session(args[0])
             case "reap":
-                self._reap(args[0])
+                self._end_sessions(args[0])
             case "cancel":
                 assert self.record.cancel_request(self.id) == reply
             case "sync":
-                self._sync()
+                self._save_state()
             case "lose":
-                self._lose()
+                self._restore_saved_state()
             case "due":
-                self._go_past_all_times()
+                self._pass_waiting_times()
             case _:
-                self._work(kind, args, reply, before, after)
-        self.compare(after)
+                self._call_script(kind, args, reply, before, after)
+        self.check_record(after)
 
-    def _work(self, kind: str, args: Any, reply: Any, before: Rec, after: Rec) -> None:
+    def _call_script(self, kind: str, args: Any, reply: Any, before: RequestRecord, after: RequestRecord) -> None:
         match kind:
             case "put down":
-                self._put_down(args, after)
+                self._put_down_message(args, after)
             case "claim":
-                self._claim(args, reply)
+                self._claim_request(args, reply)
             case "take":
-                self._take(args, reply, before)
+                self._take_over_request(args, reply, before)
             case "append":
-                self._append(args, reply, before)
+                self._append_token(args, reply, before)
             case "finish":
-                self._finish(args, reply)
+                self._finish_request(args, reply)
             case "release":
                 epoch, failed, waits, delivered = args
                 wait_s = LEASE_S if waits else 0.0
                 claim = self.claims[epoch]
                 assert self.record.release_claim(claim, failed=failed, delivered=delivered, wait_s=wait_s) == reply
 
-    def _claim(self, args: Any, reply: Any) -> None:
+    def _claim_request(self, args: Any, reply: Any) -> None:
         stage, index, message, lives = args
-        session = self._session(index, lives)
+        session = self._get_session(index, lives)
         if stage == "prefill":
-            outcome = self.record.claim_prefill(self.id, session, str(message.body), _pack(message))
-            self._claimed(outcome, reply)
+            outcome = self.record.claim_prefill(self.id, session, str(message.body), _pack_message(message))
+            self._check_claim(outcome, reply)
         else:
-            self._claimed(self.record.claim_decode(self.id, session, str(message.job), _pack(message)), reply)
+            self._check_claim(
+                self.record.claim_decode(self.id, session, str(message.job), _pack_message(message)), reply
+            )
 
-    def _put_down(self, args: Any, after: Rec) -> None:
+    def _put_down_message(self, args: Any, after: RequestRecord) -> None:
         stage, message = args
         body, job = ("", str(message.job)) if message.job else (str(message.body), "")
-        self.record.put_down(stage, [UnclaimedMessage(self.id, body, job, _pack(message))])
+        self.record.put_down(stage, [UnclaimedMessage(self.id, body, job, _pack_message(message))])
         if after.epoch not in self.epochs:
             epoch = int(self.client.hget(self.keys[0], "epoch") or 0)
             assert epoch > max(self.epochs.values())
             self.epochs[after.epoch] = epoch
 
-    def _claimed(self, outcome: object, reply: Any) -> None:
+    def _check_claim(self, outcome: object, reply: Any) -> None:
         match outcome:
             case Busy():
                 assert reply == ("busy",)
@@ -136,66 +141,67 @@ class Replay:
                 self.epochs[epoch] = outcome.epoch
                 self.claims[epoch] = outcome
 
-    def _take(self, args: Any, reply: Any, before: Rec) -> None:
+    def _take_over_request(self, args: Any, reply: Any, before: RequestRecord) -> None:
         stage, index, lives = args
-        taken = self.record.take_over_free(stage, self._session(index, lives), 1)
+        taken = self.record.take_over_free(stage, self._get_session(index, lives), 1)
         assert bool(taken) == (reply[0] == "claim")
         for one in taken:
-            assert one.message == _pack(before.message)
-            self._claimed(one.claim, reply)
+            assert one.message == _pack_message(before.message)
+            self._check_claim(one.claim, reply)
 
-    def _append(self, args: Any, reply: Any, before: Rec) -> None:
+    def _append_token(self, args: Any, reply: Any, before: RequestRecord) -> None:
         epoch, position = args
         claim = self.claims[epoch]
-        rolled = roll_hash(hash_of(before.tokens[:position]), token := token_of(epoch, position))
+        rolled = roll_hash(hash_tokens(before.tokens[:position]), token := make_token(epoch, position))
         event = TokenEvent.at_position(position, rolled, token, f"<{token}>")
         assert self.record.append_tokens([(claim, event)]) == [reply]
 
-    def _finish(self, args: Any, reply: Any) -> None:
+    def _finish_request(self, args: Any, reply: Any) -> None:
         epoch, end = args
         claim = self.claims[epoch]
         claim.num_tokens = end.tokens
         assert self.record.finish_request(claim, EndEvent(finish_reason="error", text=end.error)) == reply
 
-    def _open(self, index: int) -> None:
-        """A session for the worker, in the stage that it is of."""
+    def _open_session(self, index: int) -> None:
+        """Open a session for a worker in its stage."""
         self.num_sessions += 1
         self.sessions[index] = f"{self.id}-w{index}/{self.num_sessions}"
         assert self.record.renew_session(_stage_of(index), self.sessions[index]) is not None
 
-    def _session(self, index: int, lives: bool) -> str:
-        """The worker's; one with nothing to lose has opened another by now, where the server lost it."""
+    def _get_session(self, index: int, lives: bool) -> str:
+        """Return the worker's session. Where the server lost it, open another one first."""
         sessions = self.pipeline.sessions_key(_stage_of(index))
         if lives and self.client.zscore(sessions, self.sessions[index]) is None:
-            self._open(index)
+            self._open_session(index)
         return self.sessions[index]
 
-    def _reap(self, index: int) -> None:
-        """The server's clock goes on: the session, or those of all that died, were not renewed."""
+    def _end_sessions(self, index: int) -> None:
+        """Let the time of a worker's session, or of all dead workers' sessions, run out, and end them."""
         over = self.ghosts if index == GHOST else {self.sessions[index]}
         for session in over:
-            stage = _stage_of(_index_of(session))
+            stage = _stage_of(_parse_worker_index(session))
             if self.client.zadd(self.pipeline.sessions_key(stage), {session: 1}, xx=True, ch=True):
                 self.record.end_expired_sessions(stage, 2)
             assert not self.client.exists(self.pipeline.held_key(session))
         self.ghosts -= over
 
-    def _go_past_all_times(self) -> None:
+    def _pass_waiting_times(self) -> None:
         if self.client.hexists(self.keys[0], "not_before"):
             self.client.hset(self.keys[0], "not_before", 1)
         for stage in STAGES:
             self.client.zadd(self.pipeline.free_key(stage), {self.id: 1}, xx=True)
 
-    def _sync(self) -> None:
+    def _save_state(self) -> None:
         for key in self.keys:
             self.client.delete(key + ":saved")
             self.client.copy(key, key + ":saved")
         scores = {stage: self.client.zscore(self.pipeline.free_key(stage), self.id) for stage in STAGES}
         self.saved = {stage: score for stage, score in scores.items() if score is not None}
 
-    def _lose(self) -> None:
-        """The server forgets what came after it was last written down, and goes on when its clock is past that. All
-        workers find that their sessions are lost; what one of them held is a ghost's.
+    def _restore_saved_state(self) -> None:
+        """Put the server back to its saved state, and wait until its clock is past all epochs.
+
+        All workers find their sessions lost. The session that holds the request in the saved record becomes a ghost.
         """
         for key in self.keys:
             if not self.client.copy(key + ":saved", key, replace=True):
@@ -205,19 +211,21 @@ class Replay:
             if stage in self.saved:
                 self.client.zadd(self.pipeline.free_key(stage), {self.id: self.saved[stage]})
         for session in (*self.sessions.values(), *self.ghosts):
-            self.client.zrem(self.pipeline.sessions_key(_stage_of(_index_of(session))), session)
+            self.client.zrem(self.pipeline.sessions_key(_stage_of(_parse_worker_index(session))), session)
             self.client.delete(self.pipeline.held_key(session))
         holder = str(self.client.hget(self.keys[0], "session") or b"", "utf-8")  # type: ignore[arg-type]
         if holder:
-            stage = _stage_of(_index_of(holder))
-            self.client.zadd(self.pipeline.sessions_key(stage), {holder: _now_ms(self.client.time()) + 1000 * LEASE_S})
+            stage = _stage_of(_parse_worker_index(holder))
+            self.client.zadd(
+                self.pipeline.sessions_key(stage), {holder: _to_milliseconds(self.client.time()) + 1000 * LEASE_S}
+            )
             self.client.sadd(self.pipeline.held_key(holder), self.id)
             self.ghosts.add(holder)
-        while _now_ms(self.client.time()) <= max(self.epochs.values()):
+        while _to_milliseconds(self.client.time()) <= max(self.epochs.values()):
             pass
 
-    def _compare_session(self, rec: Rec, session: str) -> None:
-        """The record names it, it lives, and the request is in the set of what it holds, and of no other's."""
+    def _check_session(self, rec: RequestRecord, session: str) -> None:
+        """Check that the record names the right session, and that only that session's set holds the request."""
         known = {*self.sessions.values(), *self.ghosts}
         if rec.session == NOBODY:
             assert session == ""
@@ -228,17 +236,17 @@ class Replay:
         for one in known:
             assert bool(self.client.sismember(self.pipeline.held_key(one), self.id)) == (one == session)
 
-    def compare(self, rec: Rec) -> None:
-        """The record and the log are the model's."""
+    def check_record(self, rec: RequestRecord) -> None:
+        """Check that the record and the log on the server equal the model's."""
         with self.client.pipeline(transaction=False) as pipe:
             pipe.hmget(self.keys[0], _FIELDS)
             pipe.xrange(self.keys[1])
             pipe.time()
             values, entries, time = pipe.execute()
         text = {name: (value or b"").decode() for name, value in zip(_FIELDS, values, strict=True)}
-        now = _now_ms(time)
+        now = _to_milliseconds(time)
         assert int(text["epoch"] or 0) == self.epochs[rec.epoch]
-        self._compare_session(rec, text["session"])
+        self._check_session(rec, text["session"])
         assert (int(text["not_before"] or 0) > now) == rec.waits
         for stage in STAGES:
             score, place = self.client.zscore(self.pipeline.free_key(stage), self.id), PLACES[stage]
@@ -248,13 +256,13 @@ class Replay:
         assert int(text["body"] or 0) == rec.body
         assert int(text["attempts"] or 0) == rec.attempts
         assert (text["cancelled"] == "1") == rec.cancelled
-        assert text["message"].encode() == _pack(rec.message)
+        assert text["message"].encode() == _pack_message(rec.message)
         assert int(text["tokens"] or 0) == len(rec.tokens)
-        assert (text["hash"] or START_HASH) == hash_of(rec.tokens)
-        assert [(name.decode(), json.loads(fields[b"e"])) for name, fields in entries] == _log_of(rec)
+        assert (text["hash"] or START_HASH) == hash_tokens(rec.tokens)
+        assert [(name.decode(), json.loads(fields[b"e"])) for name, fields in entries] == _build_log_entries(rec)
 
 
-def _index_of(session: str) -> int:
+def _parse_worker_index(session: str) -> int:
     return int(session.partition("-w")[2].partition("/")[0])
 
 
@@ -262,11 +270,11 @@ def _stage_of(index: int) -> Stage:
     return "prefill" if index < 2 else "decode"
 
 
-def _log_of(rec: Rec) -> list[tuple[str, Any]]:
-    """The log's entries as they have to be."""
+def _build_log_entries(rec: RequestRecord) -> list[tuple[str, Any]]:
+    """Return the entries that the log must have."""
     entries: list[tuple[str, TokenEvent | EndEvent]] = []
     for position, epoch in enumerate(rec.tokens):
-        token, rolled = token_of(epoch, position), hash_of(rec.tokens[: position + 1])
+        token, rolled = make_token(epoch, position), hash_tokens(rec.tokens[: position + 1])
         event = TokenEvent(id=event_id(position, rolled), token=token, text=f"<{token}>")
         entries.append((f"{position}-1", event))
     if rec.end is not None:
@@ -275,10 +283,10 @@ def _log_of(rec: Rec) -> list[tuple[str, Any]]:
     return [(name, json.loads(event.encode())) for name, event in entries]
 
 
-def _pack(message: Message | None) -> bytes:
+def _pack_message(message: Message | None) -> bytes:
     return b"" if message is None else json.dumps(message).encode()
 
 
-def _now_ms(time: tuple[int, int]) -> int:
+def _to_milliseconds(time: tuple[int, int]) -> int:
     seconds, micros = time
     return int(seconds) * 1000 + int(micros) // 1000

@@ -1,21 +1,21 @@
-"""What is explored: which mishaps together, and how often each. `QUICK` takes seconds, `DEEP` minutes."""
+"""The scenarios to explore: which mishaps happen, and how often. `QUICK` takes seconds, `DEEP` minutes."""
 
 from typing import NamedTuple
 
-from sim.protocol.state import Budget, Rules, State, start
+from sim.protocol.state import Budget, Rules, State, make_start_state
 
 
 class Scenario(NamedTuple):
-    """A beginning, and the rules."""
+    """A start state, the mishaps that may happen, and the rules."""
 
     left: Budget
     rules: Rules = Rules()
     requests: int = 1
     other_body: bool = False
 
-    def first(self) -> State:
-        """Return the state in which it begins."""
-        return start(self.left, self.requests, self.other_body)
+    def make_start_state(self) -> State:
+        """Return the state in which the scenario starts."""
+        return make_start_state(self.left, self.requests, self.other_body)
 
 
 QUICK = {
@@ -120,4 +120,4 @@ FLAWS = {
     ("reaps without freeing", "stuck"): (Budget(crashes=1), BLIND),
     ("handed before durable", "stuck"): (Budget(crashes=1), Rules()),
 }
-"""A rule left out, and what is found then."""
+"""Rules that can be left out, each with a fault that is found then, and the scenario that shows it."""

@@ -1,70 +1,85 @@
-"""Steps 5 and 9: a job or a result goes out, and the delivery is done, together."""
+"""Steps 5 and 9: a job or a result is published and its delivery finished, together or one after the other."""
 
 from sim.protocol import script
-from sim.protocol.mishaps import release
+from sim.protocol.mishaps import release_request
 from sim.protocol.script import End, Message
-from sim.protocol.state import FREE, POISONOUS, Out, Rules, Run, State, Step, Steps, Worker, change, holder
+from sim.protocol.state import (
+    FREE,
+    POISONOUS,
+    PendingOutput,
+    Rules,
+    Run,
+    State,
+    Step,
+    Steps,
+    Worker,
+    find_holder,
+    replace_worker,
+)
 
 
-def ship(worker: Worker, rules: Rules, run: Run, end: End | None) -> Worker:
-    """The hand-off is asked for. The job's name is given by who settles it, once."""
+def ask_for_hand_off(worker: Worker, rules: Rules, run: Run, end: End | None) -> Worker:
+    """Give the hand-off to the settler, which names the job once."""
     if rules.flaw == "prefill settles" and end is not None:
-        return bring(worker, run, end)
+        return ask_for_result(worker, run, end)
     message = run.message._replace(error=run.cause)
-    return worker._replace(run=None, out=Out("job", run.epoch, message, run.delivery, end))
+    return worker._replace(run=None, out=PendingOutput("job", run.epoch, message, run.delivery, end))
 
 
-def bring(worker: Worker, run: Run, end: End | None) -> Worker:
-    """The result is asked for, if there is a delivery to settle with it."""
-    out = Out("result", run.epoch, run.message, run.delivery, end) if run.delivery else None
+def ask_for_result(worker: Worker, run: Run, end: End | None) -> Worker:
+    """Give the result to the settler, if the worker has a delivery to settle with it."""
+    out = PendingOutput("result", run.epoch, run.message, run.delivery, end) if run.delivery else None
     return worker._replace(run=None, out=out)
 
 
-def settle(state: State, rules: Rules, index: int, out: Out) -> Steps:
-    """The outputs and the end of the delivery, together; then the record is told."""
+def settle_output(state: State, rules: Rules, index: int, out: PendingOutput) -> Steps:
+    """Generate the steps of a settlement: publish and finish the delivery, then note the hand-off in the record."""
     worker = state.workers[index]
     if out.done is not None:
-        yield _note(state, rules, index, out)
+        yield _note_settled(state, rules, index, out)
         return
     if rules.flaw == "handed before durable" and out.kind == "job" and state.rec.stage == "prefill":
-        rec, reply = script.handed(state.rec, out.epoch)
+        rec, reply = script.note_handed_off(state.rec, out.epoch)
         if reply:
             yield Step("handed", index, ("handed", out.epoch), reply), state._replace(rec=rec)
             return
     if rules.two_steps and out.kind == "job" and out.delivery is not None and not out.published:
         yield from _publish_job(state, rules, index, out)
         return
-    delivery, mine = out.delivery, out.delivery is not None and holder(state, out.delivery) == index
+    delivery, mine = out.delivery, out.delivery is not None and find_holder(state, out.delivery) == index
     over = out._replace(done=mine or delivery is None or out.published) if out.kind == "job" else None
     if (
         delivery is not None
         and not mine
         and not (out.kind == "result" and rules.flaw == "settles what it does not hold")
     ):
-        yield Step("lost", index), change(state, index, worker._replace(out=over))
+        yield Step("lost", index), replace_worker(state, index, worker._replace(out=over))
         return
     bus = tuple([one for one in state.bus if one[0] != delivery or not mine])
-    settled, out = _publish(state._replace(bus=bus), rules, out)
+    settled, out = _publish_output(state._replace(bus=bus), rules, out)
     kind = "hand off alone" if delivery is None else {"job": "hand off"}.get(out.kind, out.kind)
-    yield Step(kind, index), change(settled, index, worker._replace(out=over))
+    yield Step(kind, index), replace_worker(settled, index, worker._replace(out=over))
     if state.left.doubts:
         left = state.left._replace(doubts=state.left.doubts - 1)
         if delivery is None and rules.flaw != "publishes again":
             out = out._replace(done=False)
-        yield Step("doubt", index), change(settled, index, worker._replace(out=out), left=left)
+        yield Step("doubt", index), replace_worker(settled, index, worker._replace(out=out), left=left)
 
 
-def _publish_job(state: State, rules: Rules, index: int, out: Out) -> Steps:
-    """The first of two steps. Where it is not known whether the job is out, another one is made."""
+def _publish_job(state: State, rules: Rules, index: int, out: PendingOutput) -> Steps:
+    """Publish a job before its delivery is finished. If it is unknown whether that succeeded, a new job is made."""
     worker = state.workers[index]
-    after, out = _publish(state, rules, out)
-    yield Step("publish", index), change(after, index, worker._replace(out=out._replace(published=True)))
+    after, out = _publish_output(state, rules, out)
+    yield Step("publish", index), replace_worker(after, index, worker._replace(out=out._replace(published=True)))
     if state.left.doubts:
         left = state.left._replace(doubts=state.left.doubts - 1)
-        yield Step("doubt", index), change(after, index, worker._replace(out=out._replace(done=False)), left=left)
+        yield (
+            Step("doubt", index),
+            replace_worker(after, index, worker._replace(out=out._replace(done=False)), left=left),
+        )
 
 
-def _publish(state: State, rules: Rules, out: Out) -> tuple[State, Out]:
+def _publish_output(state: State, rules: Rules, out: PendingOutput) -> tuple[State, PendingOutput]:
     name, message = state.next_name, out.message
     if out.published:
         return state, out
@@ -86,13 +101,13 @@ def _publish(state: State, rules: Rules, out: Out) -> tuple[State, Out]:
     return state._replace(bus=bus, next_name=name + 1, letters=state.letters + letters), out
 
 
-def _note(state: State, rules: Rules, index: int, out: Out) -> tuple[Step, State]:
-    """The hand-off is durable, or another worker makes it."""
+def _note_settled(state: State, rules: Rules, index: int, out: PendingOutput) -> tuple[Step, State]:
+    """Note a durable hand-off in the record; give the request back if the hand-off failed."""
     worker = state.workers[index]._replace(out=None)
     if out.done:
-        rec, reply = script.handed(state.rec, out.epoch)
-        return Step("handed", index, ("handed", out.epoch), reply), change(state, index, worker, rec=rec)
+        rec, reply = script.note_handed_off(state.rec, out.epoch)
+        return Step("handed", index, ("handed", out.epoch), reply), replace_worker(state, index, worker, rec=rec)
     if rules.two_steps and out.delivery is not None and out.delivery not in worker.inbox:
-        worker = worker._replace(inbox=(*worker.inbox, out.delivery))  # it is here still
-    step, state = release(state, index, out.epoch, failed=False, delivered=out.delivery is not None)
-    return step, change(state, index, worker)
+        worker = worker._replace(inbox=(*worker.inbox, out.delivery))  # This worker still has the delivery.
+    step, state = release_request(state, index, out.epoch, failed=False, delivered=out.delivery is not None)
+    return step, replace_worker(state, index, worker)

@@ -1,41 +1,41 @@
-"""What the model knows at a moment: the record, the bus, four workers, and what may still go wrong."""
+"""A state of the model: the record, the bus, four workers, and the mishaps that may still happen."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sim.protocol.script import NEW, NOBODY, End, Message, Rec, Reply
+from sim.protocol.script import NEW, NOBODY, End, Message, Reply, RequestRecord
 
 FREE = NOBODY
-"""Who has a message instead of a worker: the bus; or `GHOST`, a member that is dead or does not read, as far as the bus
-knows."""
+"""The holder of a message that no worker has: the bus. `GHOST` is a member that is dead or does not
+read, which the bus has not noticed."""
 POISONOUS = ("exhausted", "failed")
 
 
 class Rules(NamedTuple):
-    """What is explored: the lengths of things, and one flaw or none."""
+    """The rules of an exploration: the length of an answer, limits, and one flaw or none."""
 
     last: int = 2
-    """Tokens of a whole answer; the first one is prefill's."""
+    """Number of tokens of a whole answer. Prefill samples the first one."""
     fail_attempts: int = 2
     two_steps: bool = False
-    """A job is published, and then its request's delivery is finished; else both happen together."""
+    """Whether a job is published before its request's delivery is finished, rather than in one transaction."""
     retries: bool = True
-    """What failed goes to a retry topic; else its delivery stays where it is, and is looked at again."""
+    """Whether a failed request goes to a retry topic, rather than staying with its worker."""
     bus_knows: bool = True
-    """The bus finds out who is dead. If it does not, each request still has to have its end in the log."""
+    """Whether the bus notices dead members. If not, each request must still get its end in the log."""
     flaw: str = ""
 
 
 class Budget(NamedTuple):
-    """How often each may still happen."""
+    """How often each mishap may still happen."""
 
     crashes: int = 0
     pauses: int = 0
-    """A session ends while its worker still works."""
+    """A worker's session ends while the worker goes on."""
     moves: int = 0
-    """The bus takes a delivery from a worker that still works."""
+    """The bus takes a delivery from a living worker."""
     losses: int = 0
-    """Redis falls back to what it had last written down: at first, nothing."""
+    """Redis falls back to what it last saved, at first nothing."""
     syncs: int = 0
     cancels: int = 0
     lates: int = 0
@@ -44,31 +44,31 @@ class Budget(NamedTuple):
     asides: int = 0
     preempts: int = 0
     doubts: int = 0
-    """A settlement is done, and its reply lost."""
+    """A settlement is done, but its reply is lost."""
     waits: int = 0
-    """A message waits in a worker that has no room for it."""
+    """A message waits in a worker without capacity for it."""
     blinds: int = 0
-    """A member lives, has a part of the topic, and does not read it."""
+    """A living member owns a partition and does not read it."""
 
 
 class Run(NamedTuple):
-    """A claimed request in a worker. `pc`: wait (for its turn), work, ship (its blocks), finish."""
+    """A claimed request in a worker. Phases: wait (in the queue), work, ship (store KV blocks), finish."""
 
-    pc: str
+    phase: str
     epoch: int
     message: Message
     delivery: Message | None
-    """None where it was taken over."""
+    """None if the request was taken over."""
     tokens: int
     cause: str = ""
     diverged: bool = False
-    """Redis forgot tokens that this run goes on from."""
+    """Redis lost tokens that this run continues from."""
     lost: bool = False
-    """The session that it was claimed with is over, and the loop has not heard of it yet."""
+    """The session of its claim is over, and the loop has not noticed yet."""
 
 
-class Out(NamedTuple):
-    """What is on its way through the settler. `kind`: job, result, drop, retry."""
+class PendingOutput(NamedTuple):
+    """What the settler has yet to settle. Kinds: job, result, drop, retry."""
 
     kind: str
     epoch: int
@@ -76,18 +76,18 @@ class Out(NamedTuple):
     delivery: Message | None
     end: End | None = None
     done: bool | None = None
-    """Of a job: whether it was settled, until the record knows too."""
+    """For a job: whether it was settled, until that is noted in the record."""
     job: int = 0
-    """The job's id, once it was asked to be published."""
+    """The job's id, once there was an attempt to publish it."""
     published: bool = False
-    """The job is durable, and its delivery is still to be finished."""
+    """The job is durable, but its delivery is not finished yet."""
 
 
 class Worker(NamedTuple):
-    """What dies with a worker."""
+    """The memory of a worker, which is lost when it crashes."""
 
     run: Run | None = None
-    out: Out | None = None
+    out: PendingOutput | None = None
     inbox: tuple[Message, ...] = ()
     stops: bool = False
     lives: bool = True
@@ -95,10 +95,10 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. Workers 0 and 1 are prefill's, 2 and 3 decode's."""
+    """The whole state. Workers 0 and 1 are prefill workers, 2 and 3 decode workers."""
 
-    rec: Rec
-    saved: Rec
+    rec: RequestRecord
+    saved: RequestRecord
     bus: tuple[tuple[Message, int], ...]
     workers: tuple[Worker, ...]
     left: Budget
@@ -111,7 +111,7 @@ class State(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A transition: what happened, to whom, and what a script was asked and replied, if one was."""
+    """A transition: its kind, its worker, and the script that it called, if any, with the reply."""
 
     kind: str
     worker: int = NOBODY
@@ -123,14 +123,14 @@ Steps = Iterator[tuple[Step, State]]
 IDLE = Worker()
 
 
-def start(left: Budget, requests: int = 1, other_body: bool = False) -> State:
-    """A request in its topic, so often; and another one under the same id."""
+def make_start_state(left: Budget, requests: int = 1, other_body: bool = False) -> State:
+    """Return the first state: copies of a request in its topic, and perhaps another body under the same id."""
     messages = [Message(n + 1) for n in range(requests)] + [Message(9, body=2)] * other_body
     return State(NEW, NEW, tuple((message, FREE) for message in messages), (IDLE,) * 4, left)
 
 
-def change(state: State, index: int, worker: Worker, **others: Any) -> State:
-    """The state with another worker, and what else is given."""
+def replace_worker(state: State, index: int, worker: Worker, **others: Any) -> State:
+    """Return the state with one worker, and the fields in `others`, replaced."""
     workers = state.workers
     return state._replace(workers=(*workers[:index], worker, *workers[index + 1 :]), **others)
 
@@ -140,6 +140,6 @@ def stage_of(index: int) -> str:
     return "prefill" if index < 2 else "decode"
 
 
-def holder(state: State, message: Message) -> int | None:
-    """Who has a message; None if it is settled."""
+def find_holder(state: State, message: Message) -> int | None:
+    """Return the worker that has a message, `FREE` or `GHOST`; None if the message is settled."""
     return next((at for found, at in state.bus if found == message), None)

@@ -1,70 +1,85 @@
-"""What may happen next: each step of a worker that others could see, and each thing that may go wrong.
+"""The steps that may come next: each step of a worker with an effect outside it, and each mishap.
 
-The numbers are those of the life of a request (docs/structure.md). What touches a worker's own memory only is part of
+The numbers are those of the life of a request (docs/structure.md). A change to a worker's own memory alone is part of
 the step before it.
 """
 
 from typing import Any
 
 from sim.protocol import script
-from sim.protocol.mishaps import mishaps, release, wishes
-from sim.protocol.script import GHOST, MAX_ATTEMPTS, End, Message, Rec
-from sim.protocol.settling import bring, settle, ship
-from sim.protocol.state import FREE, IDLE, Out, Rules, Run, State, Step, Steps, Worker, change, holder, stage_of
+from sim.protocol.mishaps import generate_client_steps, generate_mishaps, release_request
+from sim.protocol.script import GHOST, MAX_ATTEMPTS, End, Message, RequestRecord
+from sim.protocol.settling import ask_for_hand_off, ask_for_result, settle_output
+from sim.protocol.state import (
+    FREE,
+    IDLE,
+    PendingOutput,
+    Rules,
+    Run,
+    State,
+    Step,
+    Steps,
+    Worker,
+    find_holder,
+    replace_worker,
+    stage_of,
+)
 
 
-def steps(state: State, rules: Rules) -> Steps:
-    """Every step that may come next, and the state after it."""
+def generate_steps(state: State, rules: Rules) -> Steps:
+    """Generate every step that may come next, with the state after it."""
     for index in range(4):
-        yield from _worker_steps(state, rules, index)
-    yield from wishes(state)
-    yield from mishaps(state, rules)
+        yield from _generate_worker_steps(state, rules, index)
+    yield from generate_client_steps(state)
+    yield from generate_mishaps(state, rules)
 
 
-def _worker_steps(state: State, rules: Rules, index: int) -> Steps:
+def _generate_worker_steps(state: State, rules: Rules, index: int) -> Steps:
     worker = state.workers[index]
     if not worker.stops:
-        yield from _poll(state, index)
+        yield from _poll_bus(state, index)
         for message in worker.inbox:
-            yield from _admit(state, rules, index, message)
-        yield from _put_down(state, rules, index)
-        yield from _take(state, rules, index)
-        yield from _renew(state, index)
+            yield from _admit_message(state, rules, index, message)
+        yield from _put_down_messages(state, rules, index)
+        yield from _take_over_request(state, rules, index)
+        yield from _renew_session(state, index)
         if worker.run is not None:
-            yield from (_prefill if index < 2 else _decode)(state, rules, index, worker.run)
+            yield from (_generate_prefill_steps if index < 2 else _generate_decode_steps)(
+                state, rules, index, worker.run
+            )
     elif worker.run is None and worker.out is None:
         bus = tuple([(message, FREE if at == index else at) for message, at in state.bus])
-        rec = script.reap(state.rec, (index,), rules.flaw)
-        yield Step("leave", index, ("reap", index)), change(state, index, IDLE, bus=bus, rec=rec)
+        rec = script.end_sessions(state.rec, (index,), rules.flaw)
+        yield Step("leave", index, ("reap", index)), replace_worker(state, index, IDLE, bus=bus, rec=rec)
     if worker.out is not None:
-        yield from settle(state, rules, index, worker.out)
+        yield from settle_output(state, rules, index, worker.out)
 
 
-# 1, 2, 6: taking in.
+# Steps 1, 2 and 6: polling and claiming.
 
 
-def _poll(state: State, index: int) -> Steps:
+def _poll_bus(state: State, index: int) -> Steps:
     worker = state.workers[index]
     for place, (message, at) in enumerate(state.bus):
         if at == FREE and (message.job == 0) == (index < 2):
             bus = (*state.bus[:place], (message, index), *state.bus[place + 1 :])
             inbox = (*worker.inbox, message) if message not in worker.inbox else worker.inbox
-            yield Step("poll", index), change(state, index, worker._replace(inbox=inbox), bus=bus)
+            yield Step("poll", index), replace_worker(state, index, worker._replace(inbox=inbox), bus=bus)
 
 
-def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
+def _admit_message(state: State, rules: Rules, index: int, message: Message) -> Steps:
     worker, stage = state.workers[index], stage_of(index)
     checks = rules.flaw != "claims what it does not hold"
     if checks and worker.out is not None and worker.out.delivery == message:
-        return  # it is being settled
-    if checks and holder(state, message) != index:
+        return  # The delivery is being settled.
+    if checks and find_holder(state, message) != index:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
-        yield Step("forget", index), change(state, index, rest)
+        yield Step("forget", index), replace_worker(state, index, rest)
         return
     lives = worker.lives or rules.flaw == "claims without a session"
-    rec, reply = script.claim(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
+    rec, reply = script.claim_request(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
-        return  # one settlement at a time
+        return  # A worker has one settlement at a time.
     step = Step("claim", index, ("claim", stage, index, message, lives), reply)
     rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
     match reply[0]:
@@ -72,179 +87,197 @@ def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
             run = worker.run
             if index >= 2 and run is not None and run.delivery is None and run.message.job == message.job:
                 run = run._replace(message=message, delivery=message)
-                yield step._replace(kind="attach"), change(state, index, rest._replace(run=run))
+                yield step._replace(kind="attach"), replace_worker(state, index, rest._replace(run=run))
             else:
                 yield step, state
         case "bound" | "conflict":
-            out = Out("drop", 0, message, message)
-            yield step, change(state, index, rest._replace(out=out), letters=state.letters + (reply[0] == "conflict"))
+            out = PendingOutput("drop", 0, message, message)
+            yield (
+                step,
+                replace_worker(state, index, rest._replace(out=out), letters=state.letters + (reply[0] == "conflict")),
+            )
         case _:
-            yield step, _begin(state, rules, index, rest, (rec, reply, message), message)
+            yield step, _begin_run(state, rules, index, rest, (rec, reply, message), message)
 
 
-def _put_down(state: State, rules: Rules, index: int) -> Steps:
-    """Anybody puts down a message that waits: its holder, for want of room, or who reads what a dead member would."""
+def _put_down_messages(state: State, rules: Rules, index: int) -> Steps:
+    """Put down waiting messages: those that a worker has no capacity for, and those of a dead member."""
     for message, at in state.bus:
         is_orphan = at == GHOST and rules.flaw != "nobody reads for the dead"
         if (message.job == 0) == (index < 2) and (is_orphan or (at != GHOST and state.left.waits)):
             stage, left = stage_of(index), state.left._replace(waits=state.left.waits - (at != GHOST))
-            rec, reply = script.put_down(state.rec, stage, message, state.clock + 1)
+            rec, reply = script.put_down_message(state.rec, stage, message, state.clock + 1)
             after = state._replace(rec=rec, left=left, clock=max(state.clock + 1, rec.epoch))
             yield Step("put down", index, ("put down", stage, message), reply), after if rec != state.rec else state
 
 
-def _take(state: State, rules: Rules, index: int) -> Steps:
-    """Go on with what is free for anybody."""
+def _take_over_request(state: State, rules: Rules, index: int) -> Steps:
+    """Take the request over if it is free."""
     worker, stage = state.workers[index], stage_of(index)
     lives = worker.lives or rules.flaw == "claims without a session"
-    rec, reply = script.take(state.rec, stage, index, state.clock + 1, lives=lives)
+    rec, reply = script.take_over_request(state.rec, stage, index, state.clock + 1, lives=lives)
     step = Step("take", index, ("take", stage, index, lives), reply)
     if reply[0] == "claim":
         message = rec.message
         assert message is not None
         delivery = message if rules.flaw == "settles what it does not hold" else None
-        yield step, _begin(state, rules, index, worker, (rec, reply, message), delivery)
+        yield step, _begin_run(state, rules, index, worker, (rec, reply, message), delivery)
     elif reply[0] == "gone":
         yield step, state._replace(rec=rec)
 
 
-def _begin(
-    state: State, rules: Rules, index: int, worker: Worker, claimed: tuple[Rec, Any, Message], delivery: Message | None
+def _begin_run(
+    state: State,
+    rules: Rules,
+    index: int,
+    worker: Worker,
+    claimed: tuple[RequestRecord, Any, Message],
+    delivery: Message | None,
 ) -> State:
-    """Go on with what was claimed, or end it."""
+    """Return the state in which the worker runs the claimed request, or ends it."""
     rec, (_, epoch, tokens, ended, cancelled, attempts), message = claimed
     if worker.run is not None:
-        worker, delivery = _merge(worker, worker.run, message, delivery, rules)
+        worker, delivery = _merge_claims(worker, worker.run, message, delivery, rules)
     cause = message.error or (
         "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     )
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause)
     if not ended and (cause or (index >= 2 and tokens == rules.last)):
-        run = run._replace(pc="finish")
+        run = run._replace(phase="finish")
     worker = worker._replace(run=run)
     if ended:
-        worker = ship(worker, rules, run, rec.end) if index < 2 else bring(worker, run, rec.end)
-    return change(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch))
+        worker = ask_for_hand_off(worker, rules, run, rec.end) if index < 2 else ask_for_result(worker, run, rec.end)
+    return replace_worker(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch))
 
 
-def _merge(
+def _merge_claims(
     worker: Worker, older: Run, message: Message, delivery: Message | None, rules: Rules
 ) -> tuple[Worker, Message | None]:
-    """What was held until its session was over is claimed anew, with one delivery: another one is looked at again."""
+    """Merge a new claim with a run from before the session was over. One delivery is kept, the other put back."""
     if rules.flaw == "forgets the other delivery" or (delivery is None and older.message.job == message.job):
         return worker, delivery or older.delivery
-    return (worker if older.delivery == delivery else _put_back(worker, older.delivery)), delivery
+    return (worker if older.delivery == delivery else _put_back_delivery(worker, older.delivery)), delivery
 
 
-def _put_back(worker: Worker, delivery: Message | None) -> Worker:
+def _put_back_delivery(worker: Worker, delivery: Message | None) -> Worker:
     if delivery is None or delivery in worker.inbox:
         return worker
     return worker._replace(inbox=(*worker.inbox, delivery))
 
 
-def _drop(worker: Worker, run: Run) -> Worker:
-    """Another worker holds the request now."""
-    return _put_back(worker._replace(run=None), run.delivery)
+def _drop_run(worker: Worker, run: Run) -> Worker:
+    """Drop a run whose request another worker holds now."""
+    return _put_back_delivery(worker._replace(run=None), run.delivery)
 
 
-def _renew(state: State, index: int) -> Steps:
-    """A worker renews its session. It hears that it is over, and opens another; or that its request is to end. The loop
-    lets go of what was lost.
+def _renew_session(state: State, index: int) -> Steps:
+    """Renew a session. The worker learns that it is over, and opens another one; or that its request is cancelled.
+
+    The loop drops the runs of a session that is over.
     """
     worker, rec = state.workers[index], state.rec
     run, step = worker.run, Step("renew", index, ("renew", index))
     if not worker.lives:
         lost = run and run._replace(lost=True)
-        yield step._replace(reply=("lost",)), change(state, index, worker._replace(run=lost, lives=True))
-    if run is None or run.pc not in ("wait", "work"):
+        yield step._replace(reply=("lost",)), replace_worker(state, index, worker._replace(run=lost, lives=True))
+    if run is None or run.phase not in ("wait", "work"):
         return
     if run.lost:
-        yield Step("let go", index), change(state, index, _drop(worker, run))
-    elif worker.lives and rec.cancelled and rec.epoch == run.epoch and (index < 2 or run.pc == "wait"):
-        ends = worker._replace(run=run._replace(pc="finish", cause="cancelled"))
-        yield Step("hear", index), change(state, index, ends)
+        yield Step("let go", index), replace_worker(state, index, _drop_run(worker, run))
+    elif worker.lives and rec.cancelled and rec.epoch == run.epoch and (index < 2 or run.phase == "wait"):
+        ends = worker._replace(run=run._replace(phase="finish", cause="cancelled"))
+        yield Step("hear", index), replace_worker(state, index, ends)
 
 
-# 3, 4, 7, 8: working.
+# Steps 3, 4, 7 and 8: computing.
 
 
-def _prefill(state: State, rules: Rules, index: int, run: Run) -> Steps:
+def _generate_prefill_steps(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker = state.workers[index]
-    if run.pc == "work":
-        yield from _stopped(state, rules, index, run)
-        yield from _set_aside(state, rules, index, run)
+    if run.phase == "work":
+        yield from _generate_work_ends(state, rules, index, run)
+        yield from _set_aside_run(state, rules, index, run)
         if run.tokens == 0:
-            yield from _append(state, rules, index, run)
+            yield from _append_token(state, rules, index, run)
         elif worker.out is None:
-            yield Step("computed", index), change(state, index, ship(worker, rules, run, None))
-    elif run.pc == "ship" and worker.out is None:
-        yield Step("written", index), change(state, index, ship(worker, rules, run, None))
-    elif run.pc == "finish" and worker.out is None:
-        yield from _finish(state, rules, index, run)
+            yield Step("computed", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
+    elif run.phase == "ship" and worker.out is None:
+        yield Step("written", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
+    elif run.phase == "finish" and worker.out is None:
+        yield from _finish_request(state, rules, index, run)
 
 
-def _decode(state: State, rules: Rules, index: int, run: Run) -> Steps:
+def _generate_decode_steps(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker = state.workers[index]
-    if run.pc in ("wait", "work"):
-        yield from _stopped(state, rules, index, run)
-        yield from _set_aside(state, rules, index, run)
-        yield from _append(state, rules, index, run)
-        if run.pc == "work" and state.left.preempts:
+    if run.phase in ("wait", "work"):
+        yield from _generate_work_ends(state, rules, index, run)
+        yield from _set_aside_run(state, rules, index, run)
+        yield from _append_token(state, rules, index, run)
+        if run.phase == "work" and state.left.preempts:
             left = state.left._replace(preempts=state.left.preempts - 1)
-            yield Step("preempt", index), change(state, index, worker._replace(run=run._replace(pc="wait")), left=left)
-    elif run.pc == "finish" and worker.out is None:
-        yield from _finish(state, rules, index, run)
+            yield (
+                Step("preempt", index),
+                replace_worker(state, index, worker._replace(run=run._replace(phase="wait")), left=left),
+            )
+    elif run.phase == "finish" and worker.out is None:
+        yield from _finish_request(state, rules, index, run)
 
 
-def _stopped(state: State, rules: Rules, index: int, run: Run) -> Steps:
-    """The deadline has passed, or the work fails."""
+def _generate_work_ends(state: State, rules: Rules, index: int, run: Run) -> Steps:
+    """Generate the steps that end a run early: its deadline has passed, or it fails."""
     worker = state.workers[index]
     if state.late:
-        yield Step("expire", index), change(state, index, worker._replace(run=run._replace(pc="finish", cause="late")))
+        yield (
+            Step("expire", index),
+            replace_worker(state, index, worker._replace(run=run._replace(phase="finish", cause="late"))),
+        )
     if state.left.fails and worker.out is None:
         left = state.left._replace(fails=state.left.fails - 1)
         if state.rec.attempts >= rules.fail_attempts:
-            run = run._replace(pc="finish", cause="failed")
-            yield Step("give up", index), change(state, index, worker._replace(run=run), left=left)
+            run = run._replace(phase="finish", cause="failed")
+            yield Step("give up", index), replace_worker(state, index, worker._replace(run=run), left=left)
             return
         delivered = run.delivery is not None
-        step, state = release(state, index, run.epoch, failed=True, waits=True, delivered=delivered)
-        out = Out("retry", run.epoch, run.message, run.delivery) if run.delivery and rules.retries else None
-        after = worker._replace(run=None, out=out) if rules.retries else _drop(worker, run)
-        yield step._replace(kind="fail"), change(state, index, after, left=left)
+        step, state = release_request(state, index, run.epoch, failed=True, waits=True, delivered=delivered)
+        out = PendingOutput("retry", run.epoch, run.message, run.delivery) if run.delivery and rules.retries else None
+        after = worker._replace(run=None, out=out) if rules.retries else _drop_run(worker, run)
+        yield step._replace(kind="fail"), replace_worker(state, index, after, left=left)
 
 
-def _set_aside(state: State, rules: Rules, index: int, run: Run) -> Steps:
-    """What may bring its worker down waits while another such request is here."""
+def _set_aside_run(state: State, rules: Rules, index: int, run: Run) -> Steps:
+    """Give back a suspect request, because the worker has another one: it computes one suspect at a time."""
     if state.left.asides and not state.late:
         left = state.left._replace(asides=state.left.asides - 1)
         delivered = run.delivery is not None
-        step, state = release(state, index, run.epoch, failed=False, waits=True, delivered=delivered)
-        yield step._replace(kind="set aside"), change(state, index, _drop(state.workers[index], run), left=left)
+        step, state = release_request(state, index, run.epoch, failed=False, waits=True, delivered=delivered)
+        yield (
+            step._replace(kind="set aside"),
+            replace_worker(state, index, _drop_run(state.workers[index], run), left=left),
+        )
 
 
-def _append(state: State, rules: Rules, index: int, run: Run) -> Steps:
+def _append_token(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker = state.workers[index]
-    rec, reply = script.append(state.rec, run.epoch, run.tokens, rules.flaw)
+    rec, reply = script.append_token(state.rec, run.epoch, run.tokens, rules.flaw)
     step = Step("append", index, ("append", run.epoch, run.tokens), reply)
     if reply == 0:
-        yield step, change(state, index, _drop(worker, run))
+        yield step, replace_worker(state, index, _drop_run(worker, run))
         return
     if reply == 2:
-        run = run._replace(pc="finish", cause="cancelled")
+        run = run._replace(phase="finish", cause="cancelled")
     else:
         tokens = run.tokens + 1
-        pc = "finish" if tokens == rules.last else "ship" if index < 2 else "work"
-        run = run._replace(pc=pc, tokens=tokens)
-    yield step, change(state, index, worker._replace(run=run), rec=rec)
+        phase = "finish" if tokens == rules.last else "ship" if index < 2 else "work"
+        run = run._replace(phase=phase, tokens=tokens)
+    yield step, replace_worker(state, index, worker._replace(run=run), rec=rec)
 
 
-def _finish(state: State, rules: Rules, index: int, run: Run) -> Steps:
+def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker, end = state.workers[index], End(run.tokens, run.cause)
-    rec, reply = script.finish(state.rec, run.epoch, end, rules.flaw)
+    rec, reply = script.finish_request(state.rec, run.epoch, end, rules.flaw)
     step = Step("finish", index, ("finish", run.epoch, end), reply)
     if reply == 0:
-        worker = _drop(worker, run)
+        worker = _drop_run(worker, run)
     else:
-        worker = ship(worker, rules, run, end) if index < 2 else bring(worker, run, end)
-    yield step, change(state, index, worker, rec=rec)
+        worker = ask_for_hand_off(worker, rules, run, end) if index < 2 else ask_for_result(worker, run, end)
+    yield step, replace_worker(state, index, worker, rec=rec)

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from sim.protocol.model import Found, explore, told
+from sim.protocol.model import Exploration, describe_step, explore_states
 from sim.protocol.scenarios import FLAWS, QUICK, Scenario
 from sim.protocol.state import Budget, Rules
 
@@ -34,32 +34,32 @@ KINDS |= set(re.split(r",\s+", SILENT.strip()))
 
 
 @cache
-def explored(name: str) -> Found:
-    return explore(QUICK[name].first(), QUICK[name].rules)
+def explore_scenario(name: str) -> Exploration:
+    return explore_states(QUICK[name].make_start_state(), QUICK[name].rules)
 
 
-def traces(found: Found) -> list[str]:
-    return [f"{fault}: {', '.join(map(told, trace))}" for fault, trace in found.faults.items()]
+def describe_traces(found: Exploration) -> list[str]:
+    return [f"{fault}: {', '.join(map(describe_step, trace))}" for fault, trace in found.faults.items()]
 
 
 @cache
-def sound(left: Budget, rules: Rules) -> list[str]:
-    """What is found where no rule is left out."""
-    return traces(explore(Scenario(left).first(), rules))
+def explore_without_flaw(left: Budget, rules: Rules) -> list[str]:
+    """Return the faults that are found when no rule is left out."""
+    return describe_traces(explore_states(Scenario(left).make_start_state(), rules))
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_every_state_keeps_the_promises_and_leads_to_one_result(name: str) -> None:
-    assert not traces(explored(name))
+    assert not describe_traces(explore_scenario(name))
 
 
 @pytest.mark.parametrize(("flaw", "fault"), FLAWS)
 def test_a_rule_left_out_is_noticed(flaw: str, fault: str) -> None:
     left, rules = FLAWS[flaw, fault]
-    assert fault in explore(Scenario(left).first(), rules._replace(flaw=flaw), until=fault).faults
-    assert not sound(left, rules)
+    assert fault in explore_states(Scenario(left).make_start_state(), rules._replace(flaw=flaw), until=fault).faults
+    assert not explore_without_flaw(left, rules)
 
 
 def test_every_kind_of_step_is_explored() -> None:
-    seen = frozenset[str]().union(*(explored(name).kinds for name in QUICK))
+    seen = frozenset[str]().union(*(explore_scenario(name).kinds for name in QUICK))
     assert seen == KINDS

@@ -1,4 +1,4 @@
-"""The model's scripts and the real ones are the same: random traces, on a real server."""
+"""The model's scripts and the real ones do the same: random traces, on a real server."""
 
 import random
 from collections import Counter
@@ -11,33 +11,21 @@ from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
 from sim.protocol import script
-from sim.protocol.model import told
+from sim.protocol.model import describe_step
 from sim.protocol.promises import is_over
 from sim.protocol.replay import LEASE_S, Replay
-from sim.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Rec, Reply
-from sim.protocol.state import Budget, Rules, State, Step, stage_of, start
-from sim.protocol.steps import steps
+from sim.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Reply, RequestRecord
+from sim.protocol.state import Budget, Rules, State, Step, make_start_state, stage_of
+from sim.protocol.steps import generate_steps
 from tests.protocol.test_model import KINDS
 
 NUM_TRACES, NUM_STEPS = 400, 60
-MISHAPS = [
-    "crash",
-    "doubt",
-    "fail",
-    "give up",
-    "late",
-    "blind",
-    "reap",
-    "lose",
-    "move",
-    "put down",
-    "set aside",
-    "stop",
-    "sync",
-    "cancel",
-]
+MISHAPS = (
+    "crash", "doubt", "fail", "give up", "late", "blind", "reap", "lose", "move", "put down", "set aside", "stop",
+    "sync", "cancel",
+)  # fmt: skip
 HOLDERS = ("append", "release", "handed", "finish")
-"""What a worker asks with a claim it has, or had."""
+"""Calls with a claim that the worker has, or had."""
 SCRIPTS = ("claim", "put down", "take", "append", "handed", "release")
 ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
     "take: none", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "reap", "due", "sync", "lose"
@@ -58,18 +46,18 @@ def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
     made.close()
 
 
-def walk(seed: int) -> Iterator[tuple[State, Step, State]]:
-    """A random life of a request, with few mishaps or many, until everything is settled."""
+def walk_randomly(seed: int) -> Iterator[tuple[State, Step, State]]:
+    """Generate a random life of a request, with few mishaps or many, until everything is settled."""
     rng = random.Random(seed)
     left = Budget(*(rng.randint(0, most) for most in PLENTY))
-    state = start(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
+    state = make_start_state(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
     rules = Rules(last=rng.choice([1, 2, 3, 4]), two_steps=rng.random() < 0.5, retries=rng.random() < 0.5)
     for _ in range(NUM_STEPS):
-        ways = list(steps(state, rules))
+        ways = list(generate_steps(state, rules))
         weights = [0.05 if after is state else 0.3 if step.kind in MISHAPS else 1.0 for step, after in ways]
         step, after = rng.choices(ways, weights)[0]
         yield state, step, after
-        if is_over(after, rules) and (rng.random() < 0.5 or not list(steps(after, rules))):
+        if is_over(after, rules) and (rng.random() < 0.5 or not list(generate_steps(after, rules))):
             return
         state = after
 
@@ -80,57 +68,54 @@ def test_the_models_traces_go_the_same_way_on_a_server(
     seen: Counter[str] = Counter()
     for seed in range(NUM_TRACES):
         replay, trace = Replay(client, pipeline, record, f"r{seed}"), ""
-        for before, step, after in walk(seed):
-            trace += f", {told(step)}"
-            seen[told(step)] += 1
+        for before, step, after in walk_randomly(seed):
+            trace += f", {describe_step(step)}"
+            seen[describe_step(step)] += 1
             try:
-                replay.take(step.call, step.reply, before.rec, after.rec)
+                replay.replay_step(step.call, step.reply, before.rec, after.rec)
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}{trace}") from error
     assert not KINDS - set(seen), sorted(seen.items())
 
 
-def ask(rng: random.Random, rec: Rec, saved: Rec, clock: int, epochs: list[int], flaw: str = "") -> tuple[Step, Rec]:
-    """Any call, by anybody: what the script should reply, and the record after it."""
+def make_call(
+    rng: random.Random, rec: RequestRecord, saved: RequestRecord, clock: int, epochs: list[int], flaw: str = ""
+) -> tuple[Step, RequestRecord]:
+    """Return any call by any worker, with the expected reply, and the record after it."""
     is_due = rec.waits or LATER in rec.free
-    kinds = [
-        "claim",
-        "put down",
-        "take",
-        "cancel",
-        "sync",
-        "lose",
-        *["reap"] * (rec.session != NOBODY),
-        *["due"] * is_due,
-    ]
+    kinds = (
+        ["claim", "put down", "take", "cancel", "sync", "lose"] + ["reap"] * (rec.session != NOBODY) + ["due"] * is_due
+    )
     if not epochs or rng.random() < 0.3:
         kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[3] * (len(kinds) - 6)])[0]
-        return _ask_anew(rng, kind, rec, saved, clock, flaw)
+        return _make_first_call(rng, kind, rec, saved, clock, flaw)
     epoch = rng.choice([epochs[-1], rng.choice(epochs)])
-    return _ask_again(rng, rng.choices(HOLDERS, [8, 3, 2, 1])[0], rec, epoch, flaw)
+    return _make_holder_call(rng, rng.choices(HOLDERS, [8, 3, 2, 1])[0], rec, epoch, flaw)
 
 
-def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, flaw: str) -> tuple[Step, Rec]:
+def _make_first_call(
+    rng: random.Random, kind: str, rec: RequestRecord, saved: RequestRecord, clock: int, flaw: str
+) -> tuple[Step, RequestRecord]:
     index = rng.randint(0, 3)
     stage = stage_of(index)
     message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
     reply: Reply | int | None = None
     match kind:
         case "claim":
-            after, reply = script.claim(rec, stage, index, message, clock + 1, flaw)
+            after, reply = script.claim_request(rec, stage, index, message, clock + 1, flaw)
             return Step(kind, call=(kind, stage, index, message, True), reply=reply), after
         case "put down":
-            after, reply = script.put_down(rec, stage, message, clock + 1)
+            after, reply = script.put_down_message(rec, stage, message, clock + 1)
             return Step(kind, call=(kind, stage, message), reply=reply), after
         case "take":
-            after, reply = script.take(rec, stage, index, clock + 1)
+            after, reply = script.take_over_request(rec, stage, index, clock + 1)
             return Step(kind, call=(kind, stage, index, True), reply=reply), after
         case "reap":
-            return Step(kind, call=(kind, rec.session), reply=reply), script.reap(rec, (rec.session,))
+            return Step(kind, call=(kind, rec.session), reply=reply), script.end_sessions(rec, (rec.session,))
         case "due":
-            after = script.due(rec)
+            after = script.pass_waiting_times(rec)
         case "cancel":
-            after, reply = script.cancel(rec)
+            after, reply = script.cancel_request(rec)
         case "sync":
             after = rec
         case _:
@@ -138,35 +123,37 @@ def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, f
     return Step(kind, call=(kind,), reply=reply), after
 
 
-def _ask_again(rng: random.Random, kind: str, rec: Rec, epoch: int, flaw: str) -> tuple[Step, Rec]:
+def _make_holder_call(
+    rng: random.Random, kind: str, rec: RequestRecord, epoch: int, flaw: str
+) -> tuple[Step, RequestRecord]:
     position = max(0, len(rec.tokens) + rng.choice([-1, 0, 0, 0, 1]))
     end, (failed, waits, delivered) = End(position, "late"), [rng.random() < 0.5 for _ in range(3)]
     match kind:
         case "append":
-            return _step(kind, epoch, position, got=script.append(rec, epoch, position, flaw))
+            return _step(kind, epoch, position, got=script.append_token(rec, epoch, position, flaw))
         case "finish":
-            return _step(kind, epoch, end, got=script.finish(rec, epoch, end, flaw))
+            return _step(kind, epoch, end, got=script.finish_request(rec, epoch, end, flaw))
         case "release":
-            got = script.release(rec, epoch, failed=failed, waits=waits, delivered=delivered)
+            got = script.release_request(rec, epoch, failed=failed, waits=waits, delivered=delivered)
             return _step(kind, epoch, failed, waits, delivered, got=got)
-    return _step(kind, epoch, got=script.handed(rec, epoch))
+    return _step(kind, epoch, got=script.note_handed_off(rec, epoch))
 
 
-def _step(kind: str, *args: object, got: tuple[Rec, int]) -> tuple[Step, Rec]:
+def _step(kind: str, *args: object, got: tuple[RequestRecord, int]) -> tuple[Step, RequestRecord]:
     return Step(kind, call=(kind, *args), reply=got[1]), got[0]
 
 
-def ask_all(replay: Replay, seed: int, flaw: str = "") -> Counter[str]:
-    """Many calls, compared one by one."""
+def replay_calls(replay: Replay, seed: int, flaw: str = "") -> Counter[str]:
+    """Make many calls and compare each; return how often each reply came."""
     rng, seen = random.Random(seed), Counter[str]()
     rec, saved, clock = NEW, NEW, 1
     trace, epochs = "", list[int]()
     for _ in range(NUM_STEPS):
-        step, after = ask(rng, rec, saved, clock, epochs, flaw)
-        trace += f", {told(step)}"
-        seen[told(step)] += 1
+        step, after = make_call(rng, rec, saved, clock, epochs, flaw)
+        trace += f", {describe_step(step)}"
+        seen[describe_step(step)] += 1
         try:
-            replay.take(step.call, step.reply, rec, after)
+            replay.replay_step(step.call, step.reply, rec, after)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}{trace}") from error
         if isinstance(step.reply, tuple) and step.reply[0] == "claim" and step.reply[1] not in epochs:
@@ -176,17 +163,17 @@ def ask_all(replay: Replay, seed: int, flaw: str = "") -> Counter[str]:
     return seen
 
 
-def ask_many(client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str = "") -> Counter[str]:
+def replay_many_calls(client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str = "") -> Counter[str]:
     seen = Counter[str]()
     for seed in range(NUM_TRACES // 6):
-        seen += ask_all(Replay(client, pipeline, record, f"r{seed}"), seed, flaw)
+        seen += replay_calls(Replay(client, pipeline, record, f"r{seed}"), seed, flaw)
     return seen
 
 
 def test_any_call_by_anybody_is_answered_as_the_model_does(
     client: "redis.Redis", pipeline: Pipeline, record: Record
 ) -> None:
-    seen = ask_many(client, pipeline, record)
+    seen = replay_many_calls(client, pipeline, record)
     assert not ASKED - set(seen), sorted(seen.items())
 
 
@@ -195,4 +182,4 @@ def test_a_model_that_has_other_rules_is_noticed(
     client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str
 ) -> None:
     with pytest.raises(AssertionError, match="seed"):
-        ask_many(client, pipeline, record, flaw)
+        replay_many_calls(client, pipeline, record, flaw)
