@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
+from penstock.ingest.batch.answer import FinishedRow
+from penstock.ingest.batch.journal import Journal, answer_batch_file, check_batch_file
 from penstock.ops.status import check_health
-
-if TYPE_CHECKING:
-    from penstock.ingest.batch.answer import FinishedRow
 
 app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
 EXIT_INTERRUPTED = 130
@@ -58,10 +57,7 @@ def run_batch(
 
 async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
     """Send the rows that are not finished. Returns the number of rows, and how many failed."""
-    from penstock.ingest.batch import direct
-    from penstock.ingest.batch.journal import Journal
-
-    total, digest = await direct.check_batch_file(source)
+    total, digest = await check_batch_file(source)
     addresses = load_settings(Addresses)
     with Journal(output, errors, digest) as journal:
         if journal.finished_rows:
@@ -70,7 +66,7 @@ async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
             with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
-                await direct.answer_batch_file(client, source, journal, meter.count_finished)
+                await answer_batch_file(client, source, journal, meter.count_finished)
         return total, journal.num_failed
 
 
@@ -81,7 +77,7 @@ class _ProgressMeter:
         self._progress, self._num_failed, self._num_tokens, self._begun_s = progress, failed, 0, time.monotonic()
         self._task = progress.add_task("rows", total=total, completed=done, failed=failed, rate=0.0)
 
-    def count_finished(self, finished: "FinishedRow") -> None:
+    def count_finished(self, finished: FinishedRow) -> None:
         """Show one more finished row."""
         self._num_failed += not finished.is_ok
         self._num_tokens += finished.usage.completion_tokens

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
@@ -67,15 +68,6 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     assert "the input is another one" in (tmp_path / "log").read_text()
 
 
-def test_what_is_no_batch_file_is_refused_with_its_lines(stack: Stack, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_bytes(lines([row(0), row(0)]) + b"{")
-    assert start(stack, tmp_path).wait(60) == 1
-    told = (tmp_path / "log").read_text()
-    assert "line 2: The custom_id 'row-0' was used before" in told
-    assert "line 3: This line is not parseable" in told
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 def test_a_journal_takes_no_file_of_others(tmp_path: Path) -> None:
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     output.write_bytes(b"precious\n")
@@ -84,7 +76,7 @@ def test_a_journal_takes_no_file_of_others(tmp_path: Path) -> None:
     assert output.read_bytes() == b"precious\n"
     output.unlink()
     with Journal(output, errors, "input") as journal:
-        journal.write_rows([(1, b"one", True), (2, b"two", False)])
+        journal.write_rows([FinishedRow(1, b"one", is_ok=True), FinishedRow(2, b"two", is_ok=False)])
         with pytest.raises(JournalError, match="another run has it"):
             Journal(output, errors, "input")
     output.write_bytes(b"")
@@ -98,14 +90,17 @@ def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: i
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     with Journal(output, errors, "input") as journal:
         for number in range(1, 7):
-            journal.write_rows([(number, b"row %d" % number, number != 3)])
+            journal.write_rows([FinishedRow(number, b"row %d" % number, is_ok=number != 3)])
         path, whole = journal.path, journal.path.read_bytes()
     path.write_bytes(whole[: min(kept, len(whole))])
     with Journal(output, errors, "input") as journal:
         told = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
         assert sorted(told) == [b"row %d" % number for number in sorted(journal.finished_rows)]
         journal.write_rows(
-            [(number, b"row %d" % number, True) for number in {1, 2, 3, 4, 5, 6} - journal.finished_rows]
+            [
+                FinishedRow(number, b"row %d" % number, is_ok=True)
+                for number in {1, 2, 3, 4, 5, 6} - journal.finished_rows
+            ]
         )
     with Journal(output, errors, "input") as journal:
         assert journal.finished_rows == {1, 2, 3, 4, 5, 6}
@@ -116,18 +111,20 @@ def test_a_full_disk_ends_a_run_that_can_be_gone_on_with(tmp_path: Path) -> None
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Journal(output, errors, "input") as journal:
-        journal.write_rows([(1, b"1" * 500, True)])
+        journal.write_rows([FinishedRow(1, b"1" * 500, is_ok=True)])
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with pytest.raises(JournalError, match="File too large"):
-                journal.write_rows([(2, b"2" * 1000, True)])
+                journal.write_rows([FinishedRow(2, b"2" * 1000, is_ok=True)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         with pytest.raises(JournalError, match="File too large"):
-            journal.write_rows([(3, b"3", True)])  # there is room again, but half a row is in its place
+            journal.write_rows(
+                [FinishedRow(3, b"3", is_ok=True)]
+            )  # there is room again, but half a row is in its place
     with Journal(output, errors, "input") as journal:
         assert journal.finished_rows == {1}
-        journal.write_rows([(2, b"2", True)])
+        journal.write_rows([FinishedRow(2, b"2", is_ok=True)])
     assert output.read_bytes().splitlines() == [b"1" * 500, b"2"]
 
 

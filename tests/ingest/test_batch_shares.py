@@ -12,12 +12,13 @@ from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
 from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work
+from penstock.ingest.batch.answer import FindClient, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.batch.work import BatchWork, make_row_slots
+from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
@@ -46,7 +47,7 @@ async def client_of(line: Stack, pipeline: Pipeline) -> AsyncIterator[Callable[[
 
 
 @pytest.fixture
-async def runner(line: Stack, objects: ObjectStorage, client_of: work.FindClient) -> AsyncIterator[BatchRunner]:
+async def runner(line: Stack, objects: ObjectStorage, client_of: FindClient) -> AsyncIterator[BatchRunner]:
     async with async_redis_client(line.addresses.stream_url) as redis:
         made = BatchRunner(objects, redis, client_of, SETTINGS)
         yield made
@@ -72,16 +73,16 @@ async def wait_for_state(objects: ObjectStorage, birth: BatchSpec, status: str) 
 
 
 async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(
-    objects: ObjectStorage, client_of: work.FindClient
+    objects: ObjectStorage, client_of: FindClient
 ) -> None:
-    places = make_row_slots(SETTINGS.rows_in_flight)
+    pipelines = Pipelines(client_of, SETTINGS.rows_in_flight)
     births = [await make_batch(objects, "acme", model, 3 * SETTINGS.rows_in_flight) for model in ("dead", "demo")]
-    dead = asyncio.create_task(BatchWork(objects, births[0], client_of, places, SETTINGS).run())
+    dead = asyncio.create_task(BatchWork(objects, births[0], pipelines, SETTINGS).run())
     async with asyncio.timeout(60):
-        while not places[await client_of("dead")].locked():
+        while not pipelines.row_slots[await client_of("dead")].locked():
             await asyncio.sleep(0.02)
     async with asyncio.timeout(60):
-        await BatchWork(objects, births[1], client_of, places, SETTINGS).run()
+        await BatchWork(objects, births[1], pipelines, SETTINGS).run()
     state = await BatchStore(objects).read_state(births[1])
     assert (state.status, state.request_counts.completed) == ("completed", 3 * SETTINGS.rows_in_flight)
     dead.cancel()

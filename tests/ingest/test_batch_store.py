@@ -19,10 +19,10 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.ingest.batch import batches as batches_module
-from penstock.ingest.batch.batches import BatchStore
+from penstock.ingest.batch.answer import FinishedRow
+from penstock.ingest.batch.batches import BatchStore, FinishedParts
 from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE_BYTES, InvalidLine, check_lines, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
-from penstock.ingest.batch.parts import FinishedParts
 from penstock.ingest.batch.shapes import BatchState, NewBatch
 from penstock.ingest.batch.store import FileStore, content_path, make_id
 from penstock.ingest.errors import ApiError
@@ -226,16 +226,11 @@ async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) 
     birth = await batches.find_open_spec((await batches.create_batch(Caller(tenant="t"), NEW, file)).id)
     assert birth is not None
     first, second = FinishedParts(objects, birth), FinishedParts(objects, birth)
-    for number in range(1, 7):
-        first.add_row(number, b'{"by": 1}', is_ok=number != 3)
-    await first.flush_rows()
-    for number in (6, 5, 8):
-        second.add_row(number, b'{"by": 2}', is_ok=True)
-    await second.flush_rows()
+    await first.write_rows([FinishedRow(number, b'{"by": 1}', is_ok=number != 3) for number in range(1, 7)])
+    await second.write_rows([FinishedRow(number, b'{"by": 2}', is_ok=True) for number in (6, 5, 8)])
     third = FinishedParts(objects, birth)
     await third.load_finished()
     assert (third.finished_rows, third.num_ok) == ({1, 2, 3, 4, 5, 6, 8}, 6)
-    assert not third.add_row(8, b"{}", is_ok=True)
     output = [json.loads(line) for line in (await all_of(third.read_file_rows(ok=True))).splitlines()]
     assert len(output) == 6
     assert sorted(one["by"] for one in output) in ([1] * 5 + [2], [1] * 3 + [2] * 3)  # whoever's name comes first

@@ -101,7 +101,6 @@ def test_a_batch_is_answered_and_a_bad_row_fails_alone(sdk: openai.OpenAI) -> No
     ("content", "code", "number"),
     [
         (lines([row(0), {**row(1), "url": "/v1/completions"}]), "mismatched_url", 2),
-        (b"\n \n", "empty_file", None),
         (lines([{**row(n), "body": {}} for n in range(501)]), "too_many_lines", None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

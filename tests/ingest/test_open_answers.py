@@ -1,12 +1,13 @@
 """Answers without a limit: what is asked of the pipeline, what is reserved for them, and where they end."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from penstock.client.core import make_request
 from penstock.ingest.admission import estimate_open_output
-from penstock.ingest.batch.answer import BatchTerms, apply_terms
+from penstock.ingest.batch.answer import Batch, apply_terms
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.body import NO_TOKEN_LIMIT
@@ -59,10 +60,14 @@ def test_a_tenants_limit_ends_answers_that_have_none() -> None:
     assert capped(50, n=4) == [12] * 4
     assert capped(2, n=4) == [1] * 4, "too many for the limit, which admission says"
     assert capped(50, max_tokens=60) == [60], "refused by admission"
-    terms = BatchTerms(max_request_tokens=50)
-    assert apply_terms(asks("chat/completions", **CHAT)[0], terms)["max_tokens"] == 50
+
+    async def no_lines() -> AsyncIterator[bytes]:
+        yield b""
+
+    batch = Batch("b", ("/v1/chat/completions",), no_lines, 1.0, max_request_tokens=50)
+    assert apply_terms(asks("chat/completions", **CHAT)[0], batch)["max_tokens"] == 50
     with pytest.raises(ApiError) as refused:
-        apply_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], terms)
+        apply_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], batch)
     assert refused.value.status == 403
 
 

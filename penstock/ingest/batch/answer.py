@@ -1,92 +1,246 @@
-"""Answers one row of a batch, for the gateway's runner and for the command line."""
+"""Answers the rows of a batch, for the gateway and for `penstock batch run`.
+
+    1  ask      the rows that are not finished, in their order and a bounded number at a time, in class `batch`; request
+                ids are made of the batch and the line
+    2  buffer   each answer, or error, as a line of the output or of the error file
+    3  write    the lines in groups: when there are many, once in a while, and when this ends, however it does
+
+A crash before 3 costs the rows that were asked and are not yet written: they are asked again under their ids, which
+joins requests that run, or ended within the hour that a stream is kept, and generates older ones again. There are at
+most `MAX_GROUP_ROWS` of them and those that were under way.
+
+What differs is data: where the lines come from and where they are written (a gateway's object store, or files of this
+machine with a journal), and which pipeline answers a row.
+
+A row takes two slots: one of its batch, which bounds memory, and one of the pipeline that answers it, which bounds
+what all batches of a process ask of that. So a pipeline that is slow, or has no workers, delays its own rows alone.
+"""
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
-from penstock.ingest.batch.lines import Row
+from penstock.ingest.batch.lines import PIECE_BYTES, Row, parse_row, split_lines
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, find_prompt_field, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import Usage
 from penstock.redis.client import backoff_pauses
 
 MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
 """How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
+MODEL_WAIT_S = 60.0
+"""How long to wait for workers that serve a model, which may be starting."""
+MODEL_CHECK_S = 1.0
+MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
+"""Finished rows are written at the latest when there are so many, or so many bytes."""
 
-
+FindClient = Callable[[str], Awaitable[AsyncClient]]
+"""Returns the client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
 NO_USAGE = Usage()
 
 
 @dataclass(frozen=True)
-class BatchTerms:
-    """What applies to all rows of a batch, whatever they ask for."""
+class Batch:
+    """A batch, as far as its rows are concerned."""
 
+    name: str
+    """It is in the ids of all requests, and never changes, so asking a row again joins the same request."""
+    urls: tuple[str, ...]
+    """The endpoints that its rows may name."""
+    read_input: Callable[[], AsyncIterator[bytes]]
+    """Yields the bytes of its lines, from the beginning."""
+    flush_interval_s: float
+    """How long a finished row may wait until it is written."""
     tenant: str = "default"
     weight: float = 1.0
     deadline: float | None = None
     max_request_tokens: int | None = None
+    """The most output tokens that one request may ask for."""
 
 
 @dataclass(frozen=True)
 class FinishedRow:
     """A row that is finished; `line` goes to the output if `is_ok`, else to the error file."""
 
+    number: int
     line: bytes
     is_ok: bool
     usage: Usage = NO_USAGE
 
 
-async def answer_row(client: AsyncClient, row: Row, name: str, terms: BatchTerms) -> FinishedRow:
-    """Return a row's answer. `name` is unique to the row and never changes, so submitting again joins the same request.
+class Pipelines:
+    """The pipelines that answer rows, and how many rows are asked at once."""
 
-    Outages of the bus or of Redis are waited for. Errors of the row itself are returned as its line, not raised.
-    """
-    request_id = row_request_id(row, name)
-    try:
-        if row.body.get("stream"):
-            raise ApiError(400, "A batch does not stream.", param="stream", code="unsupported_parameter")
-        endpoint = ENDPOINTS[row.url]
-        body = endpoint.parse_body(row.body)
-        requests = [apply_terms(args, terms) for args in endpoint.make_requests(body, request_id)]
-        answers = await gather_answers([_wait_for_answer(client, args) for args in requests])
-        meta = make_stream_meta(endpoint, body, request_id, tenant=terms.tenant)
-        answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
-    except DeadlineExceeded:
-        return make_skipped_row(row, name, "batch_expired")
-    except (ApiError, RequestError) as error:
-        return make_error_row(row, name, error)
-    usage = Usage(
-        prompt_tokens=sum(one.usage.prompt_tokens for one in answers),
-        completion_tokens=sum(one.usage.completion_tokens for one in answers),
-    )
-    response = {"status_code": 200, "request_id": request_id, "body": answer}
-    return FinishedRow(_encode_line(row, name, response, None), is_ok=True, usage=usage)
+    def __init__(self, find_client: FindClient, max_rows: int) -> None:
+        """Let each batch, and all batches of this process together at each pipeline, have `max_rows` under way."""
+        self.find_client, self.max_rows = find_client, max_rows
+        self.row_slots = defaultdict[AsyncClient, asyncio.Semaphore](lambda: asyncio.Semaphore(max_rows))
+        """How many more rows this process may ask of each pipeline."""
 
 
-async def cancel_row(client: AsyncClient, row: Row, name: str) -> None:
-    """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
-    body = ENDPOINTS[row.url].parse_body(row.body)
-    for request_id in make_request_ids(row_request_id(row, name), body.num_choices):
-        await client.cancel(request_id)
+class BatchRun:
+    """The answering of one batch's rows by this process."""
 
+    def __init__(
+        self,
+        batch: Batch,
+        pipelines: Pipelines,
+        write_rows: Callable[[Sequence[FinishedRow]], Awaitable[None]],
+        on_finished: Callable[[FinishedRow], None],
+    ) -> None:
+        """Write rows with `write_rows`, one group at a time; `on_finished` hears of each before it is written."""
+        self._batch, self._pipelines, self._write_rows, self._on_finished = batch, pipelines, write_rows, on_finished
+        self._unwritten: list[FinishedRow] = []
+        self._num_unwritten_bytes = 0
+        self._write_lock = asyncio.Lock()
+        self._started_at = time.monotonic()
 
-def row_request_id(row: Row, name: str) -> str:
-    """Return the id of a row's answer. It is its request's id too, or the prefix of several."""
-    return f"{ENDPOINTS[row.url].id_prefix}{name}"
+    async def answer_rows(self, finished_rows: Set[int]) -> None:
+        """Answer all rows but those whose numbers are in `finished_rows`. However this ends, finished rows are written.
 
+        Raises `InvalidLine`, and what `write_rows` and reading the input raise.
+        """
+        row_slots = asyncio.Semaphore(self._pipelines.max_rows)
+        try:
+            async with asyncio.TaskGroup() as writing:
+                flushing = writing.create_task(self._flush_forever())
+                async with asyncio.TaskGroup() as answering:
+                    async for row in self._read_rows():
+                        if row.number not in finished_rows:
+                            await row_slots.acquire()
+                            task = answering.create_task(self._finish_row(row))
+                            task.add_done_callback(lambda _: row_slots.release())
+                flushing.cancel()
+        except ExceptionGroup as group:
+            raise _find_first_error(group) from group
+        finally:
+            await self.flush_rows()
 
-def make_error_row(row: Row, name: str, error: ApiError | RequestError) -> FinishedRow:
-    """Return the line of a row whose request was invalid or failed."""
-    api_error = to_api_error(error, find_prompt_field(row.url))
-    body = {"error": api_error.body.model_dump()["error"]}
-    response = {"status_code": api_error.status, "request_id": row_request_id(row, name), "body": body}
-    return FinishedRow(_encode_line(row, name, response, None), is_ok=False)
+    async def skip_rows(self, finished_rows: Set[int], code: str) -> None:
+        """Finish all rows but `finished_rows` with an error line, because their batch has ended before.
+
+        Rows are asked in their order, so only the first of them may be under way and are cancelled.
+        """
+        num_asked = self._pipelines.max_rows
+        async for row in self._read_rows():
+            if row.number not in finished_rows:
+                if num_asked > 0:
+                    num_asked -= 1
+                    with suppress(ApiError, BusUnavailable):
+                        await self._cancel_row(row)
+                await self._add_row(self._make_skipped_row(row, code))
+        await self.flush_rows()
+
+    async def flush_rows(self) -> None:
+        """Write the finished rows that wait. They are kept if that fails. Cancelling this does not end the writing."""
+        await asyncio.shield(asyncio.create_task(self._write_waiting_rows()))
+
+    async def _write_waiting_rows(self) -> None:
+        async with self._write_lock:
+            group, self._unwritten, self._num_unwritten_bytes = self._unwritten, [], 0
+            if group:
+                try:
+                    await self._write_rows(group)
+                except BaseException:
+                    self._unwritten = group + self._unwritten
+                    self._num_unwritten_bytes += sum(len(one.line) for one in group)
+                    raise
+
+    async def _flush_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._batch.flush_interval_s)
+            await self.flush_rows()
+
+    async def _finish_row(self, row: Row) -> None:
+        finished = await self._answer_row(row)
+        self._on_finished(finished)
+        await self._add_row(finished)
+
+    async def _add_row(self, finished: FinishedRow) -> None:
+        self._unwritten.append(finished)
+        self._num_unwritten_bytes += len(finished.line)
+        if len(self._unwritten) >= MAX_GROUP_ROWS or self._num_unwritten_bytes >= MAX_GROUP_BYTES:
+            await self.flush_rows()
+
+    async def _answer_row(self, row: Row) -> FinishedRow:
+        """Return a row's answer. Errors of the row itself are returned as its line; outages are waited for."""
+        request_id = self._request_id(row)
+        try:
+            if row.body.get("stream"):
+                raise ApiError(400, "A batch does not stream.", param="stream", code="unsupported_parameter")
+            endpoint = ENDPOINTS[row.url]
+            body = endpoint.parse_body(row.body)
+            requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]
+            client = await self._wait_for_client(body.model)
+            async with self._pipelines.row_slots[client]:
+                answers = await gather_answers([_wait_for_answer(client, args) for args in requests])
+            meta = make_stream_meta(endpoint, body, request_id, tenant=self._batch.tenant)
+            answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
+        except DeadlineExceeded:
+            return self._make_skipped_row(row, "batch_expired")
+        except (ApiError, RequestError) as error:
+            return self._make_error_row(row, error)
+        response = {"status_code": 200, "request_id": request_id, "body": answer}
+        return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
+
+    async def _wait_for_client(self, model: str) -> AsyncClient:
+        """Return the client for a model; wait while no worker serves it."""
+        while True:
+            try:
+                return await self._pipelines.find_client(model)
+            except BusUnavailable:
+                pass
+            except ApiError as error:
+                if error.status < 500 and time.monotonic() > self._started_at + MODEL_WAIT_S:
+                    raise
+            await asyncio.sleep(MODEL_CHECK_S)
+
+    async def _cancel_row(self, row: Row) -> None:
+        """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
+        body = ENDPOINTS[row.url].parse_body(row.body)
+        client = await self._pipelines.find_client(body.model)
+        for request_id in make_request_ids(self._request_id(row), body.num_choices):
+            await client.cancel(request_id)
+
+    def _make_error_row(self, row: Row, error: ApiError | RequestError) -> FinishedRow:
+        """Return the line of a row whose request was invalid or failed."""
+        api_error = to_api_error(error, find_prompt_field(row.url))
+        body = {"error": api_error.body.model_dump()["error"]}
+        return self._make_row(
+            row, {"status_code": api_error.status, "request_id": self._request_id(row), "body": body}, None
+        )
+
+    def _make_skipped_row(self, row: Row, code: str) -> FinishedRow:
+        """Return the line of a row that was not answered before its batch ended."""
+        return self._make_row(row, None, {"code": code, "message": _SKIP_MESSAGES[code]})
+
+    def _make_row(
+        self, row: Row, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None, usage: Usage = NO_USAGE
+    ) -> FinishedRow:
+        entry = {"id": f"batch_req_{self._row_name(row)}", "custom_id": row.custom_id}
+        line = json.dumps({**entry, "response": response, "error": error}).encode()
+        return FinishedRow(row.number, line, is_ok=response is not None and response["status_code"] == 200, usage=usage)
+
+    def _request_id(self, row: Row) -> str:
+        """Return the id of a row's answer. It is its request's id too, or the prefix of several."""
+        return f"{ENDPOINTS[row.url].id_prefix}{self._row_name(row)}"
+
+    def _row_name(self, row: Row) -> str:
+        return f"{self._batch.name}-{row.number}"
+
+    async def _read_rows(self) -> AsyncIterator[Row]:
+        async for number, line in split_lines(self._batch.read_input()):
+            yield parse_row(number, line, self._batch.urls)
 
 
 _SKIP_MESSAGES = {
@@ -95,24 +249,15 @@ _SKIP_MESSAGES = {
 }
 
 
-def make_skipped_row(row: Row, name: str, code: str) -> FinishedRow:
-    """Return the line of a row that was not answered before its batch ended."""
-    return FinishedRow(_encode_line(row, name, None, {"code": code, "message": _SKIP_MESSAGES[code]}), is_ok=False)
-
-
-def _encode_line(row: Row, name: str, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
-    entry = {"id": f"batch_req_{name}", "custom_id": row.custom_id, "response": response, "error": error}
-    return json.dumps(entry).encode()
-
-
-def apply_terms(args: SubmitArgs, terms: BatchTerms) -> SubmitArgs:
+def apply_terms(args: SubmitArgs, batch: Batch) -> SubmitArgs:
     """Apply a batch's terms to a row's request. Raises `ApiError` 403 for a limit above the tenant's."""
-    cap_open_answers([args], terms.max_request_tokens)
-    if terms.max_request_tokens is not None and args["max_tokens"] > terms.max_request_tokens:
-        message = f"One request may ask for {terms.max_request_tokens:,} tokens."
+    max_tokens = batch.max_request_tokens
+    cap_open_answers([args], max_tokens)
+    if max_tokens is not None and args["max_tokens"] > max_tokens:
+        message = f"One request may ask for {max_tokens:,} tokens."
         raise ApiError(403, message, param="max_tokens", code="max_tokens_exceeded")
-    fixed = SubmitArgs(tenant=terms.tenant, weight=terms.weight, klass="batch")
-    return SubmitArgs({**args, **fixed, **({} if terms.deadline is None else {"deadline": terms.deadline})})
+    fixed = SubmitArgs(tenant=batch.tenant, weight=batch.weight, klass="batch")
+    return SubmitArgs({**args, **fixed, **({} if batch.deadline is None else {"deadline": batch.deadline})})
 
 
 async def _wait_for_answer(client: AsyncClient, args: SubmitArgs) -> Answer:
@@ -150,3 +295,11 @@ async def gather_answers(readings: Sequence[Coroutine[Any, Any, Answer]]) -> lis
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _find_first_error(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error in a group, or in a group in it."""
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -7,7 +7,7 @@
         progress.json                      its progress; written by the gateway that works on it
         tokens                             how many tokens it may take, if its tenant has a limit; written once
         cancel                             when its cancellation was requested; written once
-        parts/<holder>-<number>            finished lines, each with its number; written once
+        parts/<holder>-<number>            finished lines; written once
         end.json                           its final state; written once, by the first gateway that ends it
 
 Creating:  1  the mark in `open/`     2  `input`     3  `birth.json`: now the batch exists Ending:    4  `end.json`:
@@ -15,12 +15,20 @@ now it has ended     5  parts and `input` are deleted     6  the mark is deleted
 
 A crash in between leaves the mark, and the gateway that finds it goes on: after 1 or 2 the client has no answer yet,
 so the rest is deleted an hour later; after 3 the batch is worked on; after 4 or 5 the remaining objects are deleted.
+
+A part has one line for each finished row: its number, `o` (output) or `e` (error file), and the row. Each holder of
+a batch names its parts after itself, so two holders never write the same object. A row that two holders finished,
+one of them after a pause, is in two parts; the first in the order of names counts.
 """
 
 import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
 
 from pydantic import BaseModel
 
+from penstock.ingest.batch.answer import FinishedRow
+from penstock.ingest.batch.lines import split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, BatchObject, BatchState, FileObject, NewBatch
 from penstock.ingest.batch.store import content_path, is_id, make_id, names_after, parse_creation_time
@@ -181,6 +189,51 @@ class BatchStore:
     async def _describe_batch(self, spec: BatchSpec) -> BatchObject:
         cancelled_at = await self.read_cancel_time(spec)
         return _make_batch_object(spec, await self.read_state(spec), cancelled_at)
+
+
+class FinishedParts:
+    """The parts of a batch, as one holder sees them."""
+
+    def __init__(self, objects: ObjectStorage, spec: BatchSpec) -> None:
+        self._objects, self._folder = objects, object_path(spec, "parts")
+        self._holder = f"{time.time_ns() // 1_000_000:012x}-{uuid.uuid4().hex[:8]}"
+        self._count = 0
+        self.finished_rows: set[int] = set()
+        """Numbers of the lines that are in a part."""
+        self.num_ok = 0
+
+    async def load_finished(self) -> None:
+        """Read which lines other holders have finished."""
+        async for number, is_ok, _ in self._read_rows():
+            self._note_finished(number, is_ok=is_ok)
+
+    async def write_rows(self, rows: Sequence[FinishedRow]) -> None:
+        """Write finished lines as a new part."""
+        self._count += 1
+        lines = [b"%d %s %s\n" % (row.number, b"o" if row.is_ok else b"e", row.line) for row in rows]
+        await self._objects.put(f"{self._folder}/{self._holder}-{self._count:06d}", b"".join(lines))
+        for row in rows:
+            self._note_finished(row.number, is_ok=row.is_ok)
+
+    async def read_file_rows(self, *, ok: bool) -> AsyncIterator[bytes]:
+        """Yield the lines of the output, or of the error file, each once, in the order in which they finished."""
+        seen = set[int]()
+        async for number, is_ok, row in self._read_rows():
+            if number not in seen and is_ok is ok:
+                yield row + b"\n"
+            seen.add(number)
+
+    async def _read_rows(self) -> AsyncIterator[tuple[int, bool, bytes]]:
+        """Yield all written lines: number, whether it is output, row. A line can come twice."""
+        for name in await self._objects.list_names(self._folder):
+            async for _, line in split_lines(self._objects.read_stream(f"{self._folder}/{name}")):
+                number, kind, row = line.split(b" ", 2)
+                yield int(number), kind == b"o", row
+
+    def _note_finished(self, number: int, *, is_ok: bool) -> None:
+        if number not in self.finished_rows:
+            self.finished_rows.add(number)
+            self.num_ok += is_ok
 
 
 def object_path(spec: BatchSpec, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The journal beside the output of a batch from the command line: with it a run that was interrupted goes on.
+"""The files of a batch from the command line: input, output, and a journal with which an interrupted run goes on.
 
     1  a group of finished rows is appended to the output and to the error file, and synced
     2  the journal gets a line with their numbers and the new lengths of both files, and is synced
@@ -8,16 +8,26 @@ and those rows are asked again under the same ids. So no row is written twice, i
 fails, for example because the disk is full, counts as such a crash: nothing is written after it.
 """
 
+import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
+from penstock.client.aio import AsyncClient
 from penstock.errors import PenstockError
+from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.lines import PIECE_BYTES, check_lines, split_lines
+from penstock.ingest.openai import ENDPOINTS
+
+MAX_ROWS_IN_FLIGHT = 256
+FLUSH_INTERVAL_S = 1.0
+BATCH_URLS = tuple(ENDPOINTS)
 
 
 class JournalError(PenstockError):
@@ -56,30 +66,28 @@ class Journal:
             self.close()
             raise
 
-    def write_rows(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Write finished rows, steps 1 and 2: number, text, whether the row goes to the output. One call at a time.
+    def write_rows(self, rows: Sequence[FinishedRow]) -> None:
+        """Write finished rows, steps 1 and 2. One call at a time.
 
         Raises `JournalError` if that fails, and at every later call.
         """
-        if not group:
-            return
         if self._write_error is not None:
             raise self._write_error
         try:
-            self._append_rows(group)
+            self._append_rows(rows)
         except OSError as error:
             self._write_error = JournalError(f"cannot write beside {self.path}: {error.strerror}; then go on from here")
             raise self._write_error from error
 
-    def _append_rows(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
+    def _append_rows(self, rows: Sequence[FinishedRow]) -> None:
         for name, wanted in (("output", True), ("errors", False)):
-            rows = [row + b"\n" for _, row, is_ok in group if is_ok is wanted]
-            if rows:
-                self._files[name].write(b"".join(rows))
+            lines = [row.line + b"\n" for row in rows if row.is_ok is wanted]
+            if lines:
+                self._files[name].write(b"".join(lines))
                 _sync_file(self._files[name])
         sizes = {name: file.tell() for name, file in self._files.items()}
-        ok = [number for number, _, is_ok in group if is_ok]
-        failed = [number for number, _, is_ok in group if not is_ok]
+        ok = [row.number for row in rows if row.is_ok]
+        failed = [row.number for row in rows if not row.is_ok]
         self._write_entry({"ok": ok, "failed": failed, **sizes})
         self.finished_rows.update(ok, failed)
         self.num_failed += len(failed)
@@ -128,6 +136,48 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def check_batch_file(path: Path) -> tuple[int, str]:
+    """Return how many rows a file has, and its hash. Raises `JournalError` if it is not a batch file."""
+    digest = hashlib.sha256()
+
+    async def hash_pieces() -> AsyncIterator[bytes]:
+        async for piece in _read_pieces(path):
+            digest.update(piece)
+            yield piece
+
+    total, errors = await check_lines(split_lines(hash_pieces()), BATCH_URLS, max_lines=10**9)
+    if errors:
+        messages = [f"line {error.line}: {error.message}" if error.line else error.message for error in errors[:10]]
+        raise JournalError(f"{path} is no batch file:\n  " + "\n  ".join(messages))
+    return total, digest.hexdigest()
+
+
+async def answer_batch_file(
+    client: AsyncClient, path: Path, journal: Journal, on_finished: Callable[[FinishedRow], None]
+) -> None:
+    """Answer all rows that the journal does not have yet. However this ends, finished rows are written.
+
+    Raises `JournalError` if they cannot be written.
+    """
+
+    async def find_client(_: str) -> AsyncClient:
+        return client
+
+    async def write_rows(rows: Sequence[FinishedRow]) -> None:
+        await asyncio.to_thread(journal.write_rows, rows)
+
+    batch = Batch(journal.run_id, BATCH_URLS, lambda: _read_pieces(path), FLUSH_INTERVAL_S)
+    run = BatchRun(batch, Pipelines(find_client, MAX_ROWS_IN_FLIGHT), write_rows, on_finished)
+    await run.answer_rows(journal.finished_rows)
+
+
+async def _read_pieces(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+            await asyncio.sleep(0)
 
 
 def _parse_entry(line: bytes) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ After a crash following 2 or in 3 the lease runs out, and the next gateway to lo
 import asyncio
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -22,12 +23,14 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
+from penstock.ingest.batch.answer import FindClient, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
-from penstock.ingest.batch.lease import BatchLeases
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.batch.work import BatchWork, FindClient, make_row_slots
+from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
+from penstock.names import batch_lease_key
+from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 log = logging.getLogger(__name__)
 MAX_MOVING_BATCHES = 8
@@ -35,6 +38,34 @@ MAX_MOVING_BATCHES = 8
 MAX_HELD_BATCHES = 4 * MAX_MOVING_BATCHES
 """How many it holds at once, including those that stand still because no worker serves their models."""
 EXPIRY_CHECK_S = 6 * 3600.0
+
+
+class _BatchLeases:
+    """The leases of batches in Redis: one gateway works on a batch, and another goes on when that one died.
+
+    They only save work. If two gateways work on one batch, after a pause of one of them, they ask for the same
+    requests, write separate parts, and only one of them ends the batch.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", lease_s: float) -> None:
+        self._client, self._ms = client, round(lease_s * 1000)
+        self._holder = uuid.uuid4().hex
+
+    async def acquire_lease(self, batch_id: str) -> bool:
+        """Take or renew a batch's lease. Return False if another gateway has it. Raises `RedisError` in an outage."""
+        return bool(await RENEW_LEASE.run_async(self._client, [batch_lease_key(batch_id)], [self._holder, self._ms]))
+
+    async def is_lost(self, batch_id: str) -> bool:
+        """Renew a lease and return whether another gateway has it. In an outage no gateway can take it."""
+        try:
+            return not await self.acquire_lease(batch_id)
+        except RedisError:
+            return False
+
+    async def release_lease(self, batch_id: str) -> None:
+        """Give a lease back, so that another gateway can take it at once. In an outage it runs out by itself."""
+        with suppress(RedisError):
+            await RELEASE_LEASE.run_async(self._client, [batch_lease_key(batch_id)], [self._holder])
 
 
 @dataclass
@@ -54,10 +85,10 @@ class BatchRunner:
     def __init__(
         self, objects: ObjectStorage, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings
     ) -> None:
-        self._objects, self._find_client, self._settings = objects, find_client, settings
+        self._objects, self._settings = objects, settings
         self._batches, self._files = BatchStore(objects), FileStore(objects)
-        self._leases = BatchLeases(client, settings.lease_s)
-        self._row_slots = make_row_slots(settings.rows_in_flight)
+        self._leases = _BatchLeases(client, settings.lease_s)
+        self._pipelines = Pipelines(find_client, settings.rows_in_flight)
         self._specs: dict[str, BatchSpec] = {}
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
@@ -138,7 +169,7 @@ class BatchRunner:
         return spec
 
     def _start_work(self, spec: BatchSpec) -> None:
-        work = BatchWork(self._objects, spec, self._find_client, self._row_slots, self._settings)
+        work = BatchWork(self._objects, spec, self._pipelines, self._settings)
         task = asyncio.create_task(self._work_under_lease(spec, work))
         self._held[spec.id] = _HeldBatch(spec, work, task)
         task.add_done_callback(lambda _: self._forget_batch(spec.id))
@@ -159,8 +190,6 @@ class BatchRunner:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-            with suppress(ApiError):
-                await work.flush_progress()
             await self._leases.release_lease(spec.id)
 
     async def _work_or_log(self, work: Coroutine[Any, Any, None], spec: BatchSpec) -> None:

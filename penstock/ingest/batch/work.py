@@ -1,77 +1,53 @@
-"""Work on one batch.
+"""Work on one batch of a gateway.
 
     1  validate    every line is checked; a file that is not a batch file fails here
     2  load        which lines the parts hold; finished lines are not asked again
-    3  ask         the others, a bounded number at a time, in class `batch`; request ids are made of batch and line
-    4  store       finished lines in a part, then the counts
-    5  finalize    lines that were not answered before the cancellation or the end of the window get an error line
-    6  collect     output and error file are made of the parts
-    7  end         the batch names them; parts and input are deleted
+    3  answer      the others (`answer.py`); finished lines are written in a part, then the counts
+    4  finalize    lines that were not answered before the cancellation or the end of the window get an error line
+    5  collect     output and error file are made of the parts
+    6  end         the batch names them; parts and input are deleted
 
-A crash after 1 costs nothing. A crash in 3 or 4 costs the lines that were asked and are not yet in a part: they are
-asked again under their ids, which joins requests that run, or ended within the hour that a stream is kept, and
-generates older ones again. There are at most `rows_in_flight` of them and one unwritten part. A crash after 6 costs
-a second pair of files that the batch does not name; they expire.
-
-A row takes two slots: one of its batch, which bounds memory, and one of the pipeline that answers it, which bounds
-what all batches ask of that. So a pipeline that is slow, or has no workers, delays its own rows alone.
+A crash after 1 costs nothing. One in 3 or 4 costs what `answer.py` says. A crash after 5 costs a second pair of files
+that the batch does not name; they expire.
 """
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
 
-from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
-from penstock.errors import BusUnavailable
-from penstock.ingest.batch.answer import BatchTerms, answer_row, cancel_row, make_error_row, make_skipped_row
-from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
-from penstock.ingest.batch.lines import Row, check_lines, estimate_row_tokens, parse_row, split_lines
+from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, object_path
+from penstock.ingest.batch.lines import check_lines, estimate_row_tokens, parse_row, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
-from penstock.ingest.batch.parts import FinishedParts
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.errors import ApiError
 
-FindClient = Callable[[str], Awaitable[AsyncClient]]
-"""Returns the client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
 FLUSH_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 1.0
-MODEL_WAIT_S = 60.0
-"""How long to wait for workers that serve a model, which may be starting."""
 STALLED_AFTER_S = 60.0
 """A batch stands still if no line was finished for this long."""
-
-RowSlots = defaultdict[AsyncClient, asyncio.Semaphore]
-"""How many more rows this process may ask of each pipeline, for all batches together."""
-
-
-def make_row_slots(num_rows: int) -> RowSlots:
-    """Return `num_rows` slots for each pipeline."""
-    return defaultdict(lambda: asyncio.Semaphore(num_rows))
 
 
 class BatchWork:
     """The work of one process on one batch."""
 
-    def __init__(
-        self,
-        objects: ObjectStorage,
-        spec: BatchSpec,
-        find_client: FindClient,
-        row_slots: RowSlots,
-        settings: BatchSettings,
-    ) -> None:
-        self._objects, self._spec, self._find_client, self._row_slots = objects, spec, find_client, row_slots
+    def __init__(self, objects: ObjectStorage, spec: BatchSpec, pipelines: Pipelines, settings: BatchSettings) -> None:
+        self._objects, self._spec, self._settings = objects, spec, settings
         self._batches, self._files, self._parts = BatchStore(objects), FileStore(objects), FinishedParts(objects, spec)
-        self._settings = settings
-        self._terms = BatchTerms(spec.tenant, spec.weight, float(spec.expires_at), spec.max_request_tokens)
         self._state = BatchState()
-        self._flush_lock = asyncio.Lock()
-        self._flushed_at = time.monotonic()
-        self._started_at = self._progress_at = time.monotonic()
+        self._progress_at = time.monotonic()
+        batch = Batch(
+            name=spec.id.removeprefix("batch_"),
+            urls=(spec.endpoint,),
+            read_input=self._read_input,
+            flush_interval_s=FLUSH_INTERVAL_S,
+            tenant=spec.tenant,
+            weight=spec.weight,
+            deadline=float(spec.expires_at),
+            max_request_tokens=spec.max_request_tokens,
+        )
+        self._run = BatchRun(batch, pipelines, self._write_rows, self._note_progress)
 
     @property
     def is_moving(self) -> bool:
@@ -79,7 +55,10 @@ class BatchWork:
         return time.monotonic() < self._progress_at + STALLED_AFTER_S
 
     async def run(self) -> None:
-        """Work until the batch has ended. Raises `ApiError` 503 without the store; call it again then."""
+        """Work until the batch has ended. Raises `ApiError` 503 without the store; begin anew then.
+
+        If this is cancelled, finished lines and the counts are written first, for another process to continue.
+        """
         if await self._batches.has_ended(self._spec):
             await self._batches.clear_batch(self._spec)
             return
@@ -87,26 +66,26 @@ class BatchWork:
         if self._state.status == "validating" and not await self._validate_input():
             return
         await self._parts.load_finished()
+        self._count_rows()
         status = await self._answer_until_end()
         await self._finalize_batch(status)
 
-    async def flush_progress(self) -> None:
-        """Write finished lines and counts, also when this work is stopped for another process to continue."""
-        async with self._flush_lock:
-            await self._parts.flush_rows()
-            self._flushed_at = time.monotonic()
-            num_done = len(self._parts.finished_rows)
-            counts = RequestCounts(
-                total=self._state.request_counts.total,
-                completed=self._parts.num_ok,
-                failed=num_done - self._parts.num_ok,
-            )
-            if counts != self._state.request_counts:
-                self._state.request_counts = counts
-                await self._batches.save_state(self._spec, self._state)
+    def _note_progress(self, _: FinishedRow) -> None:
+        self._progress_at = time.monotonic()
+
+    async def _write_rows(self, rows: Sequence[FinishedRow]) -> None:
+        await self._parts.write_rows(rows)
+        self._count_rows()
+        await self._batches.save_state(self._spec, self._state)
+
+    def _count_rows(self) -> None:
+        total, num_ok = self._state.request_counts.total, self._parts.num_ok
+        num_failed = len(self._parts.finished_rows) - num_ok
+        self._state.request_counts = RequestCounts(total=total, completed=num_ok, failed=num_failed)
 
     async def _validate_input(self) -> bool:
-        total, errors = await check_lines(self._read_lines(), (self._spec.endpoint,), self._settings.max_lines)
+        lines = split_lines(self._read_input())
+        total, errors = await check_lines(lines, (self._spec.endpoint,), self._settings.max_lines)
         errors = errors or await self._check_token_limit()
         now = int(time.time())
         if errors:
@@ -120,10 +99,11 @@ class BatchWork:
 
     async def _check_token_limit(self) -> list[LineError]:
         """Return an error if the tenant's open batches would have too many tokens with this one."""
-        max_tokens = self._spec.max_batch_tokens
+        max_tokens, urls = self._spec.max_batch_tokens, (self._spec.endpoint,)
         if max_tokens is None:
             return []
-        wanted = sum([estimate_row_tokens(row, line) async for row, line in self._read_rows_and_lines()])
+        lines = split_lines(self._read_input())
+        wanted = sum([estimate_row_tokens(parse_row(number, line, urls), line) async for number, line in lines])
         enqueued = await self._batches.enqueue_tokens(self._spec, wanted)
         if enqueued <= max_tokens:
             return []
@@ -134,22 +114,20 @@ class BatchWork:
         return [LineError(code="token_limit_exceeded", message=message)]
 
     async def _answer_until_end(self) -> Status:
-        """Steps 3 and 4, until all lines are answered or the batch ends before; return its final status."""
-        asking = asyncio.create_task(self._answer_rows())
+        """Step 3, until all lines are answered or the batch ends before; return its final status."""
+        answering = asyncio.create_task(self._run.answer_rows(self._parts.finished_rows))
         status: Status = "completed"
         try:
-            while not asking.done() and status == "completed":
+            while not answering.done() and status == "completed":
                 left_s = self._spec.expires_at - time.time()
-                await asyncio.wait((asking,), timeout=min(CHECK_INTERVAL_S, max(0.0, left_s)))
+                await asyncio.wait((answering,), timeout=min(CHECK_INTERVAL_S, max(0.0, left_s)))
                 status = await self._check_early_end()
-                if time.monotonic() > self._flushed_at + FLUSH_INTERVAL_S:
-                    await self.flush_progress()
-            if asking.done():
-                asking.result()
+            if answering.done():
+                answering.result()
                 return "completed"
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
         return status
 
     async def _check_early_end(self) -> Status:
@@ -157,49 +135,12 @@ class BatchWork:
             return "cancelled"
         return "expired" if time.time() >= self._spec.expires_at else "completed"
 
-    async def _answer_rows(self) -> None:
-        row_slots = asyncio.Semaphore(self._settings.rows_in_flight)
-        async with asyncio.TaskGroup() as group:
-            async for row in self._read_rows():
-                if row.number not in self._parts.finished_rows:
-                    await row_slots.acquire()
-                    group.create_task(self._answer_one(row)).add_done_callback(lambda _: row_slots.release())
-
-    async def _answer_one(self, row: Row) -> None:
-        try:
-            client = await self._wait_for_client(row)
-        except ApiError as error:
-            finished = make_error_row(row, self._row_name(row), error)
-        else:
-            async with self._row_slots[client]:
-                finished = await answer_row(client, row, self._row_name(row), self._terms)
-        self._progress_at = time.monotonic()
-        if self._parts.add_row(row.number, finished.line, is_ok=finished.is_ok):
-            await self.flush_progress()
-
-    async def _wait_for_client(self, row: Row) -> AsyncClient:
-        """Return the client for a row's model; wait while no worker serves it."""
-        model = row.body.get("model")
-        if not isinstance(model, str):
-            raise ApiError(
-                400, "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
-            )
-        while True:
-            try:
-                return await self._find_client(model)
-            except BusUnavailable:
-                pass
-            except ApiError as error:
-                if error.status < 500 and time.monotonic() > self._started_at + MODEL_WAIT_S:
-                    raise
-            await asyncio.sleep(CHECK_INTERVAL_S)
-
     async def _finalize_batch(self, status: Status) -> None:
+        await self._run.flush_rows()  # again where the store was away: a line that was answered is not skipped
         self._state.status, self._state.finalizing_at = "finalizing", int(time.time())
         await self._batches.save_state(self._spec, self._state)
         if status != "completed":
-            await self._skip_unanswered(status)
-        await self.flush_progress()
+            await self._run.skip_rows(self._parts.finished_rows, f"batch_{status}")
         end = self._state.model_copy(update={"status": status, f"{status}_at": int(time.time())})
         end.output_file_id = await self._save_output_file("output", ok=True)
         end.error_file_id = await self._save_output_file("error", ok=False)
@@ -208,21 +149,8 @@ class BatchWork:
                 if file_id is not None:
                     await self._files.delete_file(self._spec.tenant, file_id)
 
-    async def _skip_unanswered(self, status: Status) -> None:
-        """Step 5. Lines are asked in order, so only the first of the rest may be under way and are cancelled."""
-        num_asked = self._settings.rows_in_flight
-        async for row in self._read_rows():
-            if row.number not in self._parts.finished_rows:
-                if num_asked > 0:
-                    num_asked -= 1
-                    with suppress(ApiError, BusUnavailable):
-                        await cancel_row(await self._find_client(str(row.body.get("model"))), row, self._row_name(row))
-                rest = make_skipped_row(row, self._row_name(row), f"batch_{status}")
-                if self._parts.add_row(row.number, rest.line, is_ok=False):
-                    await self.flush_progress()
-
     async def _save_output_file(self, name: str, *, ok: bool) -> str | None:
-        """Step 6, for one of the two files; None if it would be empty."""
+        """Step 5, for one of the two files; None if it would be empty."""
         if (self._parts.num_ok if ok else len(self._parts.finished_rows) - self._parts.num_ok) == 0:
             return None
         filename, spec = f"{self._spec.id}_{name}.jsonl", self._spec
@@ -231,16 +159,5 @@ class BatchWork:
         )
         return made.id
 
-    def _row_name(self, row: Row) -> str:
-        return f"{self._spec.id.removeprefix('batch_')}-{row.number}"
-
-    def _read_lines(self) -> AsyncIterator[tuple[int, bytes]]:
-        return split_lines(self._objects.read_stream(object_path(self._spec, "input")))
-
-    async def _read_rows_and_lines(self) -> AsyncIterator[tuple[Row, bytes]]:
-        async for number, line in self._read_lines():
-            yield parse_row(number, line, (self._spec.endpoint,)), line
-
-    async def _read_rows(self) -> AsyncIterator[Row]:
-        async for row, _ in self._read_rows_and_lines():
-            yield row
+    def _read_input(self) -> AsyncIterator[bytes]:
+        return self._objects.read_stream(object_path(self._spec, "input"))
