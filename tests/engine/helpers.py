@@ -1,7 +1,7 @@
-"""What the engine's tests share: sequences, running them, and what transformers itself says."""
+"""Shared by the engine's tests: sequences, running them, and the tokens of transformers itself."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from penstock.engine import hooks
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.model import LoadedModel
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import StagedBlocks
 from penstock.messages import Sampling
 
@@ -18,8 +18,8 @@ GREEDY = Sampling(temperature=0.0)
 BLOCK = 16
 
 
-def keys_of(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
-    """Prefix keys as a worker makes them, for the full blocks."""
+def make_block_keys(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
+    """Return the keys of the full blocks of a prompt, as a worker makes them."""
     keys, key = [], b""
     for end in range(block_size, len(prompt) + 1, block_size):
         key = hashlib.sha256(key + repr(prompt[end - block_size : end]).encode()).digest()
@@ -28,19 +28,28 @@ def keys_of(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
 
 
 def sequence(prompt: list[int], max_new_tokens: int = 12, *, name: str = "seq", **given: Any) -> Sequence:
-    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "block_keys": keys_of(prompt), **given}
+    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "block_keys": make_block_keys(prompt), **given}
     return Sequence(name, prompt, max_new_tokens=max_new_tokens, **values)
 
 
-def land(engine: Engine, keys: list[bytes]) -> StagedBlocks:
-    """Room for `keys`, which need not wait."""
-    landing = engine.stage_blocks(keys)
-    assert landing is not None
-    return landing
+def stage_blocks(engine: Engine, keys: list[bytes]) -> StagedBlocks:
+    """Stage blocks for `keys`; there must be capacity at once."""
+    staged = engine.stage_blocks(keys)
+    assert staged is not None
+    return staged
 
 
-def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> list[list[int]]:
-    """Add all, step until idle, return the outputs."""
+def drain(engine: Engine, after_step: Callable[[], None] = lambda: None) -> None:
+    """Step until the engine is idle, and remove sequences that are done."""
+    while engine.has_work():
+        for item in engine.step():
+            if item.seq.state is State.DONE:
+                engine.remove_sequence(item.seq)
+        after_step()
+
+
+def run_sequences(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> list[list[int]]:
+    """Add all sequences, step until idle, and return the outputs."""
     seqs = list(seqs)
     for seq in seqs:
         engine.add_sequence(seq)
@@ -53,8 +62,8 @@ def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> lis
     return [seq.output_token_ids for seq in seqs]
 
 
-def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
-    """A decode worker's sequence: the prompt's KV handed to the second engine in bytes, the first token given."""
+def hand_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
+    """Import a prompt's KV into the second engine, and return the decode sequence with the first token given."""
     prompt = seq.token_ids[: seq.num_prompt_tokens]
     copy = sequence(
         prompt,
@@ -62,7 +71,7 @@ def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
         output_token_ids=seq.output_token_ids[:1],
         sampling=seq.sampling,
         seed=seq.seed,
-        block_keys=keys_of(prompt, first.settings.block_size),
+        block_keys=make_block_keys(prompt, first.settings.block_size),
     )
     num_blocks = import_blocks(second, copy, export_blocks(first, seq))
     assert num_blocks == len(copy.block_keys), "no room for what is handed over"
@@ -70,8 +79,8 @@ def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
 
 
 @torch.inference_mode()
-def generate(model: LoadedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """The reference: transformers' own greedy tokens, one prompt at a time, with its own attention."""
+def generate_with_transformers(model: LoadedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """Return transformers' own greedy tokens, one prompt at a time, with its own attention."""
     model.module.set_attn_implementation(model.stock_attention)
     answers = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""An engine without a model, for the scheduler's tests: it writes down what each row of each block would hold."""
+"""An engine without a model, for the scheduler's tests: each row of each block holds what its KV would depend on."""
 
 import struct
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, StagedBlocks
 from penstock.names import CLASSES, PriorityClass
-from tests.engine.helpers import keys_of, sequence
+from tests.engine.helpers import make_block_keys, sequence
 
 SIZE = 4
 _ROW = struct.Struct("<q")
@@ -17,13 +17,13 @@ _ROW = struct.Struct("<q")
 def seq_of(
     length: int, max_new_tokens: int = 4, *, klass: PriorityClass = "interactive", first: int = 0, tenant: str = ""
 ) -> Sequence:
-    """A sequence with the prompt `first`, `first + 1` …"""
+    """Return a sequence with the prompt `first`, `first + 1` …"""
     prompt = list(range(first, first + length))
-    return sequence(prompt, max_new_tokens, block_keys=keys_of(prompt, SIZE), klass=klass, tenant=tenant)
+    return sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), klass=klass, tenant=tenant)
 
 
-def kv_of(tokens: list[int], index: int) -> bytes:
-    """The KV of a block of these tokens: each row stands for all tokens up to its own. Zeros behind the end."""
+def make_block_kv(tokens: list[int], index: int) -> bytes:
+    """Return the KV of a block of these tokens: each row is a hash of all tokens up to its own; zeros after them."""
     upto = range(index * SIZE + 1, min((index + 1) * SIZE, len(tokens)) + 1)
     return b"".join(_ROW.pack(hash(tuple(tokens[:end]))) for end in upto).ljust(SIZE * _ROW.size, b"\0")
 
@@ -38,7 +38,7 @@ class Blocks:
         return [self[block] for block in blocks], None
 
     def commit_views(self, blocks: list[int], staged: None) -> None:
-        """They are there already."""
+        """Do nothing: the views are the blocks themselves."""
 
     def view_block(self, block: int) -> memoryview:
         return self[block].toreadonly()
@@ -53,8 +53,8 @@ class Blocks:
         return self[block][row * _ROW.size : (row + 1) * _ROW.size]
 
 
-class Dummy:
-    """A scheduler, and what the engine does around it. The token after n tokens is n."""
+class ScheduledEngine:
+    """A scheduler, and what an engine does around it, checked at every step. The token after n tokens is n."""
 
     def __init__(self, num_blocks: int = 100, *, budget: int = 100, max_batch: int = 8) -> None:
         self.pool = BlockPool(num_blocks, SIZE)
@@ -74,19 +74,20 @@ class Dummy:
         self.alive.remove(seq)
 
     def stage_blocks(self, keys: list[bytes]) -> StagedBlocks:
-        """As the engine does it, checked."""
+        """Stage blocks as the engine does, and check that the reserved blocks stay free."""
         num_free, num_reserved = self.pool.num_free_blocks, self.scheduler.count_reserved_blocks(len(CLASSES) - 1)
         cached = self.pool.num_free_blocks - self.pool.count_free_blocks_besides(
             keys[: self.pool.count_cached_prefix(keys)]
         )
-        landing = self.staging.stage_blocks(keys, num_reserved)
+        staged = self.staging.stage_blocks(keys, num_reserved)
         assert self.pool.num_free_blocks >= min(num_reserved, num_free - cached)
-        return landing
+        return staged
 
     def step(self) -> Plan:
-        """One step, checked; sequences that are done are removed after it."""
+        """Run one step, and remove the sequences that are done."""
         plan = self.scheduler.schedule(self.budget, self.max_batch)
         self.scheduler.check_integrity()
+        assert len(plan) <= 1 or not any(seq.suspect for seq, _ in plan), "a suspect is computed alone"
         assert sum(num for _, num in plan) <= self.budget
         assert self.scheduler.num_running <= self.max_batch
         assert len({seq for seq, _ in plan}) == len(plan)
@@ -99,7 +100,7 @@ class Dummy:
         return plan
 
     def run(self, until: Callable[[], bool] = lambda: False, limit: int = 5000) -> int:
-        """Step until nothing is left, or `until`; returns the number of steps."""
+        """Step until nothing is left, or `until`; return the number of steps."""
         for num_steps in range(limit):
             if until() or not self.alive:
                 return num_steps

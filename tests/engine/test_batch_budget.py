@@ -11,8 +11,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.names import PriorityClass
-from tests.engine.helpers import run, sequence
-from tests.engine.schedules import Dummy, seq_of
+from tests.engine.helpers import run_sequences, sequence
+from tests.engine.schedules import ScheduledEngine, seq_of
 
 COST = StepCost(fixed_s=20.0, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=0.5)
 """Beside four rows there is room for two, or for four tokens of a prompt."""
@@ -25,20 +25,22 @@ def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.scheduler.FORCED_BATCH_PERIOD_STEPS", FORCED_BATCH_PERIOD_STEPS)
 
 
-def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> Dummy:
-    dummy = Dummy(num_blocks, max_batch=max_batch, budget=400)
+def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> ScheduledEngine:
+    dummy = ScheduledEngine(num_blocks, max_batch=max_batch, budget=400)
     dummy.scheduler.cost = cost
     return dummy
 
 
-def _fill(dummy: Dummy, count: int, klass: PriorityClass, max_new_tokens: int = 400, length: int = 1) -> list[Sequence]:
+def _fill(
+    dummy: ScheduledEngine, count: int, klass: PriorityClass, max_new_tokens: int = 400, length: int = 1
+) -> list[Sequence]:
     first = 10_000 * len(dummy.alive)
     seqs = [seq_of(length, max_new_tokens, klass=klass, first=first + 1000 * i) for i in range(count)]
     dummy.add(*seqs)
     return seqs
 
 
-def _num_batch(dummy: Dummy) -> int:
+def _num_batch(dummy: ScheduledEngine) -> int:
     return sum(num for seq, num in dummy.step() if seq.klass == "batch")
 
 
@@ -57,8 +59,9 @@ def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_pl
     assert _num_batch(dummy) == 10
 
 
-def test_without_a_known_cost_all_take_part() -> None:
-    dummy = _dummy(None)
+@pytest.mark.parametrize("cost", [None, StepCost(5.0, 0.0, 0.0, 0.0, 0.0)])
+def test_all_take_part_if_rows_cost_nothing_or_their_cost_is_unknown(cost: StepCost | None) -> None:
+    dummy = _dummy(cost)
     _fill(dummy, 10, "batch")
     _fill(dummy, 4, "interactive")
     assert len(dummy.step()) == 14
@@ -177,14 +180,6 @@ def test_the_formula_is_found_again() -> None:
     assert found == pytest.approx([5.0, 0.25, 0.001, 2.0, 0.1])
 
 
-def test_a_machine_that_rows_cost_nothing_is_shared_by_all() -> None:
-    cost = measure_cost(_machine(5.0, 0.0, 0.0, 0.0, 0.0), 8, 100)
-    dummy = _dummy(cost)
-    _fill(dummy, 20, "batch")
-    _fill(dummy, 4, "interactive")
-    assert len(dummy.step()) == 24
-
-
 def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=16))
     engine.measure_speed()
@@ -194,11 +189,11 @@ def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
     assert engine.num_free_blocks == engine.pool.num_blocks
     engine.pool.check_integrity()
     prompts = [[5 + i, 6, 7] for i in range(4)]
-    alone = [run(engine, [sequence(prompt, 30)])[0] for prompt in prompts]
+    alone = [run_sequences(engine, [sequence(prompt, 30)])[0] for prompt in prompts]
     classes: list[PriorityClass] = ["batch", "interactive", "batch", "batch"]
     engine.scheduler.cost = StepCost(20.0, 1.0, 0.0, 0.0, 1.0)  # one beside the interactive one
     seqs = [sequence(prompt, 30, klass=klass) for prompt, klass in zip(prompts, classes, strict=True)]
-    assert run(engine, seqs) == alone
+    assert run_sequences(engine, seqs) == alone
 
 
 def test_what_a_token_costs_between_steps_is_the_least_seen() -> None:

@@ -16,7 +16,7 @@ from penstock.engine.model import DEMO_MODEL, LoadedModel, load_model
 from penstock.engine.opening import open_engine
 from penstock.engine.shrink import CannotShrink
 from penstock.errors import EngineCheckFailed, ModelLoadError
-from tests.engine.helpers import generate, handed_over, run, sequence
+from tests.engine.helpers import generate_with_transformers, hand_over, run_sequences, sequence
 
 BASE = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -62,13 +62,13 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 16, 45, 70)]
-    expected = generate(model, prompts, 10)
+    expected = generate_with_transformers(model, prompts, 10)
     check_engine(model, settings)
     engine = Engine(model, settings)
     seqs = [sequence(p, 10) for p in prompts]
-    assert run(engine, seqs, remove=False) == expected
+    assert run_sequences(engine, seqs, remove=False) == expected
     second = Engine(model, settings)
-    assert run(second, [handed_over(engine, second, seq) for seq in seqs]) == expected
+    assert run_sequences(second, [hand_over(engine, second, seq) for seq in seqs]) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -90,7 +90,7 @@ def test_the_demo_model_passes() -> None:
     seen: list[str] = []
     engine = open_engine(EngineSettings(pool_mb=8), lambda what, done: seen.append(what))
     assert "checking the engine" in seen
-    assert run(engine, [sequence([5, 6, 7])])
+    assert run_sequences(engine, [sequence([5, 6, 7])])
 
 
 @pytest.fixture

@@ -69,9 +69,9 @@ def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, ReferenceAnswe
     config = shrink_config(CONFIG_MAPPING[request.param]())
     reference = build_tiny_model(auto._model_mapping[type(config)], config, 0, CPU)
     model = compatibility.make_loaded_model(request.param, copy.deepcopy(reference))
-    told = generate_references(reference, model.vocab_size, model.context_length, CPU)
-    prove_engine(model, EngineSettings(), told, control=True)
-    return model, told
+    answers = generate_references(reference, model.vocab_size, model.context_length, CPU)
+    prove_engine(model, EngineSettings(), answers, control=True)
+    return model, answers
 
 
 def _fails(subject: tuple[LoadedModel, ReferenceAnswers], match: str) -> None:

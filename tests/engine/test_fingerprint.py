@@ -55,31 +55,45 @@ def test_another_process_computes_the_same(tiny_dir: Path) -> None:
     assert other.stdout.strip() == _print(tiny_dir)
 
 
-@pytest.mark.parametrize("at", [-1, -20_000])
-def test_a_changed_byte_of_the_weights(tiny_dir: Path, copied: Path, at: int) -> None:
-    weights = bytearray((copied / "model.safetensors").read_bytes())
-    weights[at] ^= 1
-    (copied / "model.safetensors").write_bytes(weights)
-    assert _print(copied) != _print(tiny_dir)
-
-
 def _edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((directory / "config.json").read_text())
     change(config)
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def _flip_bit(directory: Path, place: int) -> None:
+    weights = bytearray((directory / "model.safetensors").read_bytes())
+    weights[place] ^= 1
+    (directory / "model.safetensors").write_bytes(weights)
+
+
+def _set(**values: object) -> Callable[[Path], None]:
+    return lambda directory: _edit(directory, lambda config: config.update(values))
+
+
 @pytest.mark.parametrize(
-    "values",
+    "change",
     [
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-        {"rms_norm_eps": 1e-5},
+        lambda directory: _flip_bit(directory, -1),
+        lambda directory: _flip_bit(directory, -20_000),
+        _set(rope_parameters={"rope_type": "default", "rope_theta": 20000.0}),
+        _set(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+        _set(rms_norm_eps=1e-5),
     ],
 )
-def test_rope_and_other_settings(tiny_dir: Path, copied: Path, values: dict[str, Any]) -> None:
-    _edit(copied, lambda config: config.update(values))
+def test_a_changed_file_changes_it(tiny_dir: Path, copied: Path, change: Callable[[Path], None]) -> None:
+    change(copied)
     assert _print(copied) != _print(tiny_dir)
+
+
+@pytest.mark.parametrize("given", [{"block_size": 8}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {}])
+def test_dtype_block_size_and_layout_change_it(
+    tiny_dir: Path, given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _print(tiny_dir)
+    if not given:
+        monkeypatch.setattr(loading, "LAYOUT_VERSION", loading.LAYOUT_VERSION + 1)
+    assert _print(tiny_dir, **given) != before
 
 
 def test_what_the_configuration_leaves_to_transformers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,17 +103,6 @@ def test_what_the_configuration_leaves_to_transformers(copied: Path, monkeypatch
     after = load_model(_settings(copied))
     assert [model.module.config.rope_parameters["rope_theta"] for model in (before, after)] == [10_000.0, 500_000.0]
     assert before.fingerprint != after.fingerprint
-
-
-@pytest.mark.parametrize("given", [{"block_size": 8}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
-def test_dtype_and_block_size(tiny_dir: Path, given: dict[str, object]) -> None:
-    assert _print(tiny_dir, **given) != _print(tiny_dir)
-
-
-def test_the_form_of_a_block(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _print(tiny_dir)
-    monkeypatch.setattr(loading, "LAYOUT_VERSION", loading.LAYOUT_VERSION + 1)
-    assert _print(tiny_dir) != before
 
 
 # In 16 bits what computes is named too.

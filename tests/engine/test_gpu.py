@@ -23,7 +23,7 @@ from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import LayerShape
 from penstock.messages import Sampling
-from tests.engine.helpers import handed_over, land, run, sequence
+from tests.engine.helpers import drain, hand_over, run_sequences, sequence, stage_blocks
 from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def prompts(demo: LoadedModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(demo: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
-    return run(Engine(demo, SMALL), _seqs(prompts))
+    return run_sequences(Engine(demo, SMALL), _seqs(prompts))
 
 
 def _seqs(prompts: list[list[int]]) -> list[Sequence]:
@@ -165,10 +165,12 @@ def test_tokens_are_the_torch_paths(
     model = model_on(monkeypatch, demo, varlen_attn)
     engine = Engine(model, SMALL)
     first = sequence(prompts[5], 11)
-    assert run(engine, [first], remove=False) == run(Engine(demo, SMALL), [sequence(prompts[5], 11)])
+    assert run_sequences(engine, [first], remove=False) == run_sequences(
+        Engine(demo, SMALL), [sequence(prompts[5], 11)]
+    )
     again = Engine(model, SMALL)
-    assert run(again, [handed_over(engine, again, first)]) == [first.output_token_ids]
-    assert run(Engine(model, SMALL), _seqs(prompts)) == expected
+    assert run_sequences(again, [hand_over(engine, again, first)]) == [first.output_token_ids]
+    assert run_sequences(Engine(model, SMALL), _seqs(prompts)) == expected
 
 
 # Recorded decode steps
@@ -178,7 +180,7 @@ def test_recorded_steps_give_the_same_tokens(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
-    assert run(engine, _seqs(prompts)) == expected
+    assert run_sequences(engine, _seqs(prompts)) == expected
     assert recorder.num_recorded == 4  # 1, 2, 4 and 8 sequences
     assert recorder.num_replayed > 20
 
@@ -190,10 +192,7 @@ def test_recorded_steps_survive_preemption(
     engine.pool._free = type(engine.pool._free)(range(10))  # blocks for less than all
     for seq in (seqs := _seqs(prompts)):
         engine.add_sequence(seq)
-    while engine.has_work():
-        for item in engine.step():
-            if item.seq.num_output_tokens == item.seq.max_new_tokens:
-                engine.remove_sequence(item.seq)
+    drain(engine)
     assert [seq.output_token_ids for seq in seqs] == expected
     assert engine.scheduler.num_preemptions > 0
     assert recorder.num_replayed > 20
@@ -202,7 +201,7 @@ def test_recorded_steps_survive_preemption(
 def test_padding_writes_to_the_spare_block_only(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
     seqs = [sequence([n + 3] * 20, 6, name=str(n)) for n in range(3)]
-    run(engine, seqs, remove=False)
+    run_sequences(engine, seqs, remove=False)
     assert recorder.num_replayed > 0
     used = {block for seq in seqs for block in seq.block_table} | {engine.pool.num_blocks}
     written = {block for block, content in enumerate(engine.storage.data) if bool(content.any())}
@@ -220,7 +219,7 @@ def test_what_cannot_be_recorded_is_run(
         return varlen_attn(*args, **kwargs) * (1 if float(args[0].sum()) else 2)
 
     engine, recorder = recording(model_on(monkeypatch, demo, waits), SMALL)
-    assert run(engine, _seqs(prompts)) == expected
+    assert run_sequences(engine, _seqs(prompts)) == expected
     assert recorder.num_recorded == 0
     assert [record.message for record in caplog.records] == [
         "decode steps are launched one kernel at a time: operation not permitted when stream is capturing"
@@ -240,7 +239,7 @@ def test_what_is_recorded_wrongly_is_run(
 
     monkeypatch.setattr(TapeRecorder, "record_graph", forgets)
     engine, _ = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
-    assert run(engine, _seqs(prompts)) == expected
+    assert run_sequences(engine, _seqs(prompts)) == expected
     assert [record.message for record in caplog.records] == [
         "decode steps are launched one kernel at a time: a recorded step gives other logits than it did before"
     ]
@@ -350,7 +349,7 @@ def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> No
     assert first.tolist() == [7, 7]  # no view of a buffer that is used again
 
 
-def test_a_step_reads_what_landed_before_it_and_none_under_way_does() -> None:
+def test_a_step_reads_what_was_staged_before_it_and_none_under_way_does() -> None:
     queues, staging, pool = _staging(2)
     seen: list[list[int]] = []
     staged = staging.allocate_rows(3)
@@ -371,23 +370,23 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
         buffers = torch.zeros(2, demo.layout.block_elements, dtype=demo.dtype)
         engine.storage._copier = BlockCopier(AtOnce(), buffers)
     done = _seqs(prompts)
-    run(first, done, remove=False)
+    run_sequences(first, done, remove=False)
     assert [seq.output_token_ids for seq in done] == expected
-    lent = first.pin_block(done[5], 0)
+    pinned = first.pin_block(done[5], 0)
     assert first.pool.count_pins(done[5].block_table[0]) == 1  # a copy holds nothing
-    before = bytes(lent.payload)
+    before = bytes(pinned.payload)
     first.storage.data[done[5].block_table[0]].fill_(3)
-    assert bytes(lent.payload) == before
-    assert lent.payload.readonly
-    assert lent.is_valid()
+    assert bytes(pinned.payload) == before
+    assert pinned.payload.readonly
+    assert pinned.is_valid()
     first.storage.write_block(done[5].block_table[0], before)
-    landing = land(second, [b"else"])
-    landing.views[0][:] = bytes(b"\1" * second.block_bytes)
+    staged_blocks = stage_blocks(second, [b"else"])
+    staged_blocks.views[0][:] = bytes(b"\1" * second.block_bytes)
     assert not second.storage.data.any()  # not before it is closed
-    second.commit_staged_blocks(landing, 1)
+    second.commit_staged_blocks(staged_blocks, 1)
     assert second.storage.data.any()
-    copies = [handed_over(first, second, seq) for seq in done]
-    assert run(second, copies) == expected
+    copies = [hand_over(first, second, seq) for seq in done]
+    assert run_sequences(second, copies) == expected
     assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
 
 
@@ -417,7 +416,7 @@ def _plain(prompts: list[list[int]], num_new: int) -> list[Sequence]:
 def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "float32")
     assert model.varlen_windows == {}
-    assert run(Engine(model, _settings(block_size)), _plain(prompts, 12)) == run(
+    assert run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12)) == run_sequences(
         Engine(demo, SMALL), _plain(prompts, 12)
     )
 
@@ -427,7 +426,7 @@ def test_16_bits_use_paged_attention_and_graphs(prompts: list[list[int]], block_
     model = _gpu(block_size, "bfloat16")
     assert model.varlen_windows.keys() == {shape.layer for shape in model.layout.layers}
     engine = Engine(model, _settings(block_size))
-    run(engine, _plain(prompts, 24))
+    run_sequences(engine, _plain(prompts, 24))
     assert isinstance(engine._graphs, DecodeGraphs)
     assert engine._graphs._is_enabled
     assert 8 in engine._graphs._replays
@@ -455,9 +454,9 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
 @on_gpu
 def test_16_bit_tokens_are_nearly_the_torch_paths(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
-    fast = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
+    fast = run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12))
     model.varlen_windows, model.direct_layers = {}, frozenset()
-    slow = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
+    slow = run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12))
     assert sum(a == b for a, b in zip(fast, slow, strict=True)) >= len(prompts) // 2
 
 
@@ -466,10 +465,10 @@ def test_blocks_travel(demo: LoadedModel, prompts: list[list[int]], block_size: 
     model = _gpu(block_size, "float32")
     engine, again = (Engine(model, _settings(block_size)) for _ in range(2))
     seq = sequence(prompts[5], 11, block_keys=[])
-    run(engine, [seq], remove=False)
+    run_sequences(engine, [seq], remove=False)
     payloads = export_blocks(engine, seq, len(prompts[5]) // block_size)
-    copy = handed_over(engine, again, seq)
-    assert run(again, [copy], remove=False) == [seq.output_token_ids]
+    copy = hand_over(engine, again, seq)
+    assert run_sequences(again, [copy], remove=False) == [seq.output_token_ids]
     assert copy.num_cached_tokens == copy.num_prompt_tokens
     assert export_blocks(again, copy, len(payloads)) == payloads
 

@@ -1,4 +1,4 @@
-"""A pool too small for all sequences at once: they are preempted, and say what they say alone in a large one."""
+"""In a pool too small for all sequences they are preempted, and their tokens are those of a large pool."""
 
 import random
 
@@ -11,7 +11,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.names import CLASSES
-from tests.engine.helpers import GREEDY, keys_of, run, sequence
+from tests.engine.helpers import GREEDY, drain, make_block_keys, run_sequences, sequence
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
 NUM_NEW = 28
@@ -23,12 +23,12 @@ Blocks = list[bytes]
 def _engine(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **values: int) -> Engine:
     engine = Engine(model, EngineSettings(dtype="float32", pool_mb=16, **values))  # type: ignore[arg-type]
     held = engine.pool.num_blocks - num_blocks
-    engine.pool.allocate_blocks(held)  # held by nobody: the pool is that much smaller
+    engine.pool.allocate_blocks(held)  # These blocks belong to no sequence, so the pool is smaller.
     return engine
 
 
 def _sequences() -> list[Sequence]:
-    """Of both classes, greedy and sampled, with some given; every third begins like the first."""
+    """Return sequences of both classes, greedy and sampled, some resumed; every third begins like the first."""
     rng = random.Random(3)
     common = [rng.randrange(5, 900) for _ in range(36)]
     seqs = []
@@ -51,11 +51,11 @@ def _sequences() -> list[Sequence]:
 
 @pytest.fixture(scope="module")
 def done(demo: LoadedModel) -> list[tuple[list[int], Blocks]]:
-    """What each says in a large pool of its own, and the KV of its prompt."""
+    """The tokens of each sequence in a large pool of its own, and the KV of its prompt."""
     done: list[tuple[list[int], Blocks]] = []
     for seq in _sequences():
         engine = Engine(demo, EngineSettings(dtype="float32", pool_mb=4))
-        (answer,) = run(engine, [seq], remove=False)
+        (answer,) = run_sequences(engine, [seq], remove=False)
         done.append((answer, export_blocks(engine, seq)))
     assert len({tuple(answer) for answer, _ in done}) == len(done)
     return done
@@ -72,7 +72,7 @@ def test_the_tokens_are_those_of_each_alone(
 ) -> None:
     engine = _engine(demo, max_batch=max_batch, max_step_tokens=step_tokens)
     seqs = _sequences()
-    assert run(engine, seqs) == alone
+    assert run_sequences(engine, seqs) == alone
     assert engine.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs) > 3
     assert {seq.klass for seq in seqs if seq.num_preemptions} == set(CLASSES)
     engine.scheduler.check_integrity()
@@ -105,7 +105,7 @@ def test_they_arrive_and_are_cancelled_meanwhile(demo: LoadedModel, alone: list[
     assert engine.num_free_blocks == NUM_BLOCKS
 
 
-def test_landed_blocks_and_tails_are_as_good_as_computed_ones(
+def test_imported_blocks_and_tails_are_as_good_as_computed_ones(
     demo: LoadedModel, done: list[tuple[list[int], Blocks]], alone: list[list[int]]
 ) -> None:
     engine, handed = _engine(demo, max_batch=12), []
@@ -114,16 +114,13 @@ def test_landed_blocks_and_tails_are_as_good_as_computed_ones(
         copy = sequence(
             prompt, NUM_NEW, output_token_ids=answer[:3], sampling=seq.sampling, seed=seq.seed, klass=seq.klass
         )
-        import_blocks(engine, copy, blocks)  # what there is room for; it puts out what came before
+        import_blocks(engine, copy, blocks)  # as many as there is capacity for; they evict earlier ones
         engine.add_sequence(copy)
         for item in engine.step():
             if item.seq.state is State.DONE:
                 engine.remove_sequence(item.seq)
         handed.append(copy)
-    while engine.has_work():
-        for item in engine.step():
-            if item.seq.state is State.DONE:
-                engine.remove_sequence(item.seq)
+    drain(engine)
     assert [seq.output_token_ids for seq in handed] == alone
     assert engine.scheduler.num_preemptions > 0
     assert all(seq.tail_payload is None for seq in handed)
@@ -149,4 +146,4 @@ def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: Lo
                 engine.remove_sequence(item.seq)
     assert engine.count_completed_blocks(batch) == 7
     assert export_blocks(engine, batch, 4) == first
-    assert engine.count_cached_blocks(keys_of(batch.token_ids[:120])) == 7
+    assert engine.count_cached_blocks(make_block_keys(batch.token_ids[:120])) == 7

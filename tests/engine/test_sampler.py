@@ -167,11 +167,11 @@ def test_a_row_does_not_depend_on_the_others(
 ) -> None:
     logits, draws = _logits(len(rows), size, seed, step, dtype), [_draw(row) for row in rows]
     together = sample_tokens(logits, draws)
-    said = compute_logprobs(logits, draws, together)
+    logprobs = compute_logprobs(logits, draws, together)
     alone = [logits[i : i + 1] for i in range(len(rows))]
     assert together == [sample_tokens(row, [draw])[0] for row, draw in zip(alone, draws, strict=True)]
     assert sample_tokens(logits.flip(0), draws[::-1]) == together[::-1]
-    assert said == [
+    assert logprobs == [
         compute_logprobs(row, [draw], [token])[0] for row, draw, token in zip(alone, draws, together, strict=True)
     ]
 
@@ -195,19 +195,19 @@ def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count:
     logits = _logits(2, size, seed, step, torch.float32)
     sampling = Sampling(temperature=0.5, top_k=2, logprobs=count, logit_bias={0: 5.0}, repetition_penalty=2.0)
     draws = [SamplingParams(sampling, 1, 1, [3, 4]), SamplingParams(Sampling(), 1, 1, [3, 4])]
-    told, silent = compute_logprobs(logits, draws, [5, 6])
-    assert silent is None
-    assert told is not None
+    logprobs, absent = compute_logprobs(logits, draws, [5, 6])
+    assert absent is None
+    assert logprobs is not None
     expected = torch.log_softmax(logits[0].double(), -1)
-    assert math.isclose(told.logprob, float(expected[5]), abs_tol=2e-6)
+    assert math.isclose(logprobs.logprob, float(expected[5]), abs_tol=2e-6)
     ranked = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))[:count]
-    assert [entry.token for entry in told.top] == ranked
-    for entry in told.top:
+    assert [entry.token for entry in logprobs.top] == ranked
+    for entry in logprobs.top:
         assert math.isclose(entry.logprob, float(expected[entry.token]), abs_tol=2e-6)
 
 
 def test_an_impossible_token_has_the_least_logprob() -> None:
     logits = torch.tensor([[0.0, -torch.inf]])
-    (told,) = compute_logprobs(logits, _draws(1, logprobs=2), [0])
-    assert told is not None
-    assert [(entry.token, entry.logprob) for entry in told.top] == [(0, 0.0), (1, MIN_LOGPROB)]
+    (logprobs,) = compute_logprobs(logits, _draws(1, logprobs=2), [0])
+    assert logprobs is not None
+    assert [(entry.token, entry.logprob) for entry in logprobs.top] == [(0, 0.0), (1, MIN_LOGPROB)]

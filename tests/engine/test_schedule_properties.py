@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: all of it ends, and every block is whose it should be."""
+"""After any history of requests, every sequence ends with its tokens, and every block belongs to its owners alone."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from penstock.engine.cost import StepCost
 from penstock.engine.sequence import State
 from penstock.engine.staging import PinnedBlock, StagedBlocks
 from penstock.names import CLASSES, PriorityClass
-from tests.engine.helpers import keys_of, sequence
-from tests.engine.schedules import SIZE, Dummy, kv_of
+from tests.engine.helpers import make_block_keys, sequence
+from tests.engine.schedules import SIZE, ScheduledEngine, make_block_kv
 
 TENANTS = ("", "a", "b")
 COSTS = (None, StepCost(20.0, 1.0, 0.0, 0.0, 0.5), StepCost(1.0, 1.0, 0.1, 9.0, 1.0))
@@ -19,29 +19,29 @@ COSTS = (None, StepCost(20.0, 1.0, 0.0, 0.0, 0.5), StepCost(1.0, 1.0, 0.1, 9.0, 
 
 
 @dataclass
-class Fetched:
-    """A landing, and who writes to it."""
+class Staging:
+    """Staged blocks, and how many of them are written."""
 
-    landing: StagedBlocks
+    blocks: StagedBlocks
     tokens: list[int]
     num_filled: int = 0
 
 
 @dataclass
-class Read:
-    """A lent block, and what it has to say until it is given back."""
+class Pin:
+    """A pinned block, and its content until it is unpinned."""
 
-    lent: PinnedBlock
+    block: PinnedBlock
     content: bytes
 
 
-def _text(length: int, common: int, salt: int, num_said: int) -> tuple[list[int], list[int]]:
-    """A prompt that often begins as others do, and what is said to it."""
-    return [i if i < common else salt + i for i in range(length)], list(range(length, length + num_said))
+def _make_tokens(length: int, common: int, salt: int, num_output: int) -> tuple[list[int], list[int]]:
+    """Return a prompt that often begins as others do, and output tokens."""
+    return [i if i < common else salt + i for i in range(length)], list(range(length, length + num_output))
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Sequences come, run, are cancelled; prompts often share their beginning; KV comes from below and goes there."""
+    """Sequences come, run and are cancelled; prompts often share their beginning; blocks are staged and pinned."""
 
     @initialize(
         num_blocks=st.integers(7, 24),
@@ -50,11 +50,11 @@ class Scheduling(RuleBasedStateMachine):
         cost=st.sampled_from(COSTS),
     )
     def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None) -> None:
-        self.dummy = Dummy(num_blocks, budget=budget, max_batch=max_batch)
+        self.dummy = ScheduledEngine(num_blocks, budget=budget, max_batch=max_batch)
         self.dummy.scheduler.cost = cost
         self.num_blocks = num_blocks
-        self.landings: list[Fetched] = []
-        self.lent: list[Read] = []
+        self.staged: list[Staging] = []
+        self.pins: list[Pin] = []
 
     @rule(
         length=st.integers(1, 18),
@@ -79,8 +79,8 @@ class Scheduling(RuleBasedStateMachine):
         klass: PriorityClass,
         tenant: str,
     ) -> None:
-        prompt, given = _text(length, common, salt, min(num_given, max_new_tokens - 1))
-        keys = keys_of(prompt + given if names_given else prompt, SIZE)
+        prompt, given = _make_tokens(length, common, salt, min(num_given, max_new_tokens - 1))
+        keys = make_block_keys(prompt + given if names_given else prompt, SIZE)
         seq = sequence(prompt, max_new_tokens, output_token_ids=given, block_keys=keys, klass=klass, tenant=tenant)
         seq.tail_payload = b"" if has_tail and length % SIZE else None
         self.dummy.add(seq)
@@ -100,59 +100,67 @@ class Scheduling(RuleBasedStateMachine):
         self.dummy.remove(data.draw(st.sampled_from(self.dummy.alive)))
 
     @precondition(lambda self: self.dummy.alive)
+    @rule(data=st.data())
+    def suspect(self, data: st.DataObject) -> None:
+        """A step with this sequence failed. `step` checks that it is alone until its next token."""
+        data.draw(st.sampled_from(self.dummy.alive)).suspect = True
+
+    @precondition(lambda self: self.dummy.alive)
     @rule(data=st.data(), count=st.integers(1, 4))
-    def name(self, data: st.DataObject, count: int) -> None:
+    def add_block_keys(self, data: st.DataObject, count: int) -> None:
         seq = data.draw(st.sampled_from(self.dummy.alive))
-        further = keys_of(seq.token_ids, SIZE)[len(seq.block_keys) :][:count]
+        further = make_block_keys(seq.token_ids, SIZE)[len(seq.block_keys) :][:count]
         self.dummy.scheduler.add_block_keys(seq, further)
 
-    # In
+    # Blocks from a tier
 
-    @rule(length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102), num_said=st.integers(0, 10))
-    def land(self, length: int, common: int, salt: int, num_said: int) -> None:
-        prompt, said = _text(length, common, salt, num_said)
-        landing = self.dummy.stage_blocks(keys_of(prompt + said, SIZE))
-        self.landings.append(Fetched(landing, prompt + said))
+    @rule(
+        length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102), num_output=st.integers(0, 10)
+    )
+    def stage(self, length: int, common: int, salt: int, num_output: int) -> None:
+        prompt, output = _make_tokens(length, common, salt, num_output)
+        blocks = self.dummy.stage_blocks(make_block_keys(prompt + output, SIZE))
+        self.staged.append(Staging(blocks, prompt + output))
 
-    @precondition(lambda self: self.landings)
+    @precondition(lambda self: self.staged)
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
-        fetched = data.draw(st.sampled_from(self.landings))
-        views = fetched.landing.views
-        if fetched.num_filled < len(views):
-            assert fetched.landing.is_valid()
-            views[fetched.num_filled][:] = kv_of(fetched.tokens, fetched.landing.num_cached + fetched.num_filled)
-            fetched.num_filled += 1
+        staging = data.draw(st.sampled_from(self.staged))
+        views = staging.blocks.views
+        if staging.num_filled < len(views):
+            assert staging.blocks.is_valid()
+            views[staging.num_filled][:] = make_block_kv(staging.tokens, staging.blocks.num_cached + staging.num_filled)
+            staging.num_filled += 1
 
-    @precondition(lambda self: self.landings)
+    @precondition(lambda self: self.staged)
     @rule(data=st.data(), wasted=st.integers(0, 1))
     def commit_staged_blocks(self, data: st.DataObject, wasted: int) -> None:
-        fetched = data.draw(st.sampled_from(self.landings))
-        self.landings.remove(fetched)
-        count = max(0, fetched.num_filled - wasted)
-        keys = fetched.landing.keys[: fetched.landing.num_cached + count]
+        staging = data.draw(st.sampled_from(self.staged))
+        self.staged.remove(staging)
+        count = max(0, staging.num_filled - wasted)
+        keys = staging.blocks.keys[: staging.blocks.num_cached + count]
         for _ in range(2):
-            self.dummy.staging.commit_staged_blocks(fetched.landing, count)
+            self.dummy.staging.commit_staged_blocks(staging.blocks, count)
         assert self.dummy.pool.count_cached_prefix(keys) == len(keys)
-        assert not fetched.landing.is_valid()
+        assert not staging.blocks.is_valid()
 
-    # Out
+    # Blocks to a tier
 
     @precondition(lambda self: any(seq.num_computed_tokens for seq in self.dummy.alive))
     @rule(data=st.data())
-    def lend(self, data: st.DataObject) -> None:
+    def pin(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.dummy.alive if seq.num_computed_tokens]))
         index = data.draw(st.integers(0, (seq.num_computed_tokens - 1) // SIZE))
-        lent = self.dummy.staging.pin_block(seq.block_table[index], min(SIZE, seq.num_computed_tokens - index * SIZE))
-        self.lent.append(Read(lent, kv_of(seq.token_ids[: seq.num_computed_tokens], index)))
+        block = self.dummy.staging.pin_block(seq.block_table[index], min(SIZE, seq.num_computed_tokens - index * SIZE))
+        self.pins.append(Pin(block, make_block_kv(seq.token_ids[: seq.num_computed_tokens], index)))
 
-    @precondition(lambda self: self.lent)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin_block(self, data: st.DataObject) -> None:
-        read = data.draw(st.sampled_from(self.lent))
-        self.lent.remove(read)
+        pin = data.draw(st.sampled_from(self.pins))
+        self.pins.remove(pin)
         for _ in range(2):
-            self.dummy.staging.unpin_block(read.lent)
+            self.dummy.staging.unpin_block(pin.block)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -164,22 +172,22 @@ class Scheduling(RuleBasedStateMachine):
         assert self.num_blocks - self.dummy.pool.num_free_blocks == len(held)
 
     @invariant()
-    def what_is_lent_stays(self) -> None:
-        for read in self.lent:
-            assert bytes(read.lent.payload) == read.content
-            assert read.lent.is_valid()
+    def what_is_pinned_stays(self) -> None:
+        for pin in self.pins:
+            assert bytes(pin.block.payload) == pin.content
+            assert pin.block.is_valid()
 
     def teardown(self) -> None:
         if not hasattr(self, "dummy"):
             return
-        for fetched in self.landings:
-            self.dummy.staging.commit_staged_blocks(fetched.landing, fetched.num_filled)
-        for read in self.lent:
-            self.dummy.staging.unpin_block(read.lent)
+        for staging in self.staged:
+            self.dummy.staging.commit_staged_blocks(staging.blocks, staging.num_filled)
+        for pin in self.pins:
+            self.dummy.staging.unpin_block(pin.block)
         rest = list(self.dummy.alive)
         self.dummy.run()
         for seq in rest:
-            assert seq.num_output_tokens == seq.max_new_tokens
+            assert (seq.num_output_tokens, seq.suspect) == (seq.max_new_tokens, False)
             assert seq.output_token_ids == list(
                 range(seq.num_prompt_tokens, seq.num_prompt_tokens + seq.max_new_tokens)
             )

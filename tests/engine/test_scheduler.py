@@ -1,9 +1,7 @@
-"""Order, budget, blocks and preemption; see `test_fairness` for who may not starve."""
-
-import pytest
+"""Order, budget, blocks and preemption. `test_fairness` is about starvation."""
 
 from penstock.engine.sequence import Sequence, State
-from tests.engine.schedules import SIZE, Dummy, seq_of
+from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
 
 
 def _names(plan: list[tuple[Sequence, int]]) -> list[Sequence]:
@@ -14,7 +12,7 @@ def _names(plan: list[tuple[Sequence, int]]) -> list[Sequence]:
 
 
 def test_decodes_come_first_then_chunks_up_to_the_budget() -> None:
-    dummy = Dummy(budget=10)
+    dummy = ScheduledEngine(budget=10)
     short, long = seq_of(3), seq_of(30, first=100)
     dummy.add(long, short)
     assert dummy.step() == [(long, 10)]
@@ -27,7 +25,7 @@ def test_decodes_come_first_then_chunks_up_to_the_budget() -> None:
 
 
 def test_a_prompt_leaves_a_token_for_each_that_decodes() -> None:
-    dummy = Dummy(budget=10)
+    dummy = ScheduledEngine(budget=10)
     decoding, long = seq_of(3, 8, klass="batch"), seq_of(30, first=100)
     dummy.add(decoding)
     dummy.step()
@@ -37,14 +35,14 @@ def test_a_prompt_leaves_a_token_for_each_that_decodes() -> None:
 
 
 def test_interactive_before_batch_and_first_come_within() -> None:
-    dummy = Dummy(max_batch=3)
+    dummy = ScheduledEngine(max_batch=3)
     seqs = [seq_of(4, klass="batch"), seq_of(4), seq_of(4, klass="batch"), seq_of(4)]
     dummy.add(*seqs)
     assert _names(dummy.step()) == [seqs[1], seqs[3], seqs[0]]
 
 
 def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
-    dummy = Dummy(budget=16)
+    dummy = ScheduledEngine(budget=16)
     long, short = seq_of(200, klass="batch"), seq_of(10, first=500)
     dummy.add(long)
     dummy.step()
@@ -53,7 +51,7 @@ def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
 
 
 def test_a_budget_smaller_than_the_batch_serves_the_first() -> None:
-    dummy = Dummy(budget=2)
+    dummy = ScheduledEngine(budget=2)
     seqs = [seq_of(1, 8, first=10 * i) for i in range(4)]
     dummy.add(*seqs)
     assert _names(dummy.step()) == seqs[:2]
@@ -69,7 +67,7 @@ def test_the_last_token_needs_no_room() -> None:
 
 
 def test_blocks_are_taken_as_a_sequence_grows() -> None:
-    dummy = Dummy()
+    dummy = ScheduledEngine()
     seq = seq_of(6, 20)
     dummy.add(seq)
     held = []
@@ -80,24 +78,12 @@ def test_blocks_are_taken_as_a_sequence_grows() -> None:
 
 
 def test_who_comes_in_leaves_a_block_for_each_that_grows() -> None:
-    dummy = Dummy(num_blocks=6)
-    old, new = seq_of(8, 8), seq_of(8, 8, first=50)
-    dummy.add(old, new)
-    dummy.step()
-    assert (old.state, new.state) == (State.RUNNING, State.RUNNING)
-    dummy = Dummy(num_blocks=5)
-    old, new = seq_of(8, 8), seq_of(8, 8, first=50)
-    dummy.add(old, new)
-    dummy.step()
-    assert (old.state, new.state) == (State.RUNNING, State.WAITING)
-
-
-def test_one_alone_may_have_all() -> None:
-    dummy = Dummy(num_blocks=5)
-    seq = seq_of(16, 5)
-    dummy.add(seq)
-    dummy.run()
-    assert seq.num_output_tokens == 5
+    for num_blocks, expected in ((6, State.RUNNING), (5, State.WAITING)):
+        dummy = ScheduledEngine(num_blocks)
+        old, new = seq_of(8, 8), seq_of(8, 8, first=50)
+        dummy.add(old, new)
+        dummy.step()
+        assert (old.state, new.state) == (State.RUNNING, expected)
 
 
 # Preemption
@@ -105,7 +91,7 @@ def test_one_alone_may_have_all() -> None:
 
 def test_the_newest_batch_sequence_goes_first_then_the_newest_interactive_one_never_the_first() -> None:
     # All four come in with a block each, and there are ten; each needs four or more in the end.
-    dummy = Dummy(num_blocks=10)
+    dummy = ScheduledEngine(num_blocks=10)
     seqs = [
         seq_of(4, 13, klass="batch"),
         seq_of(4, 37, first=50),
@@ -125,24 +111,24 @@ def test_the_newest_batch_sequence_goes_first_then_the_newest_interactive_one_ne
 
 
 def test_one_that_was_preempted_is_the_first_in_line_and_keeps_its_tokens() -> None:
-    dummy = Dummy(num_blocks=7)
+    dummy = ScheduledEngine(num_blocks=7)
     first, second, third = seq_of(8, 16), seq_of(8, 8, first=50), seq_of(16, 8, first=90)
     dummy.add(first, second, third)
     dummy.run(until=lambda: second.num_preemptions > 0)
-    said = second.output_token_ids
-    assert said
+    output = second.output_token_ids
+    assert output
     assert second.state is State.WAITING
     assert second.block_table == []
     assert second.num_computed_tokens == 0
     dummy.run(until=lambda: second.state is State.RUNNING)
     assert third.state is State.WAITING
-    assert second.output_token_ids[: len(said)] == said
+    assert second.output_token_ids[: len(output)] == output
     dummy.run()
     assert [seq.num_output_tokens for seq in (first, second, third)] == [16, 8, 8]
 
 
 def test_what_the_pool_still_has_is_not_computed_again() -> None:
-    dummy = Dummy(num_blocks=7)
+    dummy = ScheduledEngine(num_blocks=7)
     first, second = seq_of(8, 9), seq_of(12, 8, first=50)
     dummy.add(first, second)
     dummy.run(until=lambda: second.num_preemptions > 0)
@@ -153,7 +139,7 @@ def test_what_the_pool_still_has_is_not_computed_again() -> None:
 
 def test_little_is_computed_twice() -> None:
     # A pool for half of the batch. Without a block left for each that grows, a quarter is computed twice.
-    dummy = Dummy(num_blocks=300, budget=64, max_batch=32)
+    dummy = ScheduledEngine(num_blocks=300, budget=64, max_batch=32)
     seqs = [seq_of(8 + 37 * i % 120, 16 + 29 * i % 48, first=200 * i) for i in range(100)]
     dummy.add(*seqs)
     num_computed_tokens = 0
@@ -164,7 +150,7 @@ def test_little_is_computed_twice() -> None:
 
 
 def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
-    dummy = Dummy(num_blocks=6)
+    dummy = ScheduledEngine(num_blocks=6)
     first, last = seq_of(10, 2), seq_of(8, 8, first=50)
     dummy.add(first, last)
     dummy.step()
@@ -176,22 +162,11 @@ def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
     assert last.num_preemptions == 0
 
 
-def test_only_preemption_leads_back() -> None:
-    seq = seq_of(4)
-    with pytest.raises(AssertionError):
-        seq.preempt()
-    seq.move_to(State.RUNNING)
-    with pytest.raises(AssertionError):
-        seq.move_to(State.WAITING)
-    seq.preempt()
-    assert seq.state is State.WAITING
-
-
 # The same prompt twice
 
 
 def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
-    dummy = Dummy(budget=10)
+    dummy = ScheduledEngine(budget=10)
     first, second, other = seq_of(18), seq_of(19), seq_of(4, first=90)
     dummy.add(first, second, other)
     assert dummy.step() == [(first, 10)]
@@ -201,7 +176,7 @@ def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
 
 
 def test_it_waits_no_longer_when_the_first_one_is_gone() -> None:
-    dummy = Dummy(budget=10)
+    dummy = ScheduledEngine(budget=10)
     first, second = seq_of(18), seq_of(19)
     dummy.add(first, second)
     dummy.step()
@@ -210,7 +185,7 @@ def test_it_waits_no_longer_when_the_first_one_is_gone() -> None:
 
 
 def test_an_interactive_one_does_not_wait_for_batch_work() -> None:
-    dummy = Dummy(budget=10)
+    dummy = ScheduledEngine(budget=10)
     batch, interactive = seq_of(18, klass="batch"), seq_of(18)
     dummy.add(batch)
     dummy.step()
