@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
+from penstock.waiting import wait_until
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -50,6 +51,21 @@ class ForkedProcess:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def pause_process(pid: int) -> None:
+    """Send SIGSTOP to a process and wait until none of its threads runs. On a busy machine that takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(map(_is_paused, threads.glob("*/stat"))), 10, f"process {pid} stands still")
+
+
+def _is_paused(stat: Path) -> bool:
+    """Return whether a thread is stopped, or gone."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "TtXZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def fork_process(

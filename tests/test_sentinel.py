@@ -26,6 +26,7 @@ from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
 from penstock.redis.urls import hide_password, hide_passwords, split_urls
 from penstock.waiting import wait_until
+from sim.forked import pause_process
 from sim.servers import serve_server
 from tests.kvstore.blocks import FORM, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE
@@ -124,7 +125,7 @@ def test_a_late_reply_is_never_taken_for_that_to_the_next_command(group: Replica
         client.mset({"first": "1", "second": "2"})
         master = group.master.pid
         assert master is not None
-        os.kill(master, signal.SIGSTOP)
+        pause_process(master)
         going_on = threading.Timer(0.5, os.kill, (master, signal.SIGCONT))  # while the second command waits
         going_on.start()
         try:

@@ -25,7 +25,7 @@ from penstock.ops.status import read_worker_status
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.waiting import wait_until
-from sim.forked import ForkedStack
+from sim.forked import ForkedStack, pause_process
 from sim.servers import Server, serve_server
 from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, load_demo_model, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
@@ -190,7 +190,7 @@ def results_when_all_there(site: Site, expected: dict[str, ExpectedAnswer]) -> l
 def hanging(pid: int | None) -> Iterator[None]:
     """A process does nothing meanwhile, and its connections stay open."""
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    pause_process(pid)
     try:
         yield
     finally:

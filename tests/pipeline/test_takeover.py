@@ -222,7 +222,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
             ended.update(name for name, status in found.items() if status and status.stage == "end")
             return len(ended) == len(left)
 
-        wait_until(all_ended, 30, "those that had waited have their answers", 0)
+        wait_until(all_ended, 90, "those that had waited have their answers", 0)
         expected = compute_answers([request for request in work if request.id in left])
         for name in left:
             said = [event.token for event in line.prefill.record.read_log(name) if isinstance(event, TokenEvent)]

@@ -17,6 +17,7 @@ from penstock.names import Pipeline
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
+from sim.forked import pause_process
 from tests.record.play import alive, die, end, say
 
 MOMENT_S = 0.01
@@ -138,7 +139,7 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         record.renew_session("decode", "dead/1")
         assert slow is not None
         assert server.pid is not None
-        os.kill(server.pid, signal.SIGSTOP)
+        pause_process(server.pid)
         until_s = time.monotonic() + still_s
         seen(lambda: time.monotonic() > until_s, "the moment is over")
         os.kill(server.pid, signal.SIGCONT)
