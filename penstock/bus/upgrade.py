@@ -1,7 +1,7 @@
 """What an older version put off to be tried again, in topics that nobody reads any more."""
 
 from penstock.bus.contract import Bus, Delivery, Outgoing
-from penstock.bus.letters import build_dead_letter
+from penstock.bus.dead_letters import build_dead_letter
 from penstock.errors import UpgradeNeeded
 from penstock.names import ATTEMPT_HEADER, ORIGIN_HEADER, REASON_HEADER, STACK_HEADER, Pipeline
 

@@ -246,8 +246,7 @@ def _check_bus(addresses: Addresses) -> Iterator[Finding]:
 
 def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
     """Check that the topics have the settings with which `penstock topics create` makes them."""
-    from penstock.bus.kafka.bus import KafkaBus
-    from penstock.bus.kafka.topics import alter_command, find_wrong_settings
+    from penstock.bus.kafka.bus import KafkaBus, alter_command, find_wrong_settings
 
     if not isinstance(bus, KafkaBus):
         return
@@ -266,8 +265,8 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
 
 def _check_transactions(bus: Bus) -> Iterator[Finding]:
     """Check that no transaction holds up readers because it is open longer than a worker's may be."""
+    from penstock.bus.kafka.admin_lookups import find_stuck_partitions
     from penstock.bus.kafka.bus import KafkaBus
-    from penstock.bus.kafka.stuck import find_stuck_partitions
 
     if not isinstance(bus, KafkaBus):
         return

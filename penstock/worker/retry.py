@@ -21,7 +21,7 @@ from collections.abc import Callable
 import redis
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.letters import build_dead_letter
+from penstock.bus.dead_letters import build_dead_letter
 from penstock.errors import (
     POISONOUS,
     AttemptsExhausted,

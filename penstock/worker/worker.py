@@ -36,7 +36,7 @@ from functools import partial
 import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.letters import build_dead_letter
+from penstock.bus.dead_letters import build_dead_letter
 from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
 from penstock.engine.token_text import get_token_texts

@@ -15,7 +15,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Messag
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.questions import Partition
+from penstock.bus.kafka.offsets import Partition
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 

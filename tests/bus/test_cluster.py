@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.kafka.ask import list_partitions, read_log_offsets
+from penstock.bus.kafka.admin_lookups import list_partitions, read_log_offsets
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
+from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.buffer import MAX_BUFFERED_MESSAGES
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.letters import build_dead_letter
 from penstock.bus.streams.bus import StreamsBus
 from penstock.bus.streams.member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge

@@ -11,9 +11,9 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
+from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
-from penstock.bus.letters import build_dead_letter
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.bus.contract import Delivery, Settlement
 from penstock.bus.kafka import member as kafka_member
-from penstock.bus.kafka import progress as kafka_progress
-from penstock.bus.kafka.commits import OffsetCommitter
+from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.kafka.offsets import PartitionOffsets
-from penstock.bus.kafka.questions import Partition, PositionLookup
+from penstock.bus.kafka.offsets import Partition, PartitionOffsets
+from penstock.bus.kafka.position_lookup import PositionLookup
+from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
@@ -352,8 +352,8 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
     monkeypatch: pytest.MonkeyPatch, has_leader: bool
 ) -> None:
     """Not one that has no leader: that is an outage."""
-    monkeypatch.setattr(kafka_progress, "QUIET_PARTITION_S", 0.01)
-    monkeypatch.setattr(kafka_progress, "STALLED_PARTITION_S", 0.03)
+    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
+    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
     bus = DoubleBus()
     bus.deaf.add(ONE)
     bus.leaderless |= set() if has_leader else {ONE}
@@ -432,7 +432,7 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
 
 
 def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bus.kafka.damage.MAX_UNPACK_ATTEMPTS", 1)
+    monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
     bus = DoubleBus()
     with joined(bus) as member:
         bus.give(ONE)

@@ -66,7 +66,7 @@ def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest,
 
 
 def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bus.kafka.ask.BROKER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("penstock.bus.kafka.admin_lookups.BROKER_TIMEOUT_S", 0.3)
     for kind, address in (("streams", "redis://127.0.0.1:1/0"), ("kafka", "127.0.0.1:1")):
         with pytest.raises(BusUnavailable):
             make_bus(kind, pipeline, address).count_unsettled()

@@ -12,10 +12,10 @@ from confluent_kafka.cimpl import NewPartitions
 
 from penstock.bus.affinity import compute_affinity, rank_partitions
 from penstock.bus.contract import Delivery, Outgoing, Settlement
-from penstock.bus.kafka import partitions as kafka_partitions
+from penstock.bus.kafka import partitioner
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
-from penstock.bus.kafka.partitions import ANY_PARTITION, Partitioner
+from penstock.bus.kafka.partitioner import ANY_PARTITION, Partitioner
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -95,7 +95,7 @@ def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pip
 def test_partitions_that_are_added_are_used(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "LEADERS_REFRESH_S", 0.0)
+    monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     topic = pipeline.request_topic("interactive")
     moves = next(key for key in map(str, range(1000)) if rank_partitions(key, NUM + 1)[0] == NUM)
     with closing(bus.create_publisher()) as publisher, bus.join_group("prefill", "a") as member:
@@ -116,7 +116,7 @@ def test_partitions_that_are_added_are_used(
 def test_a_topic_that_is_made_later_is_found_soon(
     kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "LEADERS_RETRY_S", 0.05)
+    monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.05)
     partitions = Partitioner(Producer(client_settings(kafka)))
     message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
     assert partitions.choose_partition(message) == ANY_PARTITION
@@ -129,11 +129,11 @@ def test_a_topic_that_is_made_later_is_found_soon(
 def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "LEADERS_RETRY_S", 0.05)
+    monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.05)
     partitions = Partitioner(Producer(client_settings(kafka)))
     message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(kafka_partitions, "LEADERS_TIMEOUT_S", 0.0)
+        patch.setattr(partitioner, "LEADERS_TIMEOUT_S", 0.0)
         assert partitions.choose_partition(message) == ANY_PARTITION
     wait_until(
         lambda: partitions.choose_partition(message) == rank_partitions("a", NUM)[0], 30, "its partitions are known"
@@ -171,7 +171,7 @@ def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None
 
 
 def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_partitions, "LEADERS_REFRESH_S", 0.0)
+    monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     partitions, brokers = among([1] * NUM)
     of_two = (key for key in map(str, itertools.count()) if rank_partitions(key, NUM)[0] == 2)  # none of them gets hot
 

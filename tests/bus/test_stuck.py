@@ -3,8 +3,8 @@
 import pytest
 from confluent_kafka import Producer
 
+from penstock.bus.kafka.admin_lookups import StuckPartition, find_stuck_partitions
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.stuck import StuckPartition, find_stuck_partitions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from tests.commands import Terminal

@@ -9,8 +9,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.topics import find_wrong_settings
+from penstock.bus.kafka.bus import KafkaBus, find_wrong_settings
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from tests.commands import Terminal

@@ -1,6 +1,4 @@
-"""The messages that a Kafka member has fetched, handed out and finished, by partition. Plain Python, no I/O,
-unlocked.
-"""
+"""Keeps the messages that a Kafka member has fetched, handed out and finished. Plain Python, no I/O, unlocked."""
 
 import logging
 import time
@@ -8,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.offsets import NO_EPOCH, PartitionOffsets
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 
@@ -16,12 +14,11 @@ log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 64
 MAX_BUFFERED_BYTES = 32 * 2**20
-"""A class that has this many messages or bytes in its buffer is paused; it goes on when half of that is left."""
+"""A class with this many messages or bytes in its buffer is paused; it is read on when half of that is left."""
 
 MAX_DAMAGED_AT_ONCE = 100
-"""How many damaged messages are settled as dead letters at once."""
+"""How many damaged messages are settled as dead letters in one call."""
 
-Partition = tuple[str, int]
 MessagePosition = tuple[Partition, int]
 Commit = tuple[Partition, int, str]
 """Partition, committed offset and metadata."""
@@ -53,12 +50,12 @@ class PrefetchBuffer:
 
     @property
     def num_handed_out(self) -> int:
-        """How many deliveries were given to the worker and are not settled."""
+        """The number of deliveries that were given to the worker and are not settled."""
         return len(self._handed_out)
 
     @property
     def num_buffered(self) -> int:
-        """How many deliveries are fetched and were not given to the worker."""
+        """The number of deliveries that are fetched and were not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
     def assign_partition(

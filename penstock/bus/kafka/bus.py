@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -16,7 +17,7 @@ from confluent_kafka import (
     Producer,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import (
@@ -26,7 +27,7 @@ from penstock.bus.contract import (
     find_size_error,
     wait_until_acknowledged,
 )
-from penstock.bus.kafka.backlog import GroupLag
+from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
     MAX_BATCH_BYTES,
@@ -36,10 +37,10 @@ from penstock.bus.kafka.client import (
     produce_message,
     producer_settings,
 )
-from penstock.bus.kafka.clients import KafkaClientFactory
+from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.kafka.partitions import Partitioner
+from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.upgrade import count_old_retries, move_old_retries
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
@@ -52,10 +53,13 @@ ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
 CHECK_TIMEOUT_S = 5.0
 OPEN_TRANSACTION_WAIT_S = 3.0
-"""How long who reads a whole topic waits for transactions that are open there."""
+"""How long `read_all` waits for transactions that are open in the topic."""
 
 WORK_RETENTION_MS = 14 * 86400 * 1000
 RESULTS_RETENTION_MS = 7 * 86400 * 1000
+MINIMUM_SETTINGS = ("max.message.bytes", "retention.ms", "min.insync.replicas")
+"""Settings of an existing topic that may be larger than `KafkaBus.topic_settings`; all others have to be equal."""
+UNLIMITED = -1
 
 
 class KafkaBus(KafkaClientFactory):
@@ -69,7 +73,7 @@ class KafkaBus(KafkaClientFactory):
         self._lock = threading.Lock()
 
     def create_topics(self) -> list[str]:
-        """Make the topics that are missing, and wait until the brokers know them. Without any no right is needed."""
+        """Create the topics that are missing, and wait until the brokers know them. If none is, no right is needed."""
         missing = self.find_missing_topics()
         if not missing:
             return []
@@ -87,45 +91,45 @@ class KafkaBus(KafkaClientFactory):
         return made
 
     def find_missing_topics(self) -> list[str]:
-        """Those of the pipeline's topics that the brokers do not know."""
+        """Return the pipeline's topics that the brokers do not know."""
         with bus_errors():
             known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
         return [topic for topic in self.pipeline.all_topics() if topic not in known]
 
     def count_old_retries(self) -> int:
-        """What an older version left, see `penstock.bus.kafka.upgrade`."""
+        """Return about how many messages an older version left in its retry topics (`penstock.bus.kafka.upgrade`)."""
         with bus_errors():
             return count_old_retries(self)
 
     def move_old_retries(self) -> int:
-        """Put it back to where it came from."""
+        """Move those messages back to the topics they came from, and return how many."""
         with bus_errors():
             return move_old_retries(self)
 
     def create_publisher(self) -> "KafkaPublisher":
-        """A producing side of its own."""
+        """Return a publisher with a connection of its own."""
         return KafkaPublisher(self)
 
     def join_group(self, stage: Stage, name: str) -> KafkaMember:
-        """Join a stage's group; in decode an older member of the same name is fenced."""
+        """Join a stage's group, and return the member. In decode an older member of the same name is fenced."""
         return KafkaMember(self, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:
-        """How far each stage's group is behind, see `GroupLag`."""
+        """Return how many messages of each input topic are not settled, see `GroupLag`."""
         with self._lock:
             self._backlog = self._backlog or GroupLag(self.pipeline, self.clients)
         with bus_errors():
             return self._backlog.count_unsettled()
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
-        """Read a topic's committed messages; a part is a partition, a place an offset."""
+        """Return a follower of a topic's committed messages."""
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Every message in a topic whose transaction is committed, partition by partition.
+        """Return every committed message in a topic, partition by partition.
 
-        A transaction that is just being committed counts: its producer knows of it before its readers do. So it is read
-        as far as the log goes, and what is still open there is waited for, for a moment.
+        A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
+        the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
         """
         reader = Consumer(
             self.clients
@@ -147,13 +151,13 @@ class KafkaBus(KafkaClientFactory):
             reader.close()
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
-        """One line about the brokers reached; raises `BusUnavailable`."""
+        """Return one line about the brokers. Raise `BusUnavailable`."""
         with bus_errors():
             metadata = AdminClient(self.clients).list_topics(timeout=timeout_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
 
     def topic_settings(self, topic: str) -> dict[str, str]:
-        """What a topic is made with, whatever the cluster's defaults are."""
+        """Return the settings with which a topic is created, whatever the cluster's defaults are."""
         return {
             "max.message.bytes": str(MAX_BATCH_BYTES),
             "retention.ms": str(RESULTS_RETENTION_MS if topic == self.pipeline.results_topic else WORK_RETENTION_MS),
@@ -161,9 +165,9 @@ class KafkaBus(KafkaClientFactory):
             # Compaction would keep one of several messages of a key; a limit of bytes would delete unread ones.
             "cleanup.policy": "delete",
             "retention.bytes": "-1",
-            # A replica that is behind would become the leader, without what was acknowledged since.
+            # Else a replica that is behind could become the leader, and acknowledged messages would be lost.
             "unclean.leader.election.enable": "false",
-            # By a producer's clock that is 14 days behind, a request would be deleted before it is read.
+            # By the clock of a producer that is 14 days behind, a request would be deleted before it is read.
             "message.timestamp.type": "LogAppendTime",
         }
 
@@ -179,9 +183,9 @@ class KafkaBus(KafkaClientFactory):
 
 
 def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
-    """Read these partitions to where they ended when their end was reached first; see `KafkaBus.read_all`."""
+    """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
     found: list[Outgoing] = []
-    ends: dict[int, int] = {}  # of partitions with a transaction that is open
+    ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
     until = time.monotonic() + BROKER_TIMEOUT_S
     while unread or (ends and time.monotonic() < until):
         message = reader.poll(0.1 if ends else 1.0)
@@ -205,18 +209,55 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
     return found
 
 
-class KafkaPublisher:
-    """Writes messages, each acknowledged by all in-sync replicas.
+def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
+    """Return the settings of the pipeline's existing topics that break a promise, by topic, with their present values.
 
-    Not idempotent on purpose: a request that a retry writes twice is one request by its id, and an idempotent
-    producer's first message waits half a second for its producer id.
+    Raise `BusUnavailable`, also where the user may not see the settings.
     """
+    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.all_topics()}
+    found: dict[str, dict[str, str]] = {}
+    admin = AdminClient(bus.clients)
+    with bus_errors():
+        asked: Mapping[ConfigResource, Future[Any]] = admin.describe_configs(
+            list(resources.values()), request_timeout=BROKER_TIMEOUT_S
+        )
+        for topic, resource in resources.items():
+            entries = asked[resource].result(BROKER_TIMEOUT_S)
+            wanted = bus.topic_settings(topic)
+            settings = {name: entries[name].value for name in wanted}
+            wrong = {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[name])}
+            if wrong:
+                found[topic] = wrong
+    return found
+
+
+def alter_command(bus: KafkaBus, topic: str, names: Mapping[str, str]) -> str:
+    """Return the command of Kafka's own tools that gives these settings of a topic their values for new topics."""
+    wanted = bus.topic_settings(topic)
+    config = ",".join(f"{name}={wanted[name]}" for name in names)
+    return (
+        f"kafka-configs.sh --bootstrap-server {bus.bootstrap} --alter --entity-type topics "
+        f"--entity-name {topic} --add-config {config}"
+    )
+
+
+def _is_sufficient(name: str, value: str, wanted: str) -> bool:
+    if name in MINIMUM_SETTINGS:
+        return int(value) == UNLIMITED or int(value) >= int(wanted)
+    return value == wanted
+
+
+class KafkaPublisher:
+    """Writes messages, each acknowledged by all in-sync replicas."""
+
+    # Its producer is not idempotent on purpose: a request that a retry writes twice is one request by its id, and the
+    # first message of an idempotent producer waits half a second for its producer id.
 
     def __init__(self, bus: KafkaBus) -> None:
         settings = producer_settings(bus.clients) | {
-            # Longer than a new leader takes to be chosen where brokers have Kafka's defaults: 13 s.
+            # Longer than it takes to elect a new leader where brokers have Kafka's defaults, which is 13 s.
             "message.timeout.ms": int(ACKNOWLEDGE_TIMEOUT_S * 1000),
-            # Else the first question for a topic's partitions waits 50 ms for a connection.
+            # Else the first lookup of a topic's partitions waits 50 ms for a connection.
             "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
@@ -226,16 +267,16 @@ class KafkaPublisher:
         self._reports.start()
 
     def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Hand the messages to the producer; see `contract.Publisher.send_messages`."""
+        """Hand the messages to the producer, and return a future for each; see `contract.Publisher.send_messages`."""
         return [self._send_message(message) for message in messages]
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages, all acknowledged; raises `BusUnavailable`, or `RequestTooLarge`."""
+        """Write the messages, all acknowledged. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
         wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
 
     def close(self) -> None:
-        """Send what is left and end. What is not acknowledged in time raises `BusUnavailable` to whoever waits."""
+        """Send what is left and end. Futures of messages that are not acknowledged in time raise `BusUnavailable`."""
         if not self._closing.is_set():
             if self._producer.flush(BROKER_TIMEOUT_S):
                 self._producer.purge()

@@ -1,4 +1,4 @@
-"""What all clients of Kafka share: their settings, how they write and read a message, and what their errors mean."""
+"""The common part of all clients of Kafka: their settings, how they write and read a message, and their errors."""
 
 import contextlib
 import logging
@@ -9,31 +9,41 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
-from penstock.bus.kafka.partitions import Partitioner
+from penstock.bus.kafka.offsets import Partition
+from penstock.bus.kafka.partitioner import Partitioner
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
 
 log = logging.getLogger(__name__)
 
+
 BROKER_TIMEOUT_S = 15.0
-"""How long the servers may take to answer before they count as not reachable."""
+"""Brokers that do not answer within this time count as not reachable."""
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
 FETCH_LIMITS = {
     "max.partition.fetch.bytes": MAX_BATCH_BYTES,
     "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
     "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
 }
-"""For all that read a stage's topics. The last one also bounds what a batch may unpack to: all pass over the same."""
+"""Settings of all consumers of a stage's topics.
+
+The last one also limits the size of a batch once it is unpacked. It is equal for all, so that all pass over the same
+batches.
+"""
 FENCED_ERRORS = (
     KafkaError._FENCED,  # noqa: SLF001 - that is its name
     KafkaError.PRODUCER_FENCED,
     KafkaError.INVALID_PRODUCER_EPOCH,
 )
+DAMAGED_BATCH_ERRORS = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
+"""Errors that a consumer returns in place of a batch that it cannot unpack: it is damaged, or larger than allowed."""
+MAX_UNPACK_ATTEMPTS = 3
+"""How often a batch is fetched before it is passed over: it may have been damaged on the way here."""
 
 
 def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What all clients share. Lost connections show in errors, not on the console."""
+    """Return the settings of all clients. librdkafka writes nothing to the console: lost connections show in errors."""
     return {
         **(access or {}),
         "bootstrap.servers": bootstrap,
@@ -44,7 +54,7 @@ def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> 
 
 
 def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:
-    """What all producers share, beside what all clients do; keys go to the partitions where Java clients put them."""
+    """Return the settings of all producers. Keys go to the same partitions as with Java clients."""
     return {
         **clients,
         "acks": "all",
@@ -56,7 +66,7 @@ def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def produce_message(producer: Producer, message: Outgoing, partitions: Partitioner, report: Any) -> None:
-    """Hand a message to the producer; when its queue is full, wait for room."""
+    """Hand a message to the producer. Wait while its queue is full."""
     partition = partitions.choose_partition(message)
     while True:
         try:
@@ -75,7 +85,7 @@ def produce_message(producer: Producer, message: Outgoing, partitions: Partition
 
 @contextlib.contextmanager
 def bus_errors() -> Iterator[None]:
-    """Turn what the client raises into `MemberFenced` or `BusUnavailable`."""
+    """Raise `MemberFenced` or `BusUnavailable` instead of the errors of Kafka's client."""
     try:
         yield
     except KafkaException as raised:
@@ -88,9 +98,9 @@ def bus_errors() -> Iterator[None]:
 
 
 def parse_delivery(message: Message, klass: PriorityClass) -> Delivery:
-    """A message as its partition's owner holds it; its position is partition and offset.
+    """Return a message as a delivery, whose position is `<partition>:<offset>`.
 
-    Of a value that a compression made to fit into its topic, only as much is kept as a message may have.
+    A value may be larger than a message may be, if compression made it fit into its topic: the rest is cut off.
     """
     return Delivery(
         message.topic() or "",
@@ -104,24 +114,43 @@ def parse_delivery(message: Message, klass: PriorityClass) -> Delivery:
 
 
 def parse_key(message: Message) -> str | None:
-    """A message's key as text."""
+    """Return a message's key as text, or None."""
     key = message.key()
     return as_text(key) if isinstance(key, bytes) else key
 
 
-# Not `message.headers()`: the interpreter calls a method without arguments in a faster way once the line has run often,
-# and that way does not look for the error that the client leaves behind with a list that has a hole in it.
-_ask_headers = operator.methodcaller("headers")
+# `message.headers()` itself is not used: once a line has run often, the interpreter calls a method without arguments in
+# a faster way, and that way does not notice the error which the client leaves behind with an incomplete list.
+_get_headers = operator.methodcaller("headers")
 
 
 def parse_headers(message: Message) -> Mapping[str, str]:
-    """Return a message's headers as text; of several with one name, the last. None if one of the names is not UTF-8.
+    """Return a message's headers as text: of several with one name the last, and none at all if a name is not UTF-8.
 
-    To be called once for a message: the client keeps the list with the hole, and whoever touches that ends the process.
+    Call this only once for a message: the client keeps the incomplete list, and a second access ends the process.
     """
     try:
-        pairs: Any = _ask_headers(message) or []
+        pairs: Any = _get_headers(message) or []
     except (SystemError, UnicodeDecodeError):
         log.warning("%s: a header's name is not UTF-8, the headers are left out", message.topic())
         return {}
     return {name: as_text(raw or b"") for name, raw in pairs}
+
+
+class DamagedBatches:
+    """Counts for each partition how often its current batch could not be unpacked."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[Partition, tuple[int, int]] = {}
+        """The last such batch of a partition: the offset where it begins, and how often it was tried."""
+
+    def note_attempt(self, partition: Partition, batch: int) -> bool:
+        """Note that the batch at the offset `batch` could not be unpacked. Return whether it is to be passed over.
+
+        A batch is unpacked as a whole and fails from whichever of its offsets it is fetched. Where it ends is not
+        known, so the caller goes on one offset further at a time.
+        """
+        known, attempts = self._attempts.get(partition, (batch, 0))
+        attempts = attempts + 1 if known == batch else 1
+        self._attempts[partition] = batch, attempts
+        return attempts >= MAX_UNPACK_ATTEMPTS

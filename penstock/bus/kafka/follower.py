@@ -1,4 +1,4 @@
-"""Following a topic on Kafka: read_committed, from offsets that somebody else keeps, in no group."""
+"""Follows a topic on Kafka: read_committed, from offsets that the caller keeps, in no group."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_header
 log = logging.getLogger(__name__)
 
 PARTITION_REFRESH_S = 5.0
-"""How often partitions that were added are looked for."""
+"""How often the follower looks for partitions that were added to the topic."""
 
 
 class KafkaFollower:
@@ -22,7 +22,7 @@ class KafkaFollower:
     def __init__(self, clients: Mapping[str, Any], topic: str, after: Mapping[str, str]) -> None:
         self._topic = topic
         self._after = {int(number): int(offset) for number, offset in after.items()}
-        """Of each partition the last offset that is done with; -1 before the first."""
+        """The last offset of each partition that was returned or passed over; -1 before the first."""
         self._assigned = set[int]()
         self._looked_at = time.monotonic()
         self._consumer = Consumer(
@@ -31,7 +31,7 @@ class KafkaFollower:
                 "group.id": f"{topic}.follower",  # it must have one; nothing is committed under it
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",
-                # The client would begin at the same end of the log whatever side the offset is out of range on.
+                # Offsets may be out of range on either side of the log: `_move_into_log` decides where to go on.
                 "auto.offset.reset": "error",
                 "fetch.wait.max.ms": 100,
                 "queued.max.messages.kbytes": 16384,
@@ -45,7 +45,7 @@ class KafkaFollower:
             raise
 
     def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
-        """The next messages; see `contract.Follower.read_messages`."""
+        """Return the next messages; see `contract.Follower.read_messages`."""
         found: list[FollowedMessage] = []
         with bus_errors():
             if time.monotonic() > self._looked_at + PARTITION_REFRESH_S:
@@ -69,7 +69,7 @@ class KafkaFollower:
         self._consumer.close()
 
     def _assign_new(self) -> None:
-        """Begin with the partitions that the topic has and that are not read yet."""
+        """Begin to read the partitions of the topic that are not read yet."""
         known = self._consumer.list_topics(self._topic, BROKER_TIMEOUT_S).topics[self._topic]
         if known.error is not None:
             raise KafkaException(known.error)
@@ -84,10 +84,10 @@ class KafkaFollower:
         return TopicPartition(self._topic, number, offset)
 
     def _move_into_log(self, number: int) -> bool:
-        """Go on with a partition whose log does not have the next offset; whether it ends before that.
+        """Go on with a partition whose log does not have the next offset. Return whether the log ends before it.
 
-        A log that ends before lost its tail, and what it has left was read. A log that begins after it has dropped what
-        is too old, and all that it has left is unread.
+        A log that ends before the next offset lost its tail, and all that is left of it was read. A log that begins
+        after it has deleted old messages, and all that is left is unread.
         """
         low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, number), BROKER_TIMEOUT_S)
         wanted = self._next_offset(number).offset

@@ -1,4 +1,4 @@
-"""A member of a stage's group on Kafka: one thread polls, and whoever has finished work settles it."""
+"""A member of a stage's group on Kafka: one thread polls, and the threads that finished work settle it."""
 
 import contextlib
 import logging
@@ -17,18 +17,22 @@ from confluent_kafka import (
 )
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
-from penstock.bus.kafka.buffer import Commit, Partition, PrefetchBuffer
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FETCH_LIMITS, MAX_BATCH_BYTES, bus_errors, parse_delivery
-from penstock.bus.kafka.clients import KafkaClientFactory
-from penstock.bus.kafka.commits import OffsetCommitter, to_topic_partitions
-from penstock.bus.kafka.damage import DAMAGED_BATCH_ERRORS, DamagedBatches
-from penstock.bus.kafka.offsets import NO_EPOCH
+from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.kafka.buffer import Commit, PrefetchBuffer
+from penstock.bus.kafka.client import (
+    BROKER_TIMEOUT_S,
+    DAMAGED_BATCH_ERRORS,
+    FETCH_LIMITS,
+    MAX_BATCH_BYTES,
+    DamagedBatches,
+    bus_errors,
+    parse_delivery,
+)
+from penstock.bus.kafka.client_factory import KafkaClientFactory
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
-from penstock.bus.kafka.outputs import OutputWriter
-from penstock.bus.kafka.progress import ReadProgress
-from penstock.bus.kafka.questions import PositionLookup
-from penstock.bus.kafka.transactions import GroupRebalanced, Transactions
-from penstock.bus.letters import build_dead_letter
+from penstock.bus.kafka.position_lookup import PositionLookup, ReadProgress
+from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
 from penstock.names import PriorityClass, Stage
@@ -38,42 +42,42 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
 MEMBERSHIP_REFRESH_S = 0.02
 PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
-"""How often the brokers are asked whether they are there; and while they are not."""
+"""How often the brokers are probed, while they answer and while they do not."""
 LEAVE_TIMEOUT_S = 2.0
-"""How long leaving may take. Brokers that do not answer find out by the session's timeout."""
+"""How long leaving may take. Brokers that do not answer notice it after the session timeout."""
 REVOKE_TIMEOUT_S = 30.0
-"""How long a settlement under way holds up that its partitions go to another member."""
+"""How long a settlement under way may delay that its partitions go to another member."""
 MAX_POLLER_PAUSE_S = 2.0
-"""A poller that does not come round in this time does not read its partitions."""
+"""A poller whose turn takes longer counts as not reading its partitions."""
 MAX_SETTLEMENT_S = 45.0
-"""A settlement takes no longer where the brokers answer: every step of it has a limit that adds up to less."""
+"""A settlement that takes longer counts as hung: the time limits of its steps add up to less."""
 STALL_PATIENCE_S = 5.0
-"""How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
+"""How long a member may stand still before the worker has to make a new one. A process may be paused for a moment."""
 LOOKUP_TIMEOUT_S = 0.25
 MARKER_COMMIT_INTERVAL_S = 1.0
-"""How often the offsets of what is passed over are committed when nothing is settled."""
+"""How often offsets of markers that were passed over are committed while nothing is settled."""
 
 
 class KafkaMember:
-    """Consumes a stage's topics; settles in transactions, or in prefill without.
+    """Consumes a stage's topics. In decode it settles in transactions, in prefill without.
 
-    Three threads. The poller reads, and is told of partitions that come and go. The asker asks what takes time to be
-    answered: where a partition that came is to be begun, and where one ends that brings nothing. The third is of
-    whoever settles.
+    Three threads use it. The poller reads, and runs the callbacks for partitions that are assigned or revoked. The
+    lookup thread makes the calls that take time: where an assigned partition begins, and where a quiet one ends. The
+    third thread is the caller's, which settles.
 
-    The broker checks that a settling member is in the group, not that a partition is its own. So two locks:
-    `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
-    transaction is over: after it, deliveries of the partition are refused here. `_state` guards
-    `_holdings`, for moments only.
+    The broker checks that a settling member is in the group, but not that it owns the partition. So there are two
+    locks. `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
+    transaction is over; after that, deliveries of the partition are refused here. `_state` guards `_holdings`, for
+    moments only.
 
-    A partition that is assigned is begun in this order.
+    An assigned partition is begun in this order:
 
-    1. It is assigned to the consumer, and paused. librdkafka keeps a pause until it is told otherwise, also when the
-    partition goes and comes back: `_paused` is what it was told last. 2. The asker finds out what the group committed:
-    it waits for a dead member's open transaction, and the poller goes on meanwhile. 3. The poller seeks there, and from
-    now on the partition is named as one that is read here. 4. It is resumed, if there is room.
+    1. It is assigned to the consumer, and paused. librdkafka keeps a pause until the partition is resumed, also when
+    the partition goes and comes back: `_paused` is the last state that librdkafka was given. 2. The lookup thread reads
+    what the group committed. This waits for a dead member's open transaction, and the poller goes on meanwhile. 3. The
+    poller seeks there. From now on `list_partitions` returns the partition. 4. It is resumed, if the buffer has room.
 
-    A crash between any of them costs nothing: the next owner does the same.
+    A crash between any two of them costs nothing: the next owner does the same.
     """
 
     def __init__(self, bus: KafkaClientFactory, stage: Stage, name: str) -> None:
@@ -97,7 +101,7 @@ class KafkaMember:
         self._refresh_at = 0.0
         self._turned_at = time.monotonic()
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
-        # What is wrong, each kind for itself; see `trouble`.
+        # The problems that `current_problem` describes, each kind by itself.
         self._away = ""
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
@@ -105,16 +109,16 @@ class KafkaMember:
         self._transactions = bus.create_transactions(f"{self._group}.{name}") if stage == "decode" else None
         self._outputs = bus.create_output_writer() if self._transactions is None else None
         self._commits = OffsetCommitter()
-        self._questions = PositionLookup(bus.create_consumer(_asking_settings(self._group)))
+        self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)))
         self._consumer = bus.create_consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
-        self._asker = threading.Thread(target=self._ask_forever, name=f"kafka-asker-{name}", daemon=True)
-        self._asker.start()
+        self._lookup_thread = threading.Thread(target=self._look_up_forever, name=f"kafka-lookup-{name}", daemon=True)
+        self._lookup_thread.start()
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
 
     @property
     def current_problem(self) -> str:
-        """Why this member does not do its part now; see `contract.Member.current_problem`."""
+        """Why this member cannot work now; see `contract.Member.current_problem`."""
         return self._away or self._describe_stall() or next(iter(self._refused.values()), "")
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
@@ -144,15 +148,16 @@ class KafkaMember:
             self._settle_together(self._transactions, deliveries, outputs)
 
     def _publish_then_finish(self, writer: OutputWriter, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """One settlement of the prefill stage, in this order.
+        """Make a settlement of the prefill stage, in this order.
 
-        1. The deliveries are still ours; if not, nothing is published. 2. The outputs are written, all acknowledged.
-        3. The deliveries are finished here. 4. The poller commits their offsets, a moment later (`_commit_finished`).
+        1. Check that the deliveries are still held; if not, nothing is published. 2. Write the outputs, all
+        acknowledged. 3. Finish the deliveries here. 4. The poller commits their offsets, a moment later
+        (`_commit_finished`).
 
         After a crash in 2, or between it and 4, the deliveries come again though their outputs are out. If the record
-        says by then that the request was handed off, they are settled without output. Else it is handed off again: its
-        second job is stale, as the first one is bound, and a dead letter is there twice. The same where a partition
-        goes to another member meanwhile: it waits for nobody.
+        says by then that the request was handed off, they are settled without output. Otherwise it is handed off again:
+        its second job is stale, as the first one is bound, and a dead letter is there twice. The same happens where a
+        partition goes to another member meanwhile, as revocation does not wait for this settlement.
         """
         with self._state:  # 1
             self._raise_failure()
@@ -167,9 +172,9 @@ class KafkaMember:
         failpoint("kafka.3.finished")
 
     def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """One settlement of the decode stage.
+        """Make a settlement of the decode stage.
 
-        When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
+        If the group is rebalanced meanwhile (another member joined or left), try again with what is still held.
         """
         end = time.monotonic() + BROKER_TIMEOUT_S
         while True:
@@ -183,25 +188,28 @@ class KafkaMember:
                 except GroupRebalanced as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
-            self._closing.wait(0.02)  # lets the callbacks run
+            self._closing.wait(0.02)  # the callbacks run meanwhile
 
     def count_held(self) -> int:
-        """How many deliveries this member holds unsettled."""
+        """Return how many deliveries this member holds unsettled."""
         with self._state:
             return self._holdings.num_handed_out
 
     def is_holding(self, delivery: Delivery) -> bool:
-        """Whether its partition is still assigned, as of the last time the brokers said so."""
+        """Return whether the delivery's partition is still assigned, as of the last answer of the brokers."""
         with self._state:
             return delivery.is_held and not self._holdings.find_lost([delivery])
 
     def list_prefetched(self) -> list[Delivery]:
-        """Fetched, and not handed out for want of room."""
+        """Return the deliveries that are fetched and not handed out yet."""
         with self._state:
             return self._holdings.list_buffered()
 
     def list_partitions(self) -> list[str]:
-        """The interactive topic's partitions that are read here: none while the brokers are away, or we stand still."""
+        """Return the partitions of the interactive topic that this member reads.
+
+        The list is empty while the brokers are away, or the member stands still.
+        """
         topic = self._topics["interactive"]
         if self._away or self._describe_stall() or topic in self._refused:
             return []
@@ -210,18 +218,18 @@ class KafkaMember:
         return [format_partition(partition) for partition in partitions if partition[0] == topic]
 
     def create_orphan_reader(self) -> KafkaOrphanReader:
-        """For partitions of members that the brokers still believe alive."""
+        """Return a reader for partitions of dead members that the brokers still count as alive."""
         return KafkaOrphanReader(self._pipeline, self._stage, self._clients)
 
     def stop_consuming(self) -> None:
-        """Give the partitions up, and with them all deliveries."""
+        """Give up the partitions, and with them all deliveries."""
         self._leaving.set()
         self._poller.join(LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries.
 
-        Threads that wait for brokers which do not answer are left to themselves.
+        Threads that still wait for brokers end by themselves later.
         """
         self._leaving.set()
         writer = self._transactions
@@ -257,22 +265,22 @@ class KafkaMember:
             try:
                 self.settle(letters)
                 break
-            except DeliveryLost as gone:  # who has the partition now finds them again
+            except DeliveryLost as gone:  # the partition's new owner finds them again
                 letters = [letter for letter in letters if letter.delivery not in gone.deliveries]
 
     # Settling in transactions: with `_settling` held.
 
     def _run_transaction(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """One settlement, in this order.
+        """Make a settlement, in this order.
 
-        1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction
-        aborted. 2. The deliveries are still ours; if not, nothing is done. 3. The outputs are written, and
-        flushed: without it the next step waits for librdkafka's own rhythm. 4. The offsets are added to the
-        transaction. 5. The transaction is committed. 6. The deliveries are finished here too.
+        1. Clear what an earlier settlement left unclear: repeat its commit, or abort its transaction. 2. Check that the
+        deliveries are still held; if not, nothing is done. 3. Write the outputs, and flush them: otherwise the next
+        step waits for librdkafka's own interval. 4. Add the offsets to the transaction. 5. Commit the transaction. 6.
+        Finish the deliveries here too.
 
-        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a
-        member of the same name starts. A crash in 5 is decided by the broker, both parts alike. One before
-        6 costs nothing.
+        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of the
+        same name starts. A crash in 5 is decided by the broker, for outputs and offsets alike. A crash before 6 costs
+        nothing.
         """
         if self._closing.is_set():
             raise BusUnavailable("Kafka: this member has left its group")
@@ -286,7 +294,7 @@ class KafkaMember:
         self._doubtful = commits, deliveries
         writer.run_transaction(outputs, to_topic_partitions(commits, self._epochs), self._membership)  # 3, 4, 5
         with self._state:  # 6
-            self._raise_failure()  # partitions are taken without waiting for us where a step does not end
+            self._raise_failure()  # `_on_lost` does not wait for a step that does not end
             self._holdings.finish_deliveries(deliveries)
             self._holdings.note_committed(commits)
 
@@ -327,16 +335,17 @@ class KafkaMember:
                 self._refresh_membership()
                 self._watch_progress()
                 self._probe_brokers()
-        except Exception as error:  # the member cannot go on: whoever calls is told
+        except Exception as error:  # the member cannot go on: its methods raise the error
             self._note_failure(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumer.close()
-            # Its callbacks are this member's: without this only the garbage collector frees both, on any thread.
+            # The consumer has this member's callbacks: without this only the garbage collector frees both, on any
+            # thread.
             del self._consumer
 
     def _note_message(self, message: Message) -> None:
-        """Note what a message, or an error in its place, tells of its partition. `_buffer_message` takes it."""
+        """Note what a message, or an error in its place, shows about its partition."""
         partition = message.topic() or "", message.partition() or 0
         self._progress.note_message(partition, self._turned_at)
         error = message.error()
@@ -344,7 +353,7 @@ class KafkaMember:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
-            if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
+            if error is None:  # with the end of a partition librdkafka gives the epoch 0, whatever it really is
                 self._epochs[partition] = _epoch_of(message)
 
     def _buffer_message(self, message: Message) -> None:
@@ -371,10 +380,7 @@ class KafkaMember:
             self._state.notify()
 
     def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
-        """Go on behind a message that cannot be unpacked, once that was tried a few times.
-
-        Each message of the batch is one for the dead letters.
-        """
+        """Pass over a message that cannot be unpacked, once that was tried a few times. It becomes a dead letter."""
         if not self._damaged.note_attempt(partition, batch):
             return
         with self._state:
@@ -385,25 +391,25 @@ class KafkaMember:
         self._consumer.seek(TopicPartition(*partition, offset))
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Steps 1 and 2 of beginning partitions. The offset does not matter, as nothing is read before 3."""
+        """Do steps 1 and 2 for assigned partitions. The offset does not matter, as nothing is read before 3."""
         came = [(new.topic, new.partition) for new in partitions]
         consumer.incremental_assign([TopicPartition(*partition, 0) for partition in came])
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
-        self._questions.request_starts(came)
+        self._lookup.request_starts(came)
 
     def _begin_partitions(self) -> None:
-        """Steps 3 and 4 of beginning partitions."""
-        for partition, start in self._questions.take_starts().items():
+        """Do steps 3 and 4 for partitions whose beginning was found."""
+        for partition, start in self._lookup.take_starts().items():
             epoch = NO_EPOCH if start.leader_epoch is None else start.leader_epoch
             place = start.offset if start.offset >= 0 else OFFSET_BEGINNING
             try:
                 # The epoch makes the brokers say if the log was cut before this offset, and written anew.
                 self._consumer.seek(TopicPartition(*partition, place, "", epoch))
-            except KafkaException as error:  # librdkafka has not begun with it, or not ended with its last time here
+            except KafkaException as error:  # librdkafka has not begun with it, or not ended its last assignment
                 log.debug("%s is begun later: %s", partition, error)
-                self._questions.request_starts([partition])
+                self._lookup.request_starts([partition])
                 continue
             with self._state:
                 self._epochs[partition] = epoch
@@ -411,7 +417,7 @@ class KafkaMember:
             self._starting.discard(partition)
 
     def _commit_finished(self) -> None:
-        """Step 4 of a settlement without transactions."""
+        """Do step 4 of settlements without transactions."""
         if not self._holdings.has_uncommitted:
             self._commits.note_nothing_to_commit()
         elif self._outputs is not None and self._commits.is_due(self._turned_at):
@@ -420,14 +426,16 @@ class KafkaMember:
             self._commits.send_commits(self._consumer, commits, self._epochs)
 
     def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
-        """What was refused because the group moved is sent again if it is still ours. If not, its next owner settles it
-        from the record.
+        """Note the brokers' answer to a commit.
+
+        Offsets that were refused, as the group was rebalanced, are committed again if the partition is still assigned.
+        Otherwise its next owner settles the messages from the record.
         """
         with self._state:
             self._holdings.note_committed(self._commits.note_answer(error, places))
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Commit what is finished of partitions, and forget them. librdkafka gives them up when that is answered."""
+        """Commit what is finished of partitions, and forget them. librdkafka waits for the answer before it revokes them."""
         if self._outputs is not None:
             gone = {(old.topic, old.partition) for old in partitions}
             with self._state:
@@ -436,13 +444,13 @@ class KafkaMember:
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        """Forget partitions. Waits for a transaction under way: until we return, they are ours.
+        """Forget partitions. They stay assigned until this returns, so it waits for a transaction under way.
 
-        Not for one that does not end: the member is done with then, and the brokers refuse what it still settles, as it
-        is in the group no more.
+        It waits no longer than `REVOKE_TIMEOUT_S`. After that the member fails, and the brokers refuse what it still
+        settles, as it is not in the group any more.
         """
         gone = {(old.topic, old.partition) for old in partitions}
-        self._questions.cancel_requests(gone)
+        self._lookup.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
         is_over = self._settling.acquire(timeout=REVOKE_TIMEOUT_S)
@@ -473,27 +481,28 @@ class KafkaMember:
         self._progress.track_partitions(assigned - wanted, self._turned_at)
 
     def _refresh_membership(self) -> None:
-        """Fetch the member's epoch for transactions; here, as librdkafka hangs if two threads use a consumer.
+        """Fetch the member's epoch for transactions.
 
-        One that is too old is refused by the broker, and the settlement made again with the next.
+        The brokers refuse an old one; the settlement is tried again then.
         """
+        # This is done on the poller's thread, as librdkafka hangs if two threads use a consumer.
         now = time.monotonic()
         if self._transactions is not None and now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_REFRESH_S
 
     def _watch_progress(self) -> None:
-        """Have it asked where partitions end that bring nothing, and compare."""
+        """Request the ends of quiet partitions, and compare the answers with what was read."""
         with self._state:
-            for partition, end in self._questions.take_ends().items():
+            for partition, end in self._lookup.take_ends().items():
                 if partition in self._holdings.partitions:
                     self._progress.compare_end(partition, self._holdings.next_offset(partition), end, self._turned_at)
         quiet = [one for one in self._progress.take_quiet(self._turned_at) if one[0] not in self._refused]
         if quiet:
-            self._questions.request_ends(quiet)
+            self._lookup.request_ends(quiet)
 
     def _probe_brokers(self) -> None:
-        """Look whether the brokers are there: librdkafka says nothing of those that hang, nor when they are back."""
+        """Check whether the brokers answer: librdkafka reports neither that they hang, nor that they are back."""
         if time.monotonic() < self._probe_at:
             return
         try:
@@ -503,13 +512,13 @@ class KafkaMember:
             self._away = f"Kafka: {error.args[0].str()}"
         self._probe_at = time.monotonic() + (PROBE_RETRY_S if self._away else PROBE_INTERVAL_S)
 
-    # The asking thread.
+    # The lookup thread.
 
-    def _ask_forever(self) -> None:
+    def _look_up_forever(self) -> None:
         commit_at = 0.0
         try:
             while not self._closing.is_set():
-                self._questions.answer_requests(LOOKUP_TIMEOUT_S)
+                self._lookup.answer_requests(LOOKUP_TIMEOUT_S)
                 writer = self._transactions
                 if writer and self._holdings.has_uncommitted and time.monotonic() >= commit_at:
                     commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S
@@ -518,30 +527,31 @@ class KafkaMember:
             self._note_failure(error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
-                self._questions.close()
+                self._lookup.close()
             self._closing.wait()
-            with self._settling:  # who still settles has the producer
+            with self._settling:  # a settlement under way uses the producer
                 if self._transactions is not None:
                     self._transactions.close()
 
     def _commit_passed(self, writer: Transactions) -> None:
-        """Commit the offsets of markers that were passed over, when no settlement does it now or did for a while. An
-        older version left such markers in the jobs topics.
+        """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.
+
+        An older version left such markers in the jobs topics.
         """
         if not self._settling.acquire(blocking=False):
             return
         try:
-            with self._time_settlement(), bus_errors():  # in a transaction: the consumer's own commit waits without end
+            with self._time_settlement(), bus_errors():  # the consumer's own commit could wait without end
                 self._run_transaction(writer, [], [])
         except (BusUnavailable, GroupRebalanced) as error:
             log.debug("offsets are committed later: %s", error)
         finally:
             self._settling.release()
 
-    # How it goes. Any thread.
+    # Problems. Any thread.
 
     def _describe_stall(self) -> str:
-        """Why this member does not do its part though the brokers answer; empty if it does."""
+        """Return why this member stands still though the brokers answer; empty if it works."""
         if self._failure is not None:
             return str(self._failure)
         if self._leaving.is_set():
@@ -554,14 +564,14 @@ class KafkaMember:
         return self._progress.current_problem or self._commits.describe_problem(now, MAX_SETTLEMENT_S)
 
     def _check_alive(self) -> None:
-        """Raise `BusUnavailable` if the member stands still. A process that was paused has a moment to go on."""
-        said, now = self._describe_stall(), time.monotonic()
-        if not said:
+        """Raise `BusUnavailable` if the member has stood still for `STALL_PATIENCE_S`, and has to be made anew."""
+        problem, now = self._describe_stall(), time.monotonic()
+        if not problem:
             self._stalled_at = None
         elif self._stalled_at is None:
             self._stalled_at = now
         elif now - self._stalled_at > STALL_PATIENCE_S:
-            self._note_failure(BusUnavailable(f"{said}: this member is to be made anew"))
+            self._note_failure(BusUnavailable(f"{problem}: this member is to be made anew"))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -574,12 +584,12 @@ class KafkaMember:
 
 
 def _epoch_of(message: Message) -> int:
-    """The leader epoch that a message was written under."""
+    """Return the leader epoch under which a message was written."""
     epoch = message.leader_epoch()
     return NO_EPOCH if epoch is None else epoch
 
 
-def _asking_settings(group: str) -> dict[str, Any]:
+def _lookup_settings(group: str) -> dict[str, Any]:
     return {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
 
 
@@ -588,8 +598,8 @@ def _consumer_settings(group: str, name: str) -> dict[str, Any]:
         **FETCH_LIMITS,
         "group.id": group,
         "group.protocol": "consumer",
-        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one may have all that is
-        # interactive, and the other all batch work.
+        # This assignor deals out each topic by itself. The brokers' default balances the sum of partitions: of two
+        # members one may have all interactive partitions, and the other all batch partitions.
         "group.remote.assignor": "range",
         "client.id": name,
         "max.poll.interval.ms": 60_000,

@@ -1,4 +1,4 @@
-"""Which offsets of one partition are done, when work ends out of order. Plain Python, no I/O.
+"""Keeps which offsets of one partition are finished, where work ends out of order. Plain Python, no I/O.
 
 The committed offset is the first *delivered* offset that is not finished (or the one after the last
 delivered), and the commit's metadata carries the finished ones beyond it. Offsets that the log leaves out
@@ -10,7 +10,7 @@ finished: so runs stay runs.
     committed        12, and the metadata says 13..16
 
 A partition is read on only as long as its metadata is sure to have room for all that may be finished, and not too far
-beyond its first unfinished offset (`stretch`). So a restart repeats no finished work, however slow one request is.
+beyond its first unfinished offset (`window_usage`). So a restart repeats no finished work, however slow one request is.
 """
 
 import base64
@@ -30,6 +30,8 @@ _ALLOWED_BYTES = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3 - 64
 """The most bytes of metadata before base64, less those that the next message may add."""
 NO_EPOCH = -1
 """An unknown leader epoch, as the Kafka client returns it."""
+Partition = tuple[str, int]
+"""Topic and number."""
 Range = tuple[int, int]
 """First and last offset, both included."""
 

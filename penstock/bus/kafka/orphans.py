@@ -1,4 +1,4 @@
-"""Reading partitions whose member died: outside the group, from its committed offsets, without changing them."""
+"""Reads partitions whose member died: outside the group, from its committed offsets, which stay as they are."""
 
 import logging
 import time
@@ -10,16 +10,15 @@ from typing import Any
 from confluent_kafka import Consumer, TopicPartition
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.ask import CommittedOffsets, Partition, retry_during_election
-from penstock.bus.kafka.client import FETCH_LIMITS, bus_errors, parse_delivery
-from penstock.bus.kafka.damage import DAMAGED_BATCH_ERRORS, DamagedBatches
-from penstock.bus.kafka.offsets import PartitionOffsets
+from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
+from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
+from penstock.bus.kafka.offsets import Partition, PartitionOffsets
 from penstock.names import Pipeline, PriorityClass, Stage
 
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_WAIT_S = 0.3
-"""How long a call waits for a first message."""
+"""How long `read_orphans` waits for its first message."""
 
 
 def format_partition(partition: Partition) -> str:
@@ -33,7 +32,7 @@ def _parse_partition(part: str) -> Partition:
 
 
 class KafkaOrphanReader:
-    """The `contract.OrphanReader` of Kafka. It connects when the first partition is asked for."""
+    """Implements `contract.OrphanReader`. It connects when it is first given a partition."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
@@ -45,7 +44,7 @@ class KafkaOrphanReader:
         self._damaged = DamagedBatches()
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
-        """Return unfinished messages of these partitions, see `contract.OrphanReader.read_orphans`."""
+        """Return unfinished messages of these partitions; see `contract.OrphanReader.read_orphans`."""
         wanted = {partition for partition in map(_parse_partition, partitions) if partition[0] in self._classes}
         if not wanted:
             self.close()
@@ -89,13 +88,13 @@ class KafkaOrphanReader:
                 if error.code() in DAMAGED_BATCH_ERRORS:
                     self._pass_damaged(consumer, (topic, message.partition() or 0), offset)
                 continue
-            offsets = self._offsets.get((topic, message.partition() or 0))  # None: it was fetched before another assign
+            offsets = self._offsets.get((topic, message.partition() or 0))  # None: fetched before another assignment
             if offsets is not None and offsets.note_delivered(offset):
                 found.append(replace(parse_delivery(message, self._classes[topic]), position="", is_held=False))
         return found
 
     def _pass_damaged(self, consumer: Consumer, partition: Partition, batch: int) -> None:
-        """Go on behind a message that cannot be unpacked. The partition's next owner sends it to the dead letters."""
+        """Pass over a message that cannot be unpacked. The partition's next owner sends it to the dead letters."""
         offsets = self._offsets.get(partition)
         if offsets is not None and self._damaged.note_attempt(partition, batch):
             offsets.skip_to(max(batch, offsets.next_offset) + 1)

@@ -1,4 +1,4 @@
-"""The retry topics of an older version, on Kafka: see `upgrade`."""
+"""Counts and moves the messages in the retry topics of an older version, on Kafka (see `penstock.bus.upgrade`)."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,15 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, ConsumerGroupState, Kafk
 from confluent_kafka.admin import AdminClient
 
 from penstock.bus.contract import Outgoing
-from penstock.bus.kafka.ask import CommittedOffsets, Partition, retry_during_election
-from penstock.bus.kafka.backlog import count_unsettled_messages
+from penstock.bus.kafka.admin_lookups import (
+    CommittedOffsets,
+    count_unsettled_messages,
+    retry_during_election,
+)
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, parse_delivery
-from penstock.bus.kafka.clients import KafkaClientFactory
-from penstock.bus.kafka.offsets import PartitionOffsets
-from penstock.bus.kafka.transactions import Transactions
+from penstock.bus.kafka.client_factory import KafkaClientFactory
+from penstock.bus.kafka.offsets import Partition, PartitionOffsets
+from penstock.bus.kafka.writers import Transactions
 from penstock.bus.upgrade import build_moved_message, old_workers_error
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, ORIGIN_HEADER, STAGES, Stage
@@ -21,7 +24,7 @@ MAX_BATCH_MESSAGES = 100
 
 
 def count_old_retries(bus: KafkaClientFactory) -> int:
-    """See `contract.Bus.count_old_retries`. A message counts until both groups have settled or passed it."""
+    """Return about how many messages are left. A message counts until both groups have settled it or passed it over."""
     partitions = _list_retry_partitions(bus)
     return (
         max((sum(_count_unsettled(bus, stage, partitions).values()) for stage in STAGES), default=0)
@@ -31,7 +34,10 @@ def count_old_retries(bus: KafkaClientFactory) -> int:
 
 
 def move_old_retries(bus: KafkaClientFactory) -> int:
-    """See `contract.Bus.move_old_retries`: messages and offsets in one transaction. No member may hold any of it."""
+    """Move the messages back, each batch and its offsets in one transaction, and return how many.
+
+    Raise `UpgradeNeeded` while a group has members, as they may hold some of the messages.
+    """
     partitions = _list_retry_partitions(bus)
     if not partitions:
         return 0
@@ -92,12 +98,12 @@ def _move_messages(bus: KafkaClientFactory, stage: Stage, partitions: list[Parti
 def _read_batches(
     bus: KafkaClientFactory, stage: Stage, consumer: Consumer, partitions: list[Partition]
 ) -> Iterator[tuple[list[Outgoing], list[TopicPartition]]]:
-    """What the group has not settled, as it is to be written, and how far it is read then."""
+    """Yield batches of the messages that the group has not settled, with the offsets to commit with each batch."""
     pipeline = bus.pipeline
     classes = dict(zip(pipeline.old_retry_topics(), CLASSES, strict=True))
     asked = consumer.committed([TopicPartition(*partition) for partition in partitions], timeout=BROKER_TIMEOUT_S)
     for one in asked:
-        if one.error:  # an open transaction may still change it: its beginning would be the log's, and all moved again
+        if one.error:  # an open transaction may still change it; from the log's beginning all would be moved again
             raise KafkaException(one.error)
     offsets = {(one.topic, one.partition): PartitionOffsets(max(0, one.offset), one.metadata or "") for one in asked}
     consumer.assign([TopicPartition(*one, known.next_offset or OFFSET_BEGINNING) for one, known in offsets.items()])
@@ -110,7 +116,7 @@ def _read_batches(
         if error is None:
             delivery = parse_delivery(message, classes[partition[0]])
             is_new = offsets[partition].note_delivered(message.offset() or 0)
-            # What neither stage would take is one's to put away.
+            # Prefill's group moves what came from no known topic to the dead letters.
             is_jobs = delivery.headers.get(ORIGIN_HEADER) == pipeline.job_topic(delivery.klass)
             if is_new and is_jobs == (stage == "decode"):
                 outputs.append(build_moved_message(pipeline, delivery))

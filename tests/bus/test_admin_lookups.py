@@ -4,8 +4,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
-from penstock.bus.kafka import ask as kafka_ask
-from penstock.bus.kafka.ask import list_partitions, retry_during_election
+from penstock.bus.kafka import admin_lookups
+from penstock.bus.kafka.admin_lookups import list_partitions, retry_during_election
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.config.settings import BusSettings
@@ -38,7 +38,7 @@ def test_another_error_is_told_at_once() -> None:
 
 
 def test_it_does_not_ask_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_ask, "ELECTION_PATIENCE_S", 0.0)
+    monkeypatch.setattr(admin_lookups, "ELECTION_PATIENCE_S", 0.0)
     brokers = Brokers(*[KafkaError.NOT_LEADER_FOR_PARTITION] * 5)
     with pytest.raises(KafkaException):
         retry_during_election(brokers.ask)

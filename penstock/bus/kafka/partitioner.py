@@ -1,4 +1,4 @@
-"""Which partition of its topic a message is put in: never one that has no leader while another has."""
+"""Chooses the partition of its topic that a message goes to: one with a leader, as long as any has one."""
 
 import threading
 import time
@@ -11,26 +11,26 @@ from penstock.bus.affinity import AffinityPartitioner, rank_partitions
 from penstock.bus.contract import Outgoing
 
 ANY_PARTITION = -1
-"""librdkafka chooses, by the message's key."""
+"""Lets librdkafka choose a partition by the message's key."""
 LEADERS_REFRESH_S = 2.0
-"""How old the answer about a topic may be that is written to: a lost leader, or an added partition, is known this soon.
-The question names one topic, and is asked beside the work."""
+"""How often the leaders of a topic that is written to are looked up, on a thread: lost leaders and added partitions are
+known this soon."""
 LEADERS_RETRY_S = 1.0
-"""After this long brokers are asked again that did not say it, or do not know the topic."""
+"""How soon the leaders are looked up again if the brokers did not answer, or do not know the topic."""
 LEADERS_TIMEOUT_S = 1.0
-"""How long they may take. Without an answer the last one holds; without any, the message goes by its key."""
+"""How long a lookup may take. Without an answer the last one holds; without any, the message goes by its key."""
 
 
 @dataclass
 class _TopicLeaders:
     spread: AffinityPartitioner = field(default_factory=AffinityPartitioner)
     num_partitions: int = 0
-    """0: not known."""
+    """0 while it is not known."""
     led: tuple[int, ...] = ()
-    """The partitions that had a leader when the brokers were asked last."""
+    """The partitions that had a leader at the last lookup."""
     refresh_at_s: float = 0.0
     is_asked: bool = False
-    """Whether a thread asks about it now."""
+    """Whether a lookup is under way."""
 
 
 class Partitioner:
@@ -42,10 +42,10 @@ class Partitioner:
         self._topics: dict[str, _TopicLeaders] = {}
 
     def choose_partition(self, message: Outgoing) -> int:
-        """Return the partition for a message, or `ANY`.
+        """Return the partition for a message, or `ANY_PARTITION`.
 
-        A message without affinity goes by its key as long as all partitions of its topic have a leader. librdkafka puts
-        a key in its partition whether that has a leader or not, so otherwise the choice is made here.
+        A message without affinity goes by its key as long as all partitions of its topic have a leader. Otherwise the
+        choice is made here, as librdkafka would choose a partition without a leader too.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -71,7 +71,7 @@ class Partitioner:
         return next(partition for partition in rank_partitions(message.affinity, num_partitions) if partition in led)
 
     def forget_leaders(self) -> None:
-        """Ask again before the next message: one was refused, and its topic may have been made anew with fewer."""
+        """Look up leaders again before the next message: the topic may have been created anew with fewer partitions."""
         with self._lock:
             for name in self._topics:
                 self._topics[name] = _TopicLeaders(self._topics[name].spread)
@@ -89,7 +89,7 @@ class Partitioner:
             topic.num_partitions, topic.led = len(found), tuple(sorted(number for number in found if found[number]))
 
     def _fetch_leaders(self, topic: str) -> dict[int, bool]:
-        """Return whether each partition has a leader; nothing if the brokers do not say, or do not know the topic."""
+        """Return whether each partition has a leader; empty if the brokers do not answer, or do not know the topic."""
         try:
             known = self._producer.list_topics(topic, LEADERS_TIMEOUT_S).topics[topic].partitions
         except (KafkaException, KeyError):

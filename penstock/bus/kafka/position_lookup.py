@@ -1,0 +1,207 @@
+"""Looks up where a member's partitions begin and end, and finds out whether the member makes progress.
+
+A partition that brings nothing for a while is either at its end or not read, for whatever reason, and only its leader
+can say which. If it has more messages, is not paused, and stands still all the same, its member is at fault.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from penstock.bus.kafka.offsets import Partition
+from penstock.errors import BusUnavailable
+
+log = logging.getLogger(__name__)
+
+COMMITTED_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 1.0
+LOOKUP_RETRY_S = 0.05
+ACCESS_ERRORS = (
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError.INVALID_GROUP_ID,
+)
+"""Errors that need a change of settings or rights."""
+
+
+class StartPosition(NamedTuple):
+    """The last commit of a group for a partition: where to begin to read it."""
+
+    offset: int
+    """Negative where nothing was committed."""
+    metadata: str
+    leader_epoch: int | None
+
+
+class PositionLookup:
+    """Looks up where partitions have to begin, and where they end.
+
+    One thread calls `answer_requests` again and again, so that the poller waits for no answer; the poller calls the
+    other methods. The consumer is in no group, and reads what is committed: a commit that a dead member's open
+    transaction may still change has no answer before that transaction ends.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._lock = threading.Condition()
+        # Each request is an object of its own: a partition may go and come back before an older request is answered.
+        self._starts: dict[Partition, object] = {}
+        self._ends: dict[Partition, object] = {}
+        self._found_starts: dict[Partition, StartPosition] = {}
+        self._found_ends: dict[Partition, int | None] = {}
+
+    def request_starts(self, partitions: Iterable[Partition]) -> None:
+        """Request the last commits of partitions. The brokers are asked until they answer."""
+        with self._lock:
+            self._starts |= {partition: object() for partition in partitions}
+            self._lock.notify()
+
+    def request_ends(self, partitions: Iterable[Partition]) -> None:
+        """Request the ends of partitions, for readers of committed messages. The brokers are asked once."""
+        with self._lock:
+            self._ends |= {partition: object() for partition in partitions}
+            self._lock.notify()
+
+    def cancel_requests(self, partitions: Iterable[Partition]) -> None:
+        """Cancel the requests for partitions, and drop their answers."""
+        with self._lock:
+            for partition in partitions:
+                for known in (self._starts, self._ends, self._found_starts, self._found_ends):
+                    known.pop(partition, None)
+
+    def take_starts(self) -> dict[Partition, StartPosition]:
+        """Return the commits that were found since the last call."""
+        with self._lock:
+            found, self._found_starts = self._found_starts, {}
+        return found
+
+    def take_ends(self) -> dict[Partition, int | None]:
+        """Return the ends that were found since the last call; None where no leader answered."""
+        with self._lock:
+            found, self._found_ends = self._found_ends, {}
+        return found
+
+    def answer_requests(self, timeout_s: float) -> None:
+        """Send the next requests to the brokers; wait up to `timeout_s` for any. Raise `BusUnavailable` if refused."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._starts or self._ends, timeout_s)
+            starts, ends = dict(self._starts), dict(list(self._ends.items())[:1])
+        if starts and not self._ask_starts(starts):
+            with self._lock:
+                self._lock.wait(LOOKUP_RETRY_S)
+        for partition, request in ends.items():
+            end = self._ask_end(partition)
+            with self._lock:
+                if self._ends.get(partition) is request:
+                    del self._ends[partition]
+                    self._found_ends[partition] = end
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._consumer.close()
+        del self._consumer
+
+    def _ask_starts(self, wanted: dict[Partition, object]) -> bool:
+        """Return whether all partitions were answered. If one has no stable offset yet, ask for each by itself."""
+        found = self._read_committed(list(wanted))
+        if found is None and len(wanted) > 1:
+            num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
+            return num_answered == len(wanted)
+        with self._lock:
+            for place in found or []:
+                partition = place.topic, place.partition
+                if self._starts.get(partition) is wanted[partition]:
+                    del self._starts[partition]
+                    self._found_starts[partition] = StartPosition(
+                        place.offset, place.metadata or "", place.leader_epoch
+                    )
+        return found is not None
+
+    def _read_committed(self, partitions: list[Partition]) -> list[TopicPartition] | None:
+        try:
+            found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
+            error = next((place.error for place in found if place.error), None)
+        except KafkaException as raised:
+            error = raised.args[0]
+        if error is None:
+            return found
+        if error.code() in ACCESS_ERRORS:
+            raise BusUnavailable(
+                f"Kafka refuses to return the group's committed offsets: check the user's rights: {error.str()}"
+            )
+        if len(partitions) == 1:
+            log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
+        return None
+
+    def _ask_end(self, partition: Partition) -> int | None:
+        try:
+            found = self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=END_TIMEOUT_S)
+        except KafkaException as error:
+            log.debug("Kafka: the end of %s is not known: %s", partition, error)
+            return None
+        return found[1] if found else None
+
+
+QUIET_PARTITION_S = 5.0
+"""A partition that brought nothing for this long has its end looked up, and again after each such period."""
+STALLED_PARTITION_S = 10.0
+"""How long a partition with more messages may stand still. Two lookups must show it, as new messages take time."""
+
+
+class ReadProgress:
+    """Knows when each partition that is to be read last brought something. Plain Python, no I/O; for one thread."""
+
+    def __init__(self) -> None:
+        self._moved_s: dict[Partition, float] = {}
+        self._asked_s: dict[Partition, float] = {}
+        self._num_behind: dict[Partition, int] = {}
+        self._standing: dict[Partition, str] = {}
+
+    @property
+    def current_problem(self) -> str:
+        """Describes one partition that has messages and is not read; empty where there is none."""
+        return next(iter(self._standing.values()), "")
+
+    def track_partitions(self, partitions: Iterable[Partition], now_s: float) -> None:
+        """Set the partitions that are to be read now. The time of those that are new begins now."""
+        wanted = set(partitions)
+        for partition in self._moved_s.keys() - wanted:
+            for known in (self._moved_s, self._asked_s, self._num_behind, self._standing):
+                known.pop(partition, None)
+        for partition in wanted - self._moved_s.keys():
+            self._moved_s[partition] = now_s
+
+    def note_message(self, partition: Partition, now_s: float) -> None:
+        """Note that a partition brought something."""
+        if partition in self._moved_s:
+            self._moved_s[partition] = now_s
+            self._num_behind.pop(partition, None)
+            self._standing.pop(partition, None)
+
+    def take_quiet(self, now_s: float) -> list[Partition]:
+        """Return the partitions whose end is to be looked up now. They are returned again after `QUIET_PARTITION_S`."""
+        found = [
+            partition
+            for partition, moved_s in self._moved_s.items()
+            if now_s - max(moved_s, self._asked_s.get(partition, moved_s)) >= QUIET_PARTITION_S
+        ]
+        self._asked_s |= dict.fromkeys(found, now_s)
+        return found
+
+    def compare_end(self, partition: Partition, position: int, end: int | None, now_s: float) -> None:
+        """Note the end of a quiet partition, as its leader gave it; None for an outage, in which no leader answers."""
+        if partition not in self._moved_s:
+            return
+        if end is None or end <= position:
+            self._num_behind.pop(partition, None)
+            self._standing.pop(partition, None)
+            return
+        looks = self._num_behind[partition] = self._num_behind.get(partition, 0) + 1
+        if looks >= 2 and now_s - self._moved_s[partition] >= STALLED_PARTITION_S:
+            topic, number = partition
+            self._standing[partition] = f"{topic} partition {number} ends at {end} and is not read beyond {position}"

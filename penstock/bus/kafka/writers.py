@@ -1,0 +1,248 @@
+"""What a member settles with: writers of outputs without and with transactions, and commits of offsets."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+
+from penstock.bus.contract import Outgoing
+from penstock.bus.kafka.buffer import Commit
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FENCED_ERRORS, bus_errors, produce_message, producer_settings
+from penstock.bus.kafka.offsets import NO_EPOCH, Partition
+from penstock.bus.kafka.partitioner import Partitioner
+from penstock.errors import MemberFenced
+from penstock.failpoints import failpoint
+
+log = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_S = 20.0
+"""How long an output may wait to be acknowledged. It takes less to elect a new leader for a partition."""
+
+
+class OutputWriter:
+    """Writes outputs without transactions. Thread-safe.
+
+    Its producer is idempotent: a message that it sends again by itself is written once.
+    """
+
+    def __init__(self, clients: Mapping[str, Any]) -> None:
+        self._producer = Producer(
+            producer_settings(clients) | {"enable.idempotence": True, "message.timeout.ms": int(WRITE_TIMEOUT_S * 1000)}
+        )
+        self._partitions = Partitioner(self._producer)
+
+    def write_outputs(self, outputs: Sequence[Outgoing]) -> None:
+        """Write messages; all are acknowledged by all in-sync replicas. Raise `KafkaException`: some may be written."""
+        try:
+            write_and_flush(self._producer, self._partitions, outputs, WRITE_TIMEOUT_S + 1)
+        except KafkaException:
+            self._partitions.forget_leaders()
+            raise
+
+
+def write_and_flush(producer: Producer, partitions: Partitioner, outputs: Sequence[Outgoing], timeout_s: float) -> None:
+    """Write messages and wait until all are acknowledged. Raise `KafkaException`."""
+    errors: list[KafkaError] = []
+    for output in outputs:
+        produce_message(producer, output, partitions, lambda error, _: errors.append(error) if error else None)
+    if outputs and _flush_producer(producer, timeout_s):
+        timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
+        raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
+    if errors:
+        raise KafkaException(errors[0])
+
+
+def _flush_producer(producer: Producer, timeout_s: float) -> int:
+    """Return how many outputs are not acknowledged."""
+    # A fatal error in a callback of `flush` comes as the cause of a `SystemError`.
+    try:
+        return producer.flush(timeout_s)
+    except SystemError as error:
+        if isinstance(error.__cause__, KafkaException):
+            raise error.__cause__ from error
+        raise
+
+
+INIT_TIMEOUT_S = 10.0
+ABORT_TIMEOUT_S = 3.0
+REBALANCE_ERRORS = (
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.FENCED_MEMBER_EPOCH,
+)
+
+
+class GroupRebalanced(Exception):
+    """The group was rebalanced during a transaction, which was aborted. Check again which deliveries are still held."""
+
+
+class Transactions:
+    """Writes outputs and commits offsets together. The caller locks: there is one transaction at a time."""
+
+    # This producer does not re-bootstrap. That would forget brokers that are down for a moment, and in librdkafka 2.14
+    # to 2.16 a transaction whose group coordinator was forgotten waits for it without end, whatever timeout it is
+    # given. All other clients re-bootstrap: a broker that comes back from a long pause may name no broker at all for a
+    # moment, and a client that believes it would never find one again. Where that happens to this producer nothing
+    # settles any more, and the worker makes a new member.
+
+    def __init__(self, clients: Mapping[str, Any], transactional_id: str, timeout_s: float) -> None:
+        write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer
+        self._flush_s = write_s + 1
+        self._producer = Producer(
+            producer_settings(clients)
+            | {
+                "transactional.id": transactional_id,
+                "transaction.timeout.ms": int(timeout_s * 1000),
+                "socket.timeout.ms": int(timeout_s * 1000),  # librdkafka accepts no longer timeout
+                "metadata.recovery.strategy": "none",
+                "message.timeout.ms": int(write_s * 1000),
+            }
+        )
+        self._partitions = Partitioner(self._producer)
+        self._open = False
+        self._in_doubt = False
+        with bus_errors():  # this ends a transaction that an older member of the same name left open
+            self._producer.init_transactions(INIT_TIMEOUT_S)
+
+    def clear_doubt(self, timeout_s: float = BROKER_TIMEOUT_S) -> bool:
+        """Repeat a commit whose outcome is unknown, or abort an open transaction.
+
+        Return whether a transaction was committed. Raise `KafkaException` or `MemberFenced`.
+        """
+        if self._in_doubt:
+            try:
+                self._commit(timeout_s)
+            except KafkaException as raised:
+                self._handle_error(raised)
+                raise
+            return True
+        if self._open:
+            self._abort()
+        return False
+
+    def run_transaction(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
+        """Run one transaction: steps 3 to 5 of `KafkaMember._run_transaction`.
+
+        Raise `GroupRebalanced`, `MemberFenced` or `KafkaException`. After the last of these, call `clear_doubt` before
+        the next transaction.
+        """
+        try:
+            self._producer.begin_transaction()
+            self._open = True
+            write_and_flush(self._producer, self._partitions, outputs, self._flush_s)  # 3
+            failpoint("kafka.3.written")
+            self._producer.send_offsets_to_transaction(offsets, membership, BROKER_TIMEOUT_S)  # 4
+            failpoint("kafka.4.offsets")
+            self._commit()  # 5
+            failpoint("kafka.5.committed")
+        except KafkaException as raised:
+            self._handle_error(raised)
+            raise
+
+    def close(self) -> None:
+        """Free the producer. A transaction that was not committed is left to the brokers."""
+        del self._producer, self._partitions
+
+    def _commit(self, timeout_s: float = BROKER_TIMEOUT_S) -> None:
+        self._in_doubt = True
+        self._producer.commit_transaction(timeout_s)
+        self._in_doubt = self._open = False
+
+    def _abort(self) -> None:
+        try:
+            self._producer.abort_transaction(ABORT_TIMEOUT_S)
+        except KafkaException as raised:
+            error: KafkaError = raised.args[0]
+            if error.retriable():
+                raise
+            # The broker ended the transaction of a producer that was silent. librdkafka cannot use it any more then.
+            raise MemberFenced(f"away too long, this producer is of no more use: {error.str()}") from raised
+        self._open = False
+
+    def _handle_error(self, raised: KafkaException) -> None:
+        """Abort after a failed step, if possible now. Raise `MemberFenced` or `GroupRebalanced` if that was why."""
+        self._partitions.forget_leaders()
+        error: KafkaError = raised.args[0]
+        if error.fatal() or error.code() in FENCED_ERRORS:
+            raise MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")
+        if self._in_doubt and error.retriable():
+            return  # the commit may have happened: the next settlement repeats it
+        self._in_doubt = False
+        self._abort()
+        if error.code() in REBALANCE_ERRORS:
+            raise GroupRebalanced(error.str())
+
+
+COMMIT_INTERVAL_S = 0.05
+COMMIT_RETRY_S = 0.5
+"""How long after a failed commit the next one is sent."""
+
+
+class OffsetCommitter:
+    """Commits the offsets of finished work, where that need not happen together with the outputs.
+
+    Only the consumer's polling thread may use it: librdkafka's commit waits without end on another thread. At most one
+    commit is under way, so that none overtakes another; when partitions are given up, a last one is sent behind it. A
+    commit that fails is not repeated, as the next one commits the offsets of that time.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[Sequence[Commit]] = deque()
+        self._next_s = 0.0
+        self._behind_s: float | None = None
+        self._error = ""
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the next commit may be sent."""
+        return not self._under_way and now_s >= self._next_s
+
+    def send_commits(self, consumer: Consumer, commits: Sequence[Commit], epochs: dict[Partition, int]) -> None:
+        """Send commits and return. `note_answer` has to be called with the brokers' answer."""
+        if not commits:
+            return
+        self._under_way.append(commits)
+        self._next_s = time.monotonic() + COMMIT_INTERVAL_S
+        self._behind_s = self._behind_s or time.monotonic()
+        try:
+            consumer.commit(offsets=to_topic_partitions(commits, epochs), asynchronous=True)
+        except KafkaException as raised:
+            self._note_outcome(self._under_way.pop(), raised.args[0], [])
+
+    def note_answer(self, error: KafkaError | None, places: Iterable[TopicPartition]) -> Sequence[Commit]:
+        """Note the brokers' answer to the first commit under way. Return the partitions' commits that were made."""
+        return self._note_outcome(self._under_way.popleft(), error, places)
+
+    def note_nothing_to_commit(self) -> None:
+        """Note that there is nothing to commit: partitions whose commits were refused have gone to other members."""
+        if not self._under_way:
+            self._behind_s = None
+
+    def _note_outcome(
+        self, commits: Sequence[Commit], error: KafkaError | None, places: Iterable[TopicPartition]
+    ) -> Sequence[Commit]:
+        refused = {(place.topic, place.partition): place.error for place in places if place.error}
+        if error is None and not refused:
+            self._behind_s = None
+            return commits
+        self._error = str(error or next(iter(refused.values())))
+        log.info("Kafka: offsets are committed later: %s", self._error)
+        self._next_s = time.monotonic() + COMMIT_RETRY_S
+        return [] if error is not None else [commit for commit in commits if commit[0] not in refused]
+
+    def describe_problem(self, now_s: float, patience_s: float) -> str:
+        """Return why nothing was committed for `patience_s` though something was finished; else an empty string."""
+        behind_s = now_s - (self._behind_s or now_s)
+        return f"Kafka: offsets were not committed for {behind_s:.0f} s: {self._error}" if behind_s > patience_s else ""
+
+
+def to_topic_partitions(commits: Iterable[Commit], epochs: dict[Partition, int]) -> list[TopicPartition]:
+    """Return commits in the client's form, with the last leader epoch under which each partition was read."""
+    return [
+        TopicPartition(*partition, offset, metadata, epochs.get(partition, NO_EPOCH))
+        for partition, offset, metadata in commits
+    ]
