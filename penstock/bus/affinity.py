@@ -1,10 +1,10 @@
-"""Affinity: which requests belong together, and where on Kafka they go.
+"""Chooses Kafka partitions so that requests which begin alike go to the same worker.
 
-A worker's pool holds the KV of what it computed last. Requests that begin alike should find the worker that holds their
-beginning, so a producer puts them in one partition, and that partition's worker has them all. It is a matter of speed
-only: wherever a request lands, the record of its id in Redis decides who answers it, and a prefix that is in no pool is
-found in the tiers below, or computed. So a request that comes again under its id, from a
-producer that counts otherwise, may land elsewhere.
+A worker's pool holds the KV of what it computed last. Requests that begin alike should go to the worker that holds
+their beginning, so a producer puts them in one partition, whose worker gets them all. This changes only the speed: in
+whatever partition a request is, its record in Redis decides which worker answers it, and a prefix that is in no pool is
+found in the tiers below, or computed. So a request that is sent again under its id, by a producer that has counted
+other requests, may go to another partition.
 """
 
 import hashlib
@@ -18,24 +18,26 @@ from functools import lru_cache
 from penstock.messages import Request
 
 AFFINITY_TOKENS = 64
-"""How much of a prompt's beginning counts: four KV blocks of 16. Prompts that agree in less share little that could be
-found again. Were it much more, prompts with one long beginning and different ends would be torn apart."""
+"""How many of a prompt's first tokens count: four KV blocks of 16. Prompts that agree in fewer share little KV. If many
+more counted, prompts with a common beginning and different ends would go to different partitions."""
 AFFINITY_CHARS = 4 * AFFINITY_TOKENS
-"""The same of a text, at about four characters a token: a producer has no tokenizer."""
+"""How many of a text's first characters count, at about four a token: a producer has no tokenizer."""
 
 HALF_LIFE_S = 10.0
 REQUESTS_PER_PARTITION = 8
-"""Recent requests for each partition that a key gets: one client's only chat is all of its traffic and not hot."""
+"""How many recent requests of a key justify each of its partitions. Without this, a client's only chat would count as
+hot, as it is all of the client's traffic."""
 SHARE_TOLERANCE = 0.5
-"""How much more than its fair share a partition may carry before a key is spread further."""
+"""By what part a partition may exceed its fair share of requests before its key gets more partitions."""
 MAX_COUNTED_KEYS = 4096
-"""Keys that are counted at once; who was not seen for longest is forgotten, and is cold then."""
+"""How many keys are counted. Beyond that, the key that was not used for longest is forgotten."""
 
 
 def compute_affinity(request: Request) -> str:
-    """What a request has in common with those that should find the same worker (32 hex digits).
+    """Return the key of a request's affinity (32 hex digits). Requests with one key should go to the same worker.
 
-    Its session where it has one, else the beginning of its prompt; of its tenant in both cases, as tenants share no KV.
+    It is a hash of the request's session, or of the beginning of its prompt where it has none, and of its tenant, as
+    tenants share no KV.
     """
     digest = hashlib.sha256(b"penstock affinity 1")
     for part in (request.tenant, *_affinity_parts(request)):
@@ -62,9 +64,10 @@ def _affinity_parts(request: Request) -> Iterator[str]:
 
 @lru_cache(maxsize=MAX_COUNTED_KEYS)
 def rank_partitions(affinity: str, num_partitions: int) -> tuple[int, ...]:
-    """All partitions in the order in which a key uses them, the same in every process.
+    """Return all partitions in the order in which a key uses them. It is the same in every process.
 
-    By rendezvous hashing: a partition that is added takes its part of the keys, and all others stay where they are.
+    The order comes from rendezvous hashing: a partition that is added takes its part of the keys, and all other keys
+    stay where they are.
     """
     start = hashlib.sha256(affinity.encode())
 
@@ -84,7 +87,7 @@ class _DecayingCount:
     count: float = 0.0
 
     def add_request(self, now_s: float) -> float:
-        """Count one more; how much there is now."""
+        """Count a request. Return the count."""
         passed_s = max(0.0, now_s - self.at_s)
         self.at_s += passed_s
         self.count = self.count * 0.5 ** (passed_s / HALF_LIFE_S) + 1.0
@@ -100,9 +103,10 @@ class _Key:
 class AffinityPartitioner:
     """Chooses the partitions of one topic, one request after the other. Thread-safe.
 
-    A key has one partition. As its share of this producer's recent requests grows beyond what one partition should
-    carry it gets 2, 4, … in turn, the first one always among them, and fewer when it cools down. The same calls give
-    the same partitions. What other producers send is not known here; a key that is hot for all is hot for each.
+    A key begins with one partition. As its share of this producer's recent requests grows beyond what one partition
+    should carry, its requests go to 2, 4, … partitions in turn, the first one always among them, and to fewer when the
+    share shrinks. The same calls give the same partitions. What other producers send is not known here, but a key that
+    is hot for all of them is hot for each.
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,7 @@ class AffinityPartitioner:
         self._all = _DecayingCount(0.0)
 
     def choose_partition(self, affinity: str, num_partitions: int, now_s: float) -> int:
-        """The partition of the next request with this affinity; `now_s` is any clock that does not go back."""
+        """Return the partition of the next request with this affinity. `now_s` is any clock that does not go back."""
         with self._lock:
             key = self._keys.setdefault(affinity, _Key(_DecayingCount(now_s)))
             self._keys.move_to_end(affinity)
@@ -123,7 +127,10 @@ class AffinityPartitioner:
 
     @staticmethod
     def _count_partitions(of_key: float, of_all: float, num_partitions: int) -> int:
-        """How many partitions a key with so many recent requests of all gets: a power of two, or all there are."""
+        """Return the number of partitions of a key: a power of two, or `num_partitions`.
+
+        `of_key` and `of_all` are the recent requests with this key, and all recent requests.
+        """
         by_share = math.ceil(of_key / of_all * num_partitions - SHARE_TOLERANCE)
         wanted = max(1, min(by_share, int(of_key / REQUESTS_PER_PARTITION)))
         return min(num_partitions, 1 << (wanted - 1).bit_length())

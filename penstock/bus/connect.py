@@ -1,4 +1,4 @@
-"""Which bus the settings ask for."""
+"""Chooses the bus by the settings."""
 
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses, kafka_security_config
@@ -7,7 +7,7 @@ from penstock.names import Pipeline
 
 
 def connect_bus(addresses: Addresses, settings: BusSettings) -> Bus:
-    """Kafka where an address is given, else Redis Streams on the stream server. Nothing is sent yet."""
+    """Return Kafka's bus if the settings have its address, else the bus on Redis Streams. Nothing is sent yet."""
     pipeline = Pipeline(addresses.pipeline)
     if addresses.kafka:
         from penstock.bus.kafka.bus import KafkaBus

@@ -23,7 +23,7 @@ from penstock.names import PriorityClass, Stage
 MAX_FOLLOWED_MESSAGES = 500
 """The most messages that a follower returns at once."""
 MAX_MESSAGE_BYTES = 2 * MAX_REQUEST_BYTES - 4096
-"""The most bytes of value, key and headers together: twice a request, less what a broker adds to a message."""
+"""The most bytes of value, key and headers together: twice the limit of a request, less what a broker adds."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Outgoing:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     affinity: str | None = None
-    """Messages of one affinity go to one worker while that worker can carry them (`penstock.bus.affinity`), where the
-    bus has partitions. It is not part of the written message."""
+    """Messages with the same affinity go to one worker as long as it can carry them, if the bus has partitions
+    (`penstock.bus.affinity`). The affinity is not part of the written message."""
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +101,7 @@ class Delivery:
     timestamp_s: float
     """When the message was published, seconds since the epoch."""
     is_held: bool = True
-    """False where the request was taken over from a dead worker: another member has, or will get, the delivery and
+    """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
     finishes it. The `position` is empty then."""
 
 
@@ -146,27 +146,28 @@ class Member(Protocol):
     def current_problem(self) -> str:
         """Why this member cannot work now, as far as it knows without asking the bus; empty where it knows no problem.
 
-        The bus cannot be reached or refuses something, or the member makes no progress though the bus answers. In the
-        last case `poll` raises `BusUnavailable` a moment later, and the caller has to join with a new member.
+        There are two kinds of problems: the bus cannot be reached or refuses something, or the member makes no progress
+        though the bus answers. With the second kind `poll` raises `BusUnavailable` a moment later, and the caller has
+        to join the group with a new member.
         """
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return at most `capacity[klass]` deliveries of each class, interactive first. Wait up to `timeout_s` for any.
 
-        A class without capacity is paused, and its assignment kept. A delivery that stays unsettled blocks none behind
-        it. Raise `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
+        A class without capacity is paused, and its assignment kept. A delivery that stays unsettled does not block
+        those behind it. Raise `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish all outputs, then finish all deliveries; in the decode stage together.
+        """Publish all outputs, then finish all deliveries. In the decode stage both happen together.
 
-        Raises `DeliveryLost` (naming the lost ones; nothing was done), `RequestTooLarge` (nothing was done),
-        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done.
+        Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (nothing was done),
+        `MemberFenced`, or `BusUnavailable`: then it is unknown whether the settlement was made.
 
-        In the decode stage settling the same again is safe then: `DeliveryLost` says that it was done, or that another
-        member has the delivery. In the prefill stage the outputs may be out already, so a job has to have a new name
-        when it is settled again. And once this returned, or even if it did not, the delivery may come again, here or
-        elsewhere: the record says what was handed off.
+        After `BusUnavailable` the decode stage may settle the same again: `DeliveryLost` means that the settlement was
+        made, or that another member has the delivery. In the prefill stage the outputs may be published already, so a
+        job must get a new name before it is settled again. There a delivery may come again even after this returned, to
+        this member or another one: the record knows which requests were handed off.
         """
 
     def count_held(self) -> int:
@@ -175,8 +176,8 @@ class Member(Protocol):
     def is_holding(self, delivery: Delivery) -> bool:
         """Return whether a delivery is still this member's, as far as it knows. After a pause it asks the bus.
 
-        A delivery that was taken over without its place in the bus (`is_held` is False) never is.
-        To be called before a request is claimed with the delivery. It may be lost a moment later; then `settle` raises.
+        A delivery that is not held in the bus (`is_held` is False) never is. Call this before a request is claimed with
+        the delivery. The delivery may be lost a moment later; then `settle` raises `DeliveryLost`.
         """
 
     def list_prefetched(self) -> list[Delivery]:
@@ -192,9 +193,9 @@ class Member(Protocol):
         """Return a reader for partitions of dead members; None where members share the topics."""
 
     def stop_consuming(self) -> None:
-        """Consume nothing more: new messages go to other members at once. Settling goes on.
+        """Stop reading: new messages go to other members at once. Settling goes on.
 
-        On Kafka the unsettled deliveries go to other members too: settling them raises `DeliveryLost` here.
+        On Kafka the unsettled deliveries go to other members too: settling them here raises `DeliveryLost`.
         """
 
     def close(self) -> None:
@@ -230,7 +231,7 @@ class FollowedMessage:
     offset: str
     """Where the message is in its partition. A follower that is opened with it as `after` goes on behind it."""
     message: Outgoing | None
-    """None where the log ends before the offset that was asked for: it is followed from this offset on."""
+    """The message; None where the log ends before the offset to go on from: the follower goes on from `offset`."""
 
 
 class Follower(Protocol):
@@ -239,9 +240,9 @@ class Follower(Protocol):
     def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
         """Return the next visible messages, at most `max_messages`. Wait up to `timeout_s` for any.
 
-        No message is skipped, and none is returned that a transaction may still abort. Messages that the topic does not
-        keep any more are passed over. Partitions that are added to the topic are read within some seconds. Raise
-        `BusUnavailable`: then a new follower goes on from the offsets that its owner keeps.
+        No message is skipped that the topic still keeps, and none is returned that a transaction may still abort.
+        Partitions that are added to the topic are read within some seconds. After `BusUnavailable` the owner opens a
+        new follower at the offsets that it keeps.
         """
 
     def close(self) -> None:

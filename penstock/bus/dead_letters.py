@@ -1,8 +1,8 @@
-"""Dead letters, the same on both buses.
+"""Builds dead letters. They are the same on both buses.
 
-A dead letter is the message as it came. Its headers say where it came from (`ORIGIN`), how often it was tried
-(`ATTEMPT`), why it is here (`REASON`), where that happened (`STACK`), and since when it is one (`BURIED`, milliseconds
-since the epoch).
+A dead letter is the message as it came. Its headers name the topic that it came from (`ORIGIN_HEADER`), how often it
+was tried (`ATTEMPT_HEADER`), the reason (`REASON_HEADER`), the stack of the error (`STACK_HEADER`), and when it became
+a dead letter (`BURIED_HEADER`, milliseconds since the epoch).
 """
 
 import time
@@ -20,13 +20,13 @@ from penstock.names import (
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
-"""The end of a stack says most."""
+"""Of a longer stack the end is kept, which shows where the error was raised."""
 
 
 def build_dead_letter(
     pipeline: Pipeline, delivery: Delivery, reason: str, stack: str = "", attempts: int = 1
 ) -> Outgoing:
-    """What goes to the dead-letter topic for a delivery that was tried so often."""
+    """Return the message for the dead-letter topic. `attempts` is how often the delivery was tried."""
     headers = dict(delivery.headers)
     if stack:
         headers[STACK_HEADER] = stack[-MAX_STACK_CHARS:]
@@ -39,7 +39,7 @@ def build_dead_letter(
 
 
 def _truncate_message(message: Outgoing) -> Outgoing:
-    """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
+    """Return a dead letter that fits into its topic: the beginning of the value, and the most important headers."""
     kept = {
         name: message.headers[name][:MAX_REASON_CHARS]
         for name in (ORIGIN_HEADER, REASON_HEADER, ATTEMPT_HEADER, BURIED_HEADER)

@@ -1,4 +1,4 @@
-"""What an older version put off to be tried again, in topics that nobody reads any more."""
+"""Messages that an older version deferred in retry topics, which this version does not read any more."""
 
 from penstock.bus.contract import Bus, Delivery, Outgoing
 from penstock.bus.dead_letters import build_dead_letter
@@ -10,7 +10,7 @@ _OLD_HEADERS = (ATTEMPT_HEADER, NOT_BEFORE, ORIGIN_HEADER, REASON_HEADER, STACK_
 
 
 def check_upgraded(bus: Bus) -> None:
-    """Raise `UpgradeNeeded` while there is something left that this version does not read, or `BusUnavailable`."""
+    """Raise `UpgradeNeeded` while messages are left in those topics. Raise `BusUnavailable` if that is not known."""
     if num := bus.count_old_retries():
         raise UpgradeNeeded(
             f"{num} messages are left in the retry topics of an older version: stop its workers, then run "
@@ -19,12 +19,15 @@ def check_upgraded(bus: Bus) -> None:
 
 
 def old_workers_error(stage: str) -> UpgradeNeeded:
-    """The error of a move that an older worker would not notice."""
+    """Return the error for moving messages while workers run: they may hold some of the messages."""
     return UpgradeNeeded(f"{stage} workers still run: stop all workers, then run penstock topics create again")
 
 
 def build_moved_message(pipeline: Pipeline, delivery: Delivery) -> Outgoing:
-    """A message of a retry topic as it goes back to where it came from; to the dead letters if it does not say that."""
+    """Return the message that moves a delivery from a retry topic back to the topic it came from.
+
+    If its headers do not name that topic, it becomes a dead letter.
+    """
     origin = delivery.headers.get(ORIGIN_HEADER, "")
     if origin not in (pipeline.request_topic(delivery.klass), pipeline.job_topic(delivery.klass)):
         return build_dead_letter(pipeline, delivery, "in the retry topic, but from no known topic")

@@ -435,7 +435,7 @@ class KafkaMember:
             self._holdings.note_committed(self._commits.note_answer(error, places))
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Commit what is finished of partitions, and forget them. librdkafka waits for the answer before it revokes them."""
+        """Commit what is finished of partitions, and forget them. librdkafka revokes them after the answer."""
         if self._outputs is not None:
             gone = {(old.topic, old.partition) for old in partitions}
             with self._state:

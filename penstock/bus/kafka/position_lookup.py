@@ -131,9 +131,7 @@ class PositionLookup:
         if error is None:
             return found
         if error.code() in ACCESS_ERRORS:
-            raise BusUnavailable(
-                f"Kafka refuses to return the group's committed offsets: check the user's rights: {error.str()}"
-            )
+            raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
         if len(partitions) == 1:
             log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
         return None

@@ -1,8 +1,8 @@
-"""The bus on Redis Streams: one stream a topic, one consumer group a stage. The embedded default.
+"""The bus on Redis Streams: one stream for each topic, one consumer group for each stage. It is the embedded default.
 
-A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept,
-trimmed to about `KEPT_ENTRIES`; of results none that is not counted yet, where somebody counts them. What is published
-is as durable as the server's `appendfsync` makes it.
+A message stays in its stream until it is settled, and is then deleted. Results and dead letters are kept: their streams
+are trimmed to about `MAX_KEPT_ENTRIES`, but results that the usage meter has still to count are never trimmed. What is
+published is as durable as the server's `appendfsync` makes it.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from penstock.redis.urls import hide_password
 MOVE = load_script("penstock.bus.streams", "move")
 
 STREAM_PARTITION = "all"
-"""What a stream's only part is called."""
+"""The name of a stream's only partition."""
 MAX_PAGE_ENTRIES = 1000
 PUBLISH_TIMEOUT_S = 5.0
 """How long a large message may take."""
@@ -57,30 +57,32 @@ class StreamsBus:
         self.settings = settings
 
     def create_topics(self) -> list[str]:
-        """Make the streams and both stages' groups; a group sees what was published before it was made."""
+        """Create the streams and both stages' groups. A group reads what was published before it was created, too."""
         missing = self.find_missing_topics()
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             for stage in STAGES:
                 create_groups(client, self.pipeline, stage)
             for topic in {self.pipeline.results_topic, self.pipeline.dead_letter_topic}.intersection(missing):
-                client.xgroup_create(
-                    self._stream_key(topic), "maker", id="0", mkstream=True
-                )  # how to make an empty one
+                # This is how to create an empty stream.
+                client.xgroup_create(self._stream_key(topic), "maker", id="0", mkstream=True)
                 client.xgroup_destroy(self._stream_key(topic), "maker")
         return missing
 
     def find_missing_topics(self) -> list[str]:
-        """Those of the pipeline's topics that have no stream."""
+        """Return the pipeline's topics that have no stream."""
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             return [topic for topic in self.pipeline.all_topics() if not client.exists(self._stream_key(topic))]
 
     def count_old_retries(self) -> int:
-        """The length of an older version's retry streams: what was settled is deleted there too."""
+        """Return the length of an older version's retry streams: settled messages are deleted there too."""
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             return sum(client.xlen(self._stream_key(topic)) for topic in self.pipeline.old_retry_topics())
 
     def move_old_retries(self) -> int:
-        """Move what is there, entry by entry, and drop the streams. No member may hold any of it."""
+        """Move the messages back, one by one, and delete the streams. Return how many messages were moved.
+
+        Raise `UpgradeNeeded` while a group has members, as they may hold some of the messages.
+        """
         if not self.count_old_retries():
             return 0
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
@@ -106,15 +108,15 @@ class StreamsBus:
         return num_moved
 
     def create_publisher(self) -> "StreamsPublisher":
-        """A producing side of its own."""
+        """Return a publisher with a connection of its own."""
         return StreamsPublisher(self)
 
     def join_group(self, stage: Stage, name: str) -> StreamsMember:
-        """Join a stage's group; an older member of the same name is fenced."""
+        """Join a stage's group, and return the member. An older member of the same name is fenced."""
         return StreamsMember(self.pipeline, self.url, self.settings, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:
-        """The length of each work stream: what is settled is deleted, and one group reads it."""
+        """Return the length of each input topic's stream: settled messages are deleted, and only one group reads it."""
         topics = [topic for stage in STAGES for topic in self.pipeline.input_topics(stage).values()]
         with (
             contextlib.closing(connect_client(self.url)) as client,
@@ -126,11 +128,11 @@ class StreamsBus:
             return dict(zip(topics, execute_pipeline(batch), strict=True))
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
-        """Read a topic's stream; it has one part, and a place is an entry's id."""
+        """Return a follower of a topic's stream. Its only partition is `STREAM_PARTITION`; offsets are entries' ids."""
         return StreamsFollower(self, topic, after.get(STREAM_PARTITION, "0"))
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Every message now in a topic; work that is settled is not there any more."""
+        """Return every message now in a topic. Settled messages are not there any more."""
         found: list[Outgoing] = []
         start = "-"
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
@@ -142,7 +144,7 @@ class StreamsBus:
                 start = f"({page[-1][0].decode()}"
 
     def check_connection(self, timeout_s: float = 5.0) -> str:
-        """One line about the server reached; raises `BusUnavailable`."""
+        """Return one line about the server. Raise `BusUnavailable`."""
         with contextlib.closing(connect_client(self.url, timeout_s)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
@@ -154,7 +156,7 @@ class StreamsBus:
 
 
 class StreamsFollower:
-    """Reads a stream from a place on."""
+    """Reads a stream from an entry on."""
 
     def __init__(self, bus: StreamsBus, topic: str, after: str) -> None:
         self._topic, self._after = topic, after
@@ -162,7 +164,7 @@ class StreamsFollower:
         self._client = connect_client(bus.url)
 
     def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
-        """The next messages; see `contract.Follower.read_messages`."""
+        """Return the next messages; see `contract.Follower.read_messages`."""
         found: list[FollowedMessage] = []
         end = time.monotonic() + timeout_s
         while not found:
@@ -196,7 +198,7 @@ class StreamsPublisher:
         self._client = connect_client(bus.url, PUBLISH_TIMEOUT_S)
 
     def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Add the messages in one round trip; see `contract.Publisher.send_messages`."""
+        """Add the messages in one round trip, and return a future for each; see `contract.Publisher.send_messages`."""
         sent = [create_started_future() for _ in messages]
         replies: Iterator[Any]
         try:
@@ -216,7 +218,7 @@ class StreamsPublisher:
         return sent
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Add the messages, all or none; raises `BusUnavailable`, or `RequestTooLarge`."""
+        """Add the messages, all or none. Raise `BusUnavailable` or `RequestTooLarge`."""
         check_size(messages)
         with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
             for message in messages:

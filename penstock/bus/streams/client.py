@@ -1,4 +1,4 @@
-"""What all clients of Redis Streams share: connections, entries, groups, and what errors mean."""
+"""The common part of all clients of Redis Streams: connections, entries, groups and errors."""
 
 import contextlib
 import json
@@ -15,18 +15,18 @@ from penstock.names import Pipeline, Stage
 from penstock.redis.client import REDIS_TIMEOUT_S, connection_pool
 
 MAX_KEPT_ENTRIES = 50_000
-"""About how many results and dead letters are kept."""
+"""About how many entries the streams of results and of dead letters keep, each."""
 
 
 def connect_client(url: str, timeout_s: float = REDIS_TIMEOUT_S) -> "redis.Redis":
-    """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
+    """Return a client that never repeats a command by itself: only the caller knows whether a command may run twice."""
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     return redis.Redis.from_pool(connection_pool(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
 
 
 @contextlib.contextmanager
 def bus_errors() -> Iterator[None]:
-    """Turn what the client raises into `BusUnavailable`."""
+    """Raise `BusUnavailable` instead of the errors of Redis' client."""
     try:
         yield
     except redis.RedisError as error:
@@ -34,14 +34,14 @@ def bus_errors() -> Iterator[None]:
 
 
 def to_bus_unavailable(error: redis.RedisError) -> BusUnavailable:
-    """Return what an error of the client means to whoever uses the bus."""
-    to_bus_unavailable = BusUnavailable(f"Redis: {error}")
-    to_bus_unavailable.__cause__ = error
-    return to_bus_unavailable
+    """Return `BusUnavailable` with an error of Redis' client as its cause."""
+    unavailable = BusUnavailable(f"Redis: {error}")
+    unavailable.__cause__ = error
+    return unavailable
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
-    """Make a stage's group on its streams where it is missing, from the beginning."""
+    """Create a stage's group on its streams where it is missing. It reads them from the beginning."""
     for topic in pipeline.input_topics(stage).values():
         try:
             client.xgroup_create(pipeline.stream_key(topic), pipeline.consumer_group(stage), id="0", mkstream=True)
@@ -51,12 +51,12 @@ def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> No
 
 
 def max_stream_entries(pipeline: Pipeline, topic: str) -> int:
-    """To how many entries a topic is trimmed; 0 for work, which is never trimmed."""
+    """Return to how many entries a topic is trimmed; 0 for an input topic of a stage, which is never trimmed."""
     return MAX_KEPT_ENTRIES if topic in {pipeline.results_topic, pipeline.dead_letter_topic} else 0
 
 
 def encode_entry(message: Outgoing) -> dict[str, str | bytes]:
-    """A stream entry: `value`, and where there are any `key` and `headers` (a JSON object)."""
+    """Return the fields of a message's stream entry: `value`, and if there are any, `key` and `headers` (JSON)."""
     fields: dict[str, str | bytes] = {"value": message.value}
     if message.key is not None:
         fields["key"] = as_bytes(message.key)
@@ -65,8 +65,8 @@ def encode_entry(message: Outgoing) -> dict[str, str | bytes]:
     return fields
 
 
-def _replace_half_characters(text: str) -> str:
-    """Text that can be sent on: JSON may hold half a character. Halves that stand for bytes (`as_text`) stay."""
+def _replace_lone_surrogates(text: str) -> str:
+    """Return text that can be encoded: JSON may hold lone surrogates. Those that stand for bytes (`as_text`) stay."""
     try:
         return as_text(as_bytes(text))
     except UnicodeEncodeError:
@@ -74,14 +74,14 @@ def _replace_half_characters(text: str) -> str:
 
 
 def decode_entry(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
-    """Value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
+    """Return value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
     key = fields.get(b"key")
     headers: dict[str, str] = {}
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(fields.get(b"headers", b"{}"))
         if isinstance(found, dict):
             headers = {
-                _replace_half_characters(name): _replace_half_characters(text)
+                _replace_lone_surrogates(name): _replace_lone_surrogates(text)
                 for name, text in found.items()
                 if isinstance(text, str)
             }

@@ -1,4 +1,4 @@
-"""A member of a stage's group on Redis Streams: who holds what, and what becomes of it when a member dies."""
+"""A member of a stage's group on Redis Streams. It also takes over the deliveries of dead members."""
 
 import contextlib
 import logging
@@ -31,9 +31,9 @@ RECLAIM = load_script("penstock.bus.streams", "reclaim")
 SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
-"""A waiting member looks this often for deliveries of members that left."""
+"""How often a waiting member looks for deliveries of members that are gone."""
 LEAVE_TIMEOUT_S = 0.5
-"""A member that leaves waits no longer for a beat under way: Redis may hang."""
+"""How long a member that leaves waits for its heartbeat thread, as Redis may hang."""
 
 MAX_PAGE_ENTRIES = 500
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
@@ -42,10 +42,9 @@ Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 class StreamsMember:
     """Reads the streams of a stage as one consumer of its group.
 
-    A member's key holds the token of its newest incarnation, and its consumer in the group is called `<name>/<token>`.
-    A daemon thread renews the key. An incarnation that was replaced or went silent is known by its consumer's name: a
-    member whose key expired or holds another token is considered dead, and within `LONGEST_BLOCK_S` another one with
-    room takes its deliveries over.
+    A member's key in Redis holds the token of its newest incarnation, whose consumer in the group has the name
+    `<name>/<token>`. A daemon thread renews the key. A consumer whose member's key expired or holds another token is
+    considered dead, and within `MAX_BLOCK_S` another member with capacity takes over its deliveries.
     """
 
     def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: Stage, name: str) -> None:
@@ -60,13 +59,13 @@ class StreamsMember:
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
         self._client = connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
-        self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
+        self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
         self._reclaim_at = 0.0
         self._beat_at = time.monotonic()
-        self._recovering = False  # a reply was lost: there may be deliveries of ours that we do not know
+        self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
-        self.current_problem = ""  # whoever polls is told
+        self.current_problem = ""  # always: an outage makes `poll` raise
         self._closing = threading.Event()
         self._join_group()
         self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)
@@ -95,7 +94,7 @@ class StreamsMember:
             return []
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish and finish in one script: a crash finds all of it done, or none."""
+        """Publish and finish in one script: after a crash either all of it happened, or none."""
         self._raise_if_fenced()
         if not settlements:
             return
@@ -135,13 +134,15 @@ class StreamsMember:
             raise DeliveryLost(lost)
 
     def count_held(self) -> int:
-        """How many deliveries this member holds unsettled."""
+        """Return how many deliveries this member holds unsettled."""
         with self._lock:
             return len(self._held)
 
     def is_holding(self, delivery: Delivery) -> bool:
-        """Whether it is still this member's. As long as it beats in time nobody takes its deliveries; of those that it
-        had when it was late, the server is asked.
+        """Return whether a delivery is still this member's.
+
+        As long as this member renews its key in time no other member takes its deliveries. The server is asked about
+        those that it held when a renewal was late.
         """
         where = _position_of(delivery)
         with self._lock:
@@ -159,26 +160,26 @@ class StreamsMember:
         return is_held
 
     def list_prefetched(self) -> list[Delivery]:
-        """Nothing: only what there is room for is fetched."""
+        """Return nothing: a member fetches only as many messages as it has capacity for."""
         return []
 
     def list_partitions(self) -> list[str]:
-        """None: members share the streams."""
+        """Return nothing: members share the streams."""
         return []
 
     def create_orphan_reader(self) -> None:
-        """None: what nobody has polled is everybody's."""
+        """Return None: any member can read the messages that no member has polled."""
 
     def stop_consuming(self) -> None:
-        """Nothing to do: what nobody has polled is everybody's."""
+        """Do nothing: any member can read the messages that this member has not polled."""
 
     def close(self) -> None:
-        """Leave the group: others take the unsettled deliveries over."""
+        """Leave the group: other members take over the unsettled deliveries."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._heart.join(LEAVE_TIMEOUT_S)
-        with contextlib.suppress(redis.RedisError):  # without it they wait for the session timeout
+        with contextlib.suppress(redis.RedisError):  # else they wait for the session timeout
             RELEASE_LEASE.run(self._client, [self._key], [self._token])
         self._client.close()
 
@@ -215,9 +216,9 @@ class StreamsMember:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
     def _fetch_available(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """What can be had without waiting, in the order in which it has a claim to the room.
+        """Return the deliveries that can be had without waiting. Capacity goes to them in this order.
 
-        1. Deliveries of ours whose reply was lost. 2. Those of members that are gone. 3. New messages.
+        1. Deliveries of this member whose reply was lost. 2. Those of members that are gone. 3. New messages.
         """
         left = {klass: max(0, capacity.get(klass, 0)) for klass in CLASSES}
         found: list[Delivery] = []
@@ -230,7 +231,7 @@ class StreamsMember:
         return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
     def _wait_for_message(self, wait_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Wait for the first new message."""
+        """Wait up to `wait_s` for a new message, and return its delivery."""
         wait_ms = max(1, int(1000 * wait_s))
         left = dict(capacity)
         topics = {
@@ -245,9 +246,9 @@ class StreamsMember:
 
     def _read_new(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         wanted = [(topic, count) for topic, count in self._list_streams(left) if count > 0]
-        ask, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
-        # A busy worker asks at each turn, and redis-py's own ways to ask take half as long again.
-        replies = execute_once(self._client, [[*ask, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
+        read, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
+        # A busy worker does this in each turn, and redis-py's own methods take half as long again.
+        replies = execute_once(self._client, [[*read, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():
@@ -255,7 +256,7 @@ class StreamsMember:
         return found
 
     def _recover_lost_replies(self, left: dict[PriorityClass, int]) -> list[Delivery]:
-        """Deliveries that are ours by the server's account and not by our own."""
+        """Return deliveries that the server has assigned to this member and that the member does not know."""
         with self._lock:
             known = set(self._held)
         found: list[Delivery] = []
@@ -277,11 +278,11 @@ class StreamsMember:
         return [entry for _, entries in reply or () for entry in entries]
 
     def _reclaim_dead_members(self, left: dict[PriorityClass, int]) -> list[Delivery]:
-        """Take over what members hold that are gone."""
+        """Take over the deliveries of members that are gone, and return them."""
         wanted = self._list_streams(left)
         keys = [self._pipeline.stream_key(topic) for topic, _ in wanted]
-        rooms = [min(count, MAX_PAGE_ENTRIES) for _, count in wanted]
-        taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *rooms])
+        capacities = [min(count, MAX_PAGE_ENTRIES) for _, count in wanted]
+        taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *capacities])
         found: list[Delivery] = []
         for (topic, _), entries in zip(wanted, taken, strict=True):
             pairs = [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
@@ -289,15 +290,15 @@ class StreamsMember:
         return found
 
     def _list_streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
-        """The topics of this stage, and how many messages of each may be taken now."""
+        """Return the topics of this stage, and how many messages of each may be taken now."""
         return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
 
     def _accept_entries(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
-        """Make deliveries of entries that are now ours."""
+        """Return the deliveries of entries that now belong to this member."""
         passed: list[bytes] = []
         found: list[Delivery] = []
         for entry_id, fields in entries:
-            if fields is None:  # somebody deleted it
+            if fields is None:  # it was deleted from the stream
                 passed.append(entry_id)
                 continue
             position = entry_id.decode()
