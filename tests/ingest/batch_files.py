@@ -1,14 +1,25 @@
-"""Batch files for the tests, and what came of them."""
+"""Batch files for the tests, a client that answers their rows, and what came of them."""
 
+import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from penstock.bus.connect import connect_bus
+from penstock.client.aio import AsyncClient
+from penstock.client.core import Answer, RequestFields
+from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
+from penstock.errors import BusUnavailable
+from penstock.ingest.batch.batches import BatchSpec, BatchStore
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.batch.shapes import NewBatch
+from penstock.ingest.batch.store import FileStore
+from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode_message
+from penstock.messages import Result, Timings, Usage, decode_message
 from penstock.names import Pipeline
 
 
@@ -56,3 +67,62 @@ def result_ids(stack: Stack, beginning: str) -> list[str]:
     """The ids of all results in the topic that begin so."""
     found = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
     return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]
+
+
+async def create_batch(objects: ObjectStorage, caller: Caller, content: bytes) -> BatchSpec:
+    """Make a batch of a gateway; nobody works on it yet."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield content
+
+    file = await FileStore(objects).save_file(caller.tenant, "in.jsonl", "batch", pieces())
+    new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    made = await BatchStore(objects).create_batch(caller, new, file)
+    spec = await BatchStore(objects).find_spec(caller.tenant, made.id)
+    assert spec is not None
+    return spec
+
+
+class ScriptedClient(AsyncClient):
+    """A client whose pipeline answers at once while it is open, and not at all while it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(Addresses(pipeline="scripted", stream_url="redis://127.0.0.1:1/0"))
+        self.submitted: list[str] = []
+        self.fields: list[RequestFields] = []
+        self.answered: list[str] = []
+        self.cancelled: list[str] = []
+        self.failures: list[Exception] = []
+        """The next submits and results fail with these."""
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.close_after: int | None = None
+        """It closes after so many answers."""
+        self.num_waiting = self.max_waiting = 0
+
+    async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
+        if self.failures and isinstance(self.failures[0], BusUnavailable):
+            raise self.failures.pop(0)
+        self.submitted.append(str(fields["id"]))
+        self.fields.append(fields)
+        return self.submitted[-1]
+
+    async def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
+        self.num_waiting += 1
+        self.max_waiting = max(self.max_waiting, self.num_waiting)
+        try:
+            await asyncio.sleep(0)  # so that others can be asked
+            if self.close_after is not None and len(self.answered) >= self.close_after:
+                self.is_open.clear()
+            await self.is_open.wait()
+            if self.failures:
+                raise self.failures.pop(0)
+        finally:
+            self.num_waiting -= 1
+        self.answered.append(request_id)
+        usage = Usage(prompt_tokens=3, completion_tokens=2)
+        return Answer(request_id, f"of {request_id}", [1, 2], "stop", usage, Timings(), [])
+
+    async def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        return True

@@ -23,15 +23,15 @@ from penstock.redis.client import async_redis_client
 DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
 
 
-class Line:
+class FixedLag:
     """A pipeline in which a request waits for so long, and an answer takes so many tokens."""
 
     def __init__(self, wait_s: float | None = 0.0, mean_output: float | None = None) -> None:
         self.wait_s, self.mean_output = wait_s, mean_output
-        self.num_looks = 0
+        self.num_reads = 0
 
-    async def lag(self, _: Pipeline) -> PipelineLag:
-        self.num_looks += 1
+    async def read(self, _: Pipeline) -> PipelineLag:
+        self.num_reads += 1
         return PipelineLag({}, dict.fromkeys(CLASSES, self.wait_s), None, dict.fromkeys(CLASSES, self.mean_output))
 
 
@@ -47,8 +47,8 @@ def tenant() -> str:
     return f"t-{uuid.uuid4().hex[:12]}"
 
 
-def gateway(client: "redis.asyncio.Redis", wait_s: float | None = 0.0) -> Admission:
-    return Admission(client, Line(wait_s).lag, AdmissionSettings(max_wait_s=10, max_batch_wait_s=100))
+def make_admission(client: "redis.asyncio.Redis", wait_s: float | None = 0.0) -> Admission:
+    return Admission(client, FixedLag(wait_s).read, AdmissionSettings(max_wait_s=10, max_batch_wait_s=100))
 
 
 async def refusal(asked: object) -> ApiError:
@@ -59,7 +59,7 @@ async def refusal(asked: object) -> ApiError:
 
 async def test_gateways_share_a_tenants_requests(client: "redis.asyncio.Redis", tenant: str) -> None:
     caller = Caller(tenant, requests_per_min=20)
-    gateways = [gateway(client) for _ in range(3)]
+    gateways = [make_admission(client) for _ in range(3)]
 
     async def ask(number: int) -> Ticket | ApiError:
         try:
@@ -79,53 +79,53 @@ async def test_gateways_share_a_tenants_requests(client: "redis.asyncio.Redis", 
 
 
 async def test_an_estimate_is_taken_and_corrected_at_the_end(client: "redis.asyncio.Redis", tenant: str) -> None:
-    caller, door = Caller(tenant, tokens_per_min=1000, requests_per_min=600), gateway(client)
-    ticket = await door.admit(caller, DEMO, "interactive", 900)
+    caller, admission = Caller(tenant, tokens_per_min=1000, requests_per_min=600), make_admission(client)
+    ticket = await admission.admit(caller, DEMO, "interactive", 900)
     assert 100 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) < 300
-    error = await refusal(door.admit(caller, DEMO, "interactive", 800))
+    error = await refusal(admission.admit(caller, DEMO, "interactive", 800))
     assert 20 <= int(error.headers["Retry-After"]) <= 42  # 700 tokens are missing, 16.7 come a second
     assert int(error.headers["x-ratelimit-remaining-requests"]) >= 598  # a refused request takes nothing
-    await door.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))
-    await door.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))  # once is enough
-    second = await door.admit(caller, DEMO, "interactive", 800)
+    await admission.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))
+    await admission.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))  # once is enough
+    second = await admission.admit(caller, DEMO, "interactive", 800)
     assert 150 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 400
-    await door.settle(second, Usage(prompt_tokens=800, completion_tokens=2000))  # it took more: the bucket owes
-    error = await refusal(door.admit(caller, DEMO, "interactive", 1))
+    await admission.settle(second, Usage(prompt_tokens=800, completion_tokens=2000))  # it took more: the bucket owes
+    error = await refusal(admission.admit(caller, DEMO, "interactive", 1))
     assert int(error.headers["Retry-After"]) > 60
 
 
 async def test_an_answer_without_a_limit_takes_what_answers_take(client: "redis.asyncio.Redis", tenant: str) -> None:
     """The mean is reserved, at the end what was used is taken; a bucket that is smaller than the mean lets it in."""
     caller = Caller(tenant, tokens_per_min=1000)
-    door = Admission(client, Line(mean_output=300.4).lag, AdmissionSettings())
-    ticket = await door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)
+    admission = Admission(client, FixedLag(mean_output=300.4).read, AdmissionSettings())
+    ticket = await admission.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)
     assert ticket.num_tokens == 400
     assert 600 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) < 700
-    await door.settle(ticket, Usage(prompt_tokens=90, completion_tokens=10))
-    second = await door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=2)
+    await admission.settle(ticket, Usage(prompt_tokens=90, completion_tokens=10))
+    second = await admission.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=2)
     assert second.num_tokens == 700
     assert 200 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 300
-    error = await refusal(door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1))
+    error = await refusal(admission.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1))
     assert (error.status, error.code) == (429, "rate_limit_exceeded")
-    await door.settle(second, Usage(prompt_tokens=100, completion_tokens=5000))
-    error = await refusal(door.admit(caller, DEMO, "interactive", 1))
+    await admission.settle(second, Usage(prompt_tokens=100, completion_tokens=5000))
+    error = await refusal(admission.admit(caller, DEMO, "interactive", 1))
     assert int(error.headers["Retry-After"]) > 200, "the bucket owes what the answers took"
     small = Caller(f"{tenant}-small", tokens_per_min=250)
-    assert (await door.admit(small, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)).num_tokens == 250
+    assert (await admission.admit(small, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)).num_tokens == 250
     capped = Caller(f"{tenant}-capped", max_request_tokens=50)
-    assert (await door.admit(capped, DEMO, "interactive", 100, max_output=50, num_open=1)).num_tokens == 150
+    assert (await admission.admit(capped, DEMO, "interactive", 100, max_output=50, num_open=1)).num_tokens == 150
 
 
 async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", tenant: str) -> None:
-    door = gateway(client)
+    admission = make_admission(client)
     caller = Caller(tenant, classes=("batch",), tokens_per_min=100, max_request_tokens=50)
-    error = await refusal(door.admit(caller, DEMO, "interactive", 5))
+    error = await refusal(admission.admit(caller, DEMO, "interactive", 5))
     assert (error.status, error.code) == (403, "class_not_allowed")
-    error = await refusal(door.admit(caller, DEMO, "batch", 60, max_output=51))
+    error = await refusal(admission.admit(caller, DEMO, "batch", 60, max_output=51))
     assert (error.status, error.body.error.param) == (400, "max_tokens")
-    error = await refusal(door.admit(caller, DEMO, "batch", 101, max_output=50))
+    error = await refusal(admission.admit(caller, DEMO, "batch", 101, max_output=50))
     assert (error.status, "Retry-After" in error.headers) == (413, False)
-    assert await door.admit(caller, DEMO, "batch", 100, max_output=50)
+    assert await admission.admit(caller, DEMO, "batch", 100, max_output=50)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", te
 async def test_the_lag_says_when_to_come_again(
     client: "redis.asyncio.Redis", wait_s: float | None, wanted_s: float | None, code: str, after: int
 ) -> None:
-    door = gateway(client, wait_s)
+    admission = make_admission(client, wait_s)
     if not code:
-        assert await door.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s)
+        assert await admission.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s)
         return
-    error = await refusal(door.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s))
+    error = await refusal(admission.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s))
     assert (error.status, error.code, error.headers["Retry-After"]) == (429, code, str(after))
     if code == "overloaded":
-        assert await door.admit(Caller(), DEMO, "batch", 10)  # which may wait for longer
+        assert await admission.admit(Caller(), DEMO, "batch", 10)  # which may wait for longer
 
 
 async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipeline: Pipeline) -> None:
@@ -179,32 +179,32 @@ async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipe
 async def test_what_nobody_settles_counts_for_a_while_only(
     client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door = gateway(client, 5.0)
+    admission = make_admission(client, 5.0)
     monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 0)
-    lost = [await door.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
+    lost = [await admission.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
     monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 60)
-    kept = await door.admit(Caller("kept"), pipeline, "interactive", 100)
-    other = await door.admit(Caller("other"), pipeline, "interactive", 100)
+    kept = await admission.admit(Caller("kept"), pipeline, "interactive", 100)
+    other = await admission.admit(Caller("other"), pipeline, "interactive", 100)
     holders = await client.hkeys(pipeline.shares_key("tokens"))
     assert holders == [b"kept", b"other"]
-    more = await door.admit(Caller("kept"), pipeline, "interactive", 100)
-    error = await refusal(door.admit(Caller("kept"), pipeline, "interactive", 100))
+    more = await admission.admit(Caller("kept"), pipeline, "interactive", 100)
+    error = await refusal(admission.admit(Caller("kept"), pipeline, "interactive", 100))
     assert (error.status, error.code, error.headers["Retry-After"]) == (429, "over_share", "5")
     for ticket in (*lost, kept, other, more):
-        await door.settle(ticket, Usage())
+        await admission.settle(ticket, Usage())
     assert await client.hgetall(pipeline.shares_key("tokens")) == {}
 
 
-async def test_requests_that_come_together_look_once(client: "redis.asyncio.Redis") -> None:
-    line = Line()
-    door = Admission(client, line.lag, AdmissionSettings())
-    await asyncio.gather(*(door.admit(Caller(), DEMO, "interactive", 1) for _ in range(100)))
-    assert line.num_looks == 1
+async def test_requests_that_come_together_read_the_lag_once(client: "redis.asyncio.Redis") -> None:
+    fixed = FixedLag()
+    admission = Admission(client, fixed.read, AdmissionSettings())
+    await asyncio.gather(*(admission.admit(Caller(), DEMO, "interactive", 1) for _ in range(100)))
+    assert fixed.num_reads == 1
 
 
 async def test_without_redis_nobody_with_a_limit_is_admitted() -> None:
     client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
-    door = gateway(client)
+    admission = make_admission(client)
     with pytest.raises(BusUnavailable):
-        await door.admit(Caller(requests_per_min=10), DEMO, "interactive", 1)
+        await admission.admit(Caller(requests_per_min=10), DEMO, "interactive", 1)
     await client.aclose()

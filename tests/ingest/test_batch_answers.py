@@ -1,17 +1,16 @@
 """The answering of a batch's rows, of a gateway's batch and of one from the command line; the pipeline is scripted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence, Set
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
 import pytest
 from obstore.store import MemoryStore
 
 from penstock.client.aio import AsyncClient
-from penstock.client.core import Answer, RequestFields
-from penstock.config.addresses import Addresses
 from penstock.config.settings import BatchSettings
 from penstock.errors import BusUnavailable, ModelError, StreamExpired, StreamTimeout
 from penstock.ingest.batch import answer as answer_module
@@ -21,60 +20,15 @@ from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
 from penstock.ingest.batch.objects import ObjectStorage
-from penstock.ingest.batch.shapes import LineError, NewBatch
+from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
-from penstock.messages import Timings, Usage
-from tests.ingest.batch_files import each_once, lines, read, read_file, row
+from tests.ingest.batch_files import ScriptedClient, create_batch, each_once, lines, read, read_file, row
 
 MAX_ROWS = 4
-
-
-class ScriptedPipeline(AsyncClient):
-    """A client whose pipeline answers at once while it is open, and not at all while it is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(Addresses(pipeline="scripted", stream_url="redis://127.0.0.1:1/0"))
-        self.submitted: list[str] = []
-        self.fields: list[RequestFields] = []
-        self.answered: list[str] = []
-        self.cancelled: list[str] = []
-        self.failures: list[Exception] = []
-        """The next submits and results fail with these."""
-        self.is_open = asyncio.Event()
-        self.is_open.set()
-        self.close_after: int | None = None
-        """It closes after so many answers."""
-        self.num_waiting = self.max_waiting = 0
-
-    async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
-        if self.failures and isinstance(self.failures[0], BusUnavailable):
-            raise self.failures.pop(0)
-        self.submitted.append(str(fields["id"]))
-        self.fields.append(fields)
-        return self.submitted[-1]
-
-    async def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
-        self.num_waiting += 1
-        self.max_waiting = max(self.max_waiting, self.num_waiting)
-        try:
-            await asyncio.sleep(0)  # so that others can be asked
-            if self.close_after is not None and len(self.answered) >= self.close_after:
-                self.is_open.clear()
-            await self.is_open.wait()
-            if self.failures:
-                raise self.failures.pop(0)
-        finally:
-            self.num_waiting -= 1
-        self.answered.append(request_id)
-        usage = Usage(prompt_tokens=3, completion_tokens=2)
-        return Answer(request_id, f"of {request_id}", [1, 2], "stop", usage, Timings(), [])
-
-    async def cancel(self, request_id: str) -> bool:
-        self.cancelled.append(request_id)
-        return True
+CALLER = Caller(tenant="t", max_request_tokens=500)
 
 
 class BatchKind(Protocol):
@@ -93,25 +47,17 @@ class BatchKind(Protocol):
 class GatewayBatch:
     """One that a gateway works on."""
 
-    def __init__(self, objects: ObjectStorage) -> None:
-        self.objects, self.batches, self.files = objects, BatchStore(objects), FileStore(objects)
+    def __init__(self, objects: ObjectStorage, caller: Caller = CALLER) -> None:
+        self.objects, self.batches, self.files, self.caller = objects, BatchStore(objects), FileStore(objects), caller
         self.settings = BatchSettings(rows_in_flight=MAX_ROWS, max_lines=30)
         self.spec: BatchSpec
 
     async def create(self, content: bytes) -> list[tuple[int | None, str]]:
-        async def pieces() -> AsyncIterator[bytes]:
-            yield content
-
-        file = await self.files.save_file("t", "in.jsonl", "batch", pieces())
-        new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-        made = await self.batches.create_batch(Caller(tenant="t", max_request_tokens=500), new, file)
-        spec = await self.batches.find_spec("t", made.id)
-        assert spec is not None
-        self.spec = spec
+        self.spec = await create_batch(self.objects, self.caller, content)
         return [(one.line, one.message) for one in await self.find_errors()]
 
     async def find_errors(self) -> list[LineError]:
-        pipeline = ScriptedPipeline()
+        pipeline = ScriptedClient()
         pipeline.is_open.clear()
         async with under_way(self.run(pipeline)):
             while (state := await self.batches.read_state(self.spec)).status == "validating":
@@ -127,8 +73,8 @@ class GatewayBatch:
     async def read_rows(self) -> list[dict[str, Any]]:
         state, content = await self.batches.read_state(self.spec), b""
         for name in filter(None, (state.output_file_id, state.error_file_id)):
-            file = await self.files.find_file("t", name)
-            content += b"".join([piece async for piece in self.files.read_content("t", file)])
+            file = await self.files.find_file(self.caller.tenant, name)
+            content += b"".join([piece async for piece in self.files.read_content(self.caller.tenant, file)])
         return read(content)
 
 
@@ -143,8 +89,8 @@ class CommandBatch:
         try:
             await check_batch_file(self.source)
         except JournalError as error:
-            told = [line.strip().partition(": ") for line in str(error).splitlines()[1:]]
-            return [(int(where.removeprefix("line ")), what) if what else (None, where) for where, _, what in told]
+            errors = [line.strip().partition(": ") for line in str(error).splitlines()[1:]]
+            return [(int(where.removeprefix("line ")), what) if what else (None, where) for where, _, what in errors]
         return []
 
     async def run(self, pipeline: AsyncClient) -> None:
@@ -156,14 +102,29 @@ class CommandBatch:
         return read_file(self.output) + read_file(self.errors)
 
 
-@pytest.fixture(params=["gateway", "command"])
-def batch(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchKind]:
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (journal_module, work_module):
         monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(work_module, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(journal_module, "MAX_ROWS_IN_FLIGHT", MAX_ROWS)
-    with closing(ObjectStorage(MemoryStore())) as objects:
-        yield GatewayBatch(objects) if request.param == "gateway" else CommandBatch(tmp_path)
+
+
+@pytest.fixture
+def objects() -> Iterator[ObjectStorage]:
+    with closing(ObjectStorage(MemoryStore())) as made:
+        yield made
+
+
+@pytest.fixture(params=["gateway", "command"])
+def batch(request: pytest.FixtureRequest, tmp_path: Path, objects: ObjectStorage) -> BatchKind:
+    return GatewayBatch(objects) if request.param == "gateway" else CommandBatch(tmp_path)
+
+
+URLS = {
+    GatewayBatch: "'/v1/chat/completions'",
+    CommandBatch: "'/v1/chat/completions' or '/v1/completions' or '/v1/responses'",
+}
 
 
 @asynccontextmanager
@@ -189,7 +150,7 @@ async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchK
     rows[3], rows[4], rows[5] = row(3, temperature=99), row(4, stream=True), row(5)
     del rows[5]["body"]["model"]
     assert await batch.create(lines(rows)) == []
-    pipeline = ScriptedPipeline()
+    pipeline = ScriptedClient()
     await batch.run(pipeline)
     found = await batch.read_rows()
     assert each_once(found, 20)
@@ -207,7 +168,7 @@ async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchK
 
 async def test_so_many_rows_are_under_way_and_no_more(batch: BatchKind) -> None:
     await batch.create(lines([row(number) for number in range(3 * MAX_ROWS)]))
-    pipeline = ScriptedPipeline()
+    pipeline = ScriptedClient()
     pipeline.is_open.clear()
     async with under_way(batch.run(pipeline)) as running:
         await until(lambda: pipeline.num_waiting == MAX_ROWS)
@@ -221,7 +182,7 @@ async def test_so_many_rows_are_under_way_and_no_more(batch: BatchKind) -> None:
 async def test_stopped_it_goes_on_and_asks_no_finished_row_again(batch: BatchKind, first: int) -> None:
     """What is finished is written when it stops; what is asked again is asked under its old id."""
     await batch.create(lines([row(number) for number in range(12)]))
-    before, after = ScriptedPipeline(), ScriptedPipeline()
+    before, after = ScriptedClient(), ScriptedClient()
     before.close_after = first
     async with under_way(batch.run(before)):
         await until(lambda: not before.is_open.is_set())
@@ -240,7 +201,7 @@ async def test_stopped_it_goes_on_and_asks_no_finished_row_again(batch: BatchKin
 )
 async def test_an_outage_is_waited_for(batch: BatchKind, failure: Exception) -> None:
     await batch.create(lines([row(number) for number in range(3)]))
-    pipeline = ScriptedPipeline()
+    pipeline = ScriptedClient()
     pipeline.failures = [failure] * 2
     await batch.run(pipeline)
     found = await batch.read_rows()
@@ -250,7 +211,7 @@ async def test_an_outage_is_waited_for(batch: BatchKind, failure: Exception) -> 
 
 async def test_a_request_that_fails_is_the_line_of_its_row(batch: BatchKind) -> None:
     await batch.create(lines([row(number) for number in range(3)]))
-    pipeline = ScriptedPipeline()
+    pipeline = ScriptedClient()
     pipeline.failures = [ModelError("it cannot")]
     await batch.run(pipeline)
     found = await batch.read_rows()
@@ -263,19 +224,10 @@ async def test_a_request_that_fails_is_the_line_of_its_row(batch: BatchKind) -> 
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
     assert await batch.create(lines([row(0), row(0), {**row(1), "url": "/v1/none"}]) + b"{") == [
         (2, "The custom_id 'row-0' was used before in this file."),
-        (3, ANY_URL_MESSAGE[type(batch)]),
+        (3, f"The 'url' must be {URLS[type(batch)]}."),
         (4, "This line is not parseable as valid JSON."),
     ]
-
-
-async def test_an_empty_file_is_refused(batch: BatchKind) -> None:
     assert await batch.create(b"\n \n") == [(None, "The file has no requests.")]
-
-
-ANY_URL_MESSAGE = {
-    GatewayBatch: "The 'url' must be '/v1/chat/completions'.",
-    CommandBatch: "The 'url' must be '/v1/chat/completions' or '/v1/completions' or '/v1/responses'.",
-}
 
 
 class Sink:
@@ -317,33 +269,30 @@ def make_run(sink: Sink, pipeline: AsyncClient, num_rows: int, flush_interval_s:
     return BatchRun(batch, Pipelines(find_client, MAX_ROWS), sink.write_rows, lambda _: None)
 
 
-NONE: Set[int] = frozenset()
-
-
 async def test_no_more_rows_are_read_than_are_under_way() -> None:
     """So a batch takes no more memory than that, however slow its pipeline is."""
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     pipeline.is_open.clear()
-    async with under_way(make_run(sink, pipeline, 5 * MAX_ROWS).answer_rows(NONE)):
+    async with under_way(make_run(sink, pipeline, 5 * MAX_ROWS).answer_rows(frozenset())):
         await until(lambda: pipeline.num_waiting == MAX_ROWS)
         assert sink.num_read == MAX_ROWS + 1
 
 
 async def test_rows_are_written_while_others_are_under_way() -> None:
     """So a process that is killed loses those of the last moment alone."""
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     pipeline.close_after = 3
-    async with under_way(make_run(sink, pipeline, 6).answer_rows(NONE)):
+    async with under_way(make_run(sink, pipeline, 6).answer_rows(frozenset())):
         await until(lambda: len(sink.written) >= 3)
         assert pipeline.num_waiting > 0
 
 
 async def test_stopping_in_the_middle_of_a_write_writes_each_row_once() -> None:
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     sink.is_free.clear()
     pipeline.close_after = 6
     run = make_run(sink, pipeline, 12)
-    answering = asyncio.create_task(run.answer_rows(NONE))
+    answering = asyncio.create_task(run.answer_rows(frozenset()))
     await until(lambda: sink.num_writers and len(pipeline.answered) >= 6)
     answering.cancel()
     for _ in range(100):  # what is cancelled comes to its end, but for the write
@@ -355,11 +304,11 @@ async def test_stopping_in_the_middle_of_a_write_writes_each_row_once() -> None:
 
 
 async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     sink.error, pipeline.close_after = ApiError(503, "the file store cannot be used now"), 3
     run = make_run(sink, pipeline, 12)
     with pytest.raises(ApiError, match="the file store"):
-        await run.answer_rows(NONE)
+        await run.answer_rows(frozenset())
     assert not sink.written
     sink.error = None
     await run.flush_rows()
@@ -368,38 +317,99 @@ async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
 
 async def test_many_rows_are_written_before_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "MAX_GROUP_ROWS", 5)
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     pipeline.close_after = 8
-    async with under_way(make_run(sink, pipeline, 12, flush_interval_s=3600).answer_rows(NONE)):
+    async with under_way(make_run(sink, pipeline, 12, flush_interval_s=3600).answer_rows(frozenset())):
         await until(lambda: len(sink.written) >= 5)
 
 
 async def test_rows_that_are_skipped_are_cancelled_if_they_may_be_under_way() -> None:
-    sink, pipeline = Sink(), ScriptedPipeline()
+    sink, pipeline = Sink(), ScriptedClient()
     await make_run(sink, pipeline, 3 * MAX_ROWS).skip_rows({1, 2}, "batch_cancelled")
     assert sink.written == list(range(3, 3 * MAX_ROWS + 1))
     assert pipeline.cancelled == [f"chatcmpl-b-{number}" for number in range(3, 3 + MAX_ROWS)]
     assert pipeline.submitted == []
 
 
-async def test_counts_are_right_after_a_crash_between_a_part_and_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(ObjectStorage(MemoryStore())) as objects:
-        batch = GatewayBatch(objects)
-        await batch.create(lines([row(number) for number in range(3)]))
+async def test_counts_are_right_after_a_crash_between_a_part_and_its_counts(
+    objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = GatewayBatch(objects)
+    await batch.create(lines([row(number) for number in range(3)]))
 
-        async def crash(store: BatchStore, spec: BatchSpec, state: Any) -> None:
-            raise ApiError(503, "crashed")
+    async def crash(store: BatchStore, spec: BatchSpec, state: Any) -> None:
+        raise ApiError(503, "crashed")
 
-        monkeypatch.setattr(BatchStore, "save_state", crash)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchStore, "save_state", crash)
         with pytest.raises(ApiError, match="crashed"):
-            await batch.run(ScriptedPipeline())
-        monkeypatch.undo()
-        after = ScriptedPipeline()
-        await batch.run(after)
-        assert after.submitted == []
-        state = await batch.batches.read_state(batch.spec)
-        assert (state.status, state.request_counts.completed, state.request_counts.failed) == ("completed", 3, 0)
-        assert each_once(await batch.read_rows(), 3)
+            await batch.run(ScriptedClient())
+    after = ScriptedClient()
+    await batch.run(after)
+    assert after.submitted == []
+    state = await batch.batches.read_state(batch.spec)
+    assert (state.status, state.request_counts.completed, state.request_counts.failed) == ("completed", 3, 0)
+    assert each_once(await batch.read_rows(), 3)
+
+
+async def test_a_file_with_too_many_lines_is_refused(objects: ObjectStorage) -> None:
+    batch = GatewayBatch(objects)
+    assert await batch.create(lines([row(number) for number in range(31)])) == [(None, "A batch may have 30 requests.")]
+    state = await batch.batches.read_state(batch.spec)
+    assert (state.status, state.output_file_id) == ("failed", None)
+
+
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+async def test_a_batch_that_ends_early_gives_what_is_finished(objects: ObjectStorage, status: str) -> None:
+    """It is cancelled, or its window ends, while no gateway works on it."""
+    batch, before, after = GatewayBatch(objects), ScriptedClient(), ScriptedClient()
+    await batch.create(lines([row(number) for number in range(24)]))
+    before.close_after = 4
+    async with under_way(batch.run(before)):
+        await until(lambda: not before.is_open.is_set())
+    if status == "cancelled":
+        await batch.batches.cancel_batch(batch.caller.tenant, batch.spec.id)
+    else:
+        batch.spec = batch.spec.model_copy(update={"expires_at": int(time.time())})
+    after.is_open.clear()
+    await batch.run(after)
+    found, state = await batch.read_rows(), await batch.batches.read_state(batch.spec)
+    assert state.status == status
+    assert each_once(found, 24)
+    failed = [one for one in found if one["response"] is None]
+    assert {one["error"]["code"] for one in failed} == {f"batch_{status}"}
+    assert state.request_counts.completed == len(before.answered) == 24 - len(failed) >= 4
+    assert state.request_counts.failed == len(failed)
+
+
+async def test_open_batches_have_a_limit_of_tokens(objects: ObjectStorage) -> None:
+    """They are counted until they end; a batch that would be too much fails."""
+    poor = Caller(tenant="poor", max_batch_tokens=1500)
+    first, second, third = (GatewayBatch(objects, poor) for _ in range(3))
+    content = lines([row(number, 8) for number in range(15)])
+    assert await first.create(content) == []
+    await second.create(content)
+    assert [one.code for one in await second.find_errors()] == ["token_limit_exceeded"]
+    assert await GatewayBatch(objects, Caller(tenant="rich")).create(content) == []
+    await first.run(ScriptedClient())
+    assert await third.create(content) == []
+
+
+async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: ObjectStorage) -> None:
+    clients = {"demo": ScriptedClient(), "dead": ScriptedClient()}
+    clients["dead"].is_open.clear()
+
+    async def find_client(model: str) -> AsyncClient:
+        return clients[model]
+
+    pipelines, settings = Pipelines(find_client, MAX_ROWS), BatchSettings(rows_in_flight=MAX_ROWS)
+    content = {model: lines([row(number, model=model) for number in range(3 * MAX_ROWS)]) for model in clients}
+    dead, live = [await create_batch(objects, CALLER, content[model]) for model in ("dead", "demo")]
+    async with under_way(BatchWork(objects, dead, pipelines, settings).run()):
+        await until(lambda: clients["dead"].num_waiting == MAX_ROWS)
+        await BatchWork(objects, live, pipelines, settings).run()
+    state = await BatchStore(objects).read_state(live)
+    assert (state.status, state.request_counts.completed) == ("completed", 3 * MAX_ROWS)
 
 
 async def test_a_journal_of_an_older_version_is_gone_on_with(tmp_path: Path) -> None:
@@ -413,7 +423,7 @@ async def test_a_journal_of_an_older_version_is_gone_on_with(tmp_path: Path) -> 
         f'{{"v": 1, "run": "9a7c", "input": "{digest}", "output": 0, "errors": 0}}\n'
         '{"ok": [2], "failed": [1], "output": 23, "errors": 23}\n'
     )
-    pipeline = ScriptedPipeline()
+    pipeline = ScriptedClient()
     await batch.run(pipeline)
     assert sorted(pipeline.submitted) == ["chatcmpl-9a7c-3", "chatcmpl-9a7c-4"]
     assert each_once(await batch.read_rows(), 4)

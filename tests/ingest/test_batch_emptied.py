@@ -14,8 +14,8 @@ from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
 from sim.forked import fork_process
+from tests.gateways import GatewayProcess
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
-from tests.ingest.gateways import GatewayProcess
 from tests.ingest.impatient import penstock
 
 ROWS, SHORT = 40, 24

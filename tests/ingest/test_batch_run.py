@@ -94,8 +94,8 @@ def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: i
         path, whole = journal.path, journal.path.read_bytes()
     path.write_bytes(whole[: min(kept, len(whole))])
     with Journal(output, errors, "input") as journal:
-        told = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
-        assert sorted(told) == [b"row %d" % number for number in sorted(journal.finished_rows)]
+        rows = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
+        assert sorted(rows) == [b"row %d" % number for number in sorted(journal.finished_rows)]
         journal.write_rows(
             [
                 FinishedRow(number, b"row %d" % number, is_ok=True)

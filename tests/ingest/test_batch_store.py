@@ -257,12 +257,8 @@ async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
     total, errors = await check_lines(split_lines(pieces_of(good, *bad)), (CHAT,), 100)
     assert total == 7
     assert [(error.line, error.code) for error in errors] == [
-        (2, "invalid_json_line"),
-        (3, "invalid_custom_id"),
-        (4, "invalid_json_line"),
-        (5, "invalid_method"),
-        (6, "missing_required_parameter"),
-        (7, "duplicate_custom_id"),
-    ]
+        (2, "invalid_json_line"), (3, "invalid_custom_id"), (4, "invalid_json_line"), (5, "invalid_method"),
+        (6, "missing_required_parameter"), (7, "duplicate_custom_id"),
+    ]  # fmt: skip
     _, errors = await check_lines(split_lines(pieces_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
     assert len(errors) == 100

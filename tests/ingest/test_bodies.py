@@ -41,19 +41,9 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "no turn": (CHAT, {"messages": []}, "messages", "invalid_value"),
 }  # fmt: skip
 OURS = (
-    "tenant",
-    "epoch",
-    "class",
-    "klass",
-    "weight",
-    "id",
-    "deadline",
-    "session",
-    "attempt",
-    "v",
-    "token_ids",
+    "tenant", "epoch", "class", "klass", "weight", "id", "deadline", "session", "attempt", "v", "token_ids",
     "request_ids",
-)
+)  # fmt: skip
 """Fields of requests and records: who sends them would speak for others."""
 
 
@@ -92,16 +82,13 @@ def test_there_is_no_reasoning_to_include() -> None:
 @pytest.mark.parametrize(
     ("path", "param"),
     [
-        ("/v1/chat/completions", "messages"),
-        ("/v1/completions", "prompt"),
-        ("/v1/responses", "input"),
-        ("/v1/responses/resp_1", "input"),
-        ("/v1/files", None),
+        ("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input"),
+        ("/v1/responses/resp_1", "input"), ("/v1/files", None),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, param: str | None) -> None:
-    told = to_api_error(PromptTooLong("too long"), find_prompt_field(path))
-    assert (told.status, told.code, told.param) == (400, "context_length_exceeded", param)
+    error = to_api_error(PromptTooLong("too long"), find_prompt_field(path))
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", param)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Backend:
         assert process.returncode == 0, process.read_log_tail()
 
 
-def written(line: InProcessPipeline, results: list[Result], *, committed: bool) -> None:
+def write_results(line: InProcessPipeline, results: list[Result], *, committed: bool) -> None:
     """Results in a transaction, and how it ends."""
     settings = {"bootstrap.servers": line.addresses.kafka, "transactional.id": f"{line.pipeline.name}-test"}
     producer = Producer(settings)
@@ -111,20 +111,20 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProce
     backend = Backend(start_or_skip(lambda: LANGUAGES[language](tmp_path)), line, tmp_path)
     process = backend.start()
     wait_until(lambda: len(backend.rows()) == 3 or not process.is_alive(), 60, "the questions are in the table")
-    lies = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]
-    written(line, lies, committed=False)
-    written(line, [Result(id="somebody-elses", finish_reason="stop")], committed=True)
+    false_results = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]
+    write_results(line, false_results, committed=False)
+    write_results(line, [Result(id="somebody-elses", finish_reason="stop")], committed=True)
     backend.answered(process)
 
     first = backend.rows()
     assert len(first) == 3, process.read_log_tail()
-    said = {request.prompt: answer for request, answer in first.values()}
-    assert all(answer is not None and answer.tenant == "shop" for answer in said.values())
+    by_prompt = {request.prompt: answer for request, answer in first.values()}
+    assert all(answer is not None and answer.tenant == "shop" for answer in by_prompt.values())
     for prompt, klass in (("In the beginning", "interactive"), ("And God said", "batch")):
-        answer = said[prompt]
+        answer = by_prompt[prompt]
         assert answer is not None
         assert (answer.klass, answer.finish_reason, answer.usage.completion_tokens) == (klass, "length", 16)
-    refused = said["The LORD"]
+    refused = by_prompt["The LORD"]
     assert refused is not None
     assert refused.error is not None
     assert refused.error.code == "unknown_model"
@@ -138,7 +138,7 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProce
         assert headers["penstock-class"] == request.klass
         assert float(headers["penstock-deadline"]) == request.deadline
 
-    written(line, lies, committed=True)  # a second result with the same id: the first counts
+    write_results(line, false_results, committed=True)  # a second result with the same id: the first counts
     backend.ask({"v": 1, "id": "late", "tenant": "shop", "class": "batch", "deadline": 1.0, "prompt": "Amen"})
     backend.answered(backend.start())
     second = backend.rows()

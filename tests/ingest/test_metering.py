@@ -6,17 +6,16 @@ import random
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Outgoing
-from penstock.cli.main import app
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest import metering
@@ -27,10 +26,11 @@ from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
 from sim.forked import fork_process
+from tests.commands import Terminal
 from tests.ingest import meter_process
 
 
-class Place:
+class PublishedResults:
     """A pipeline whose results are made up here."""
 
     def __init__(self, pipeline: Pipeline, kafka: str, redis_url: str) -> None:
@@ -60,12 +60,12 @@ class Place:
             self.used[tenant] = metering.add_sums([so_far, UsageSums(1, prompt - cached, cached, output)])
         self.publisher.publish(made)
 
-    def again(self, count: int) -> None:
+    def publish_again(self, count: int) -> None:
         """Second results of the same ids, and what is no result."""
         made = [Outgoing(self.pipeline.results_topic, value, json.loads(value)["id"]) for value in self.sent[-count:]]
         self.publisher.publish([*made, Outgoing(self.pipeline.results_topic, b"no result")])
 
-    def counted(self) -> dict[str, UsageSums]:
+    def read_sums(self) -> dict[str, UsageSums]:
         """What was counted, today or, near midnight, yesterday."""
         found: dict[str, UsageSums] = {}
         for key in make_day_keys(self.pipeline, list_last_days(2)):
@@ -74,120 +74,121 @@ class Place:
         return found
 
     def num_counted(self) -> int:
-        return sum(sums.requests for sums in self.counted().values())
+        return sum(sums.requests for sums in self.read_sums().values())
 
-    def take_lease(self) -> None:
+    def free_lease(self) -> None:
         """As if its time had run out."""
         self.client.delete(self.pipeline.meter_key("reader"))
 
 
 @pytest.fixture(params=["streams", "kafka"])
-def place(request: pytest.FixtureRequest, pipeline: Pipeline, redis_url: str) -> Iterator[Place]:
+def results(request: pytest.FixtureRequest, pipeline: Pipeline, redis_url: str) -> Iterator[PublishedResults]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    made = Place(pipeline, kafka, redis_url)
+    made = PublishedResults(pipeline, kafka, redis_url)
     yield made
     made.publisher.close()
     made.client.close()
 
 
-def count_all(place: Place, meter: UsageMeter) -> None:
-    place.take_lease()
+def count_all(results: PublishedResults, meter: UsageMeter | None = None) -> None:
+    """Let a meter, by default a new one, count until there is nothing more."""
+    if meter is None:
+        with closing(UsageMeter(results.addresses)) as made:
+            return count_all(results, made)
+    results.free_lease()
     wait_until(lambda: not meter.count_once(0.3), 60, "nothing more to count")
+    return None
 
 
-def start(place: Place, tmp_path: Path, name: str, order: str = "") -> Child:
-    addresses = {"KAFKA": place.addresses.kafka, "STREAM_URL": place.addresses.stream_url}
+def start(results: PublishedResults, tmp_path: Path, name: str, order: str = "") -> Child:
+    addresses = {"KAFKA": results.addresses.kafka, "STREAM_URL": results.addresses.stream_url}
     own = {f"PENSTOCK_{key}": value for key, value in addresses.items()}
-    own |= {"PENSTOCK_PIPELINE": place.pipeline.name, "PENSTOCK_FAILPOINTS": order}
+    own |= {"PENSTOCK_PIPELINE": results.pipeline.name, "PENSTOCK_FAILPOINTS": order}
     return fork_process(name, tmp_path / f"{name}.log", meter_process.main, environment=os.environ | own)
 
 
-def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) -> None:
+def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp_path: Path) -> None:
     orders = ["meter.1.read=kill@2", "meter.2.counted=kill@2"]
     for number, order in enumerate(orders):
-        place.publish(500)
-        place.take_lease()
-        child = start(place, tmp_path, f"meter-{number}", order)
+        results.publish(500)
+        results.free_lease()
+        child = start(results, tmp_path, f"meter-{number}", order)
         assert child.wait(60) == -signal.SIGKILL, child.read_log_tail()
-    place.publish(200)
-    place.again(150)
-    count_all(place, meter := UsageMeter(place.addresses))
-    meter.close()
-    assert place.counted() == place.used
+    results.publish(200)
+    results.publish_again(150)
+    count_all(results)
+    assert results.read_sums() == results.used
 
 
-def test_two_that_count_at_once_count_once(place: Place) -> None:
+def test_two_that_count_at_once_count_once(results: PublishedResults) -> None:
     """Neither knows of the other: each holds the lease when it looks."""
-    place.publish(900)
-    meters = [UsageMeter(place.addresses), UsageMeter(place.addresses)]
+    results.publish(900)
+    meters = [UsageMeter(results.addresses), UsageMeter(results.addresses)]
 
     def both() -> bool:
         found = []
         for meter in meters:
-            place.take_lease()
+            results.free_lease()
             found.append(meter.count_once(0.3))
-        return found == [0, 0] and place.num_counted() == 900
+        return found == [0, 0] and results.num_counted() == 900
 
     wait_until(both, 60, "nothing more to count")
-    assert place.counted() == place.used
+    assert results.read_sums() == results.used
     assert meters[0].count_once(0) is None  # the other one has the lease
     for meter in meters:
         meter.close()
 
 
-def test_lost_sums_are_counted_again_with_their_places(place: Place) -> None:
-    place.publish(50)
-    count_all(place, meter := UsageMeter(place.addresses))
+def test_lost_sums_are_counted_again_with_their_places(results: PublishedResults) -> None:
+    results.publish(50)
+    count_all(results, meter := UsageMeter(results.addresses))
     for name in ("places", "seen", f"day:{utc_day(now_s())}"):
-        place.client.delete(place.pipeline.meter_key(name))
-    place.publish(10)
-    count_all(place, meter)  # its place is not the stored one: it reads again
-    count_all(place, meter)
+        results.client.delete(results.pipeline.meter_key(name))
+    results.publish(10)
+    count_all(results, meter)  # its place is not the stored one: it reads again
+    count_all(results, meter)
     meter.close()
-    assert place.counted() == place.used
+    assert results.read_sums() == results.used
 
 
-def test_the_window_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_is_bounded(results: PublishedResults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metering, "MAX_SEEN_IDS", 20)
-    place.publish(100)
-    count_all(place, meter := UsageMeter(place.addresses))
-    meter.close()
-    assert place.client.zcard(place.pipeline.meter_key("seen")) == 20
+    results.publish(100)
+    count_all(results)
+    assert results.client.zcard(results.pipeline.meter_key("seen")) == 20
 
 
-@pytest.mark.parametrize("place", ["kafka"], indirect=True)
-def test_a_log_that_lost_its_end_is_not_counted_again(place: Place) -> None:
-    place.publish(50)
-    count_all(place, meter := UsageMeter(place.addresses))
-    meter.close()
-    places = place.pipeline.meter_key("places")
-    stored = place.client.hgetall(places)
-    place.client.hset(places, mapping={part: int(offset) + 1000 for part, offset in stored.items()})
-    place.client.delete(place.pipeline.meter_key("seen"))  # longer ago than the window
-    place.take_lease()
-    meter = UsageMeter(place.addresses)
+@pytest.mark.parametrize("results", ["kafka"], indirect=True)
+def test_a_log_that_lost_its_end_is_not_counted_again(results: PublishedResults) -> None:
+    results.publish(50)
+    count_all(results)
+    places = results.pipeline.meter_key("places")
+    stored = results.client.hgetall(places)
+    results.client.hset(places, mapping={part: int(offset) + 1000 for part, offset in stored.items()})
+    results.client.delete(results.pipeline.meter_key("seen"))  # longer ago than the window
+    results.free_lease()
+    meter = UsageMeter(results.addresses)
     wait_until(
-        lambda: meter.count_once(0.3) is not None and place.client.hgetall(places) == stored, 30, "the logs' ends"
+        lambda: meter.count_once(0.3) is not None and results.client.hgetall(places) == stored, 30, "the logs' ends"
     )
-    place.publish(10)
-    count_all(place, meter)
+    results.publish(10)
+    count_all(results, meter)
     meter.close()
-    assert place.counted() == place.used
+    assert results.read_sums() == results.used
 
 
-@pytest.mark.parametrize("place", ["streams"], indirect=True)
-def test_a_result_that_cannot_be_does_not_stop_the_counting(place: Place) -> None:
+@pytest.mark.parametrize("results", ["streams"], indirect=True)
+def test_a_result_that_cannot_be_does_not_stop_the_counting(results: PublishedResults) -> None:
     wild = [
         Result(id="late", finish_reason="stop", timings=Timings(finished=1e300), usage=Usage(prompt_tokens=5)),
         Result(id="large", finish_reason="stop", usage=Usage(prompt_tokens=2**70)),
         Result(id="less", finish_reason="stop", usage=Usage(completion_tokens=-1)),
     ]
-    place.publisher.publish([Outgoing(place.pipeline.results_topic, result.encode(), result.id) for result in wild])
-    place.publish(10)
-    count_all(place, meter := UsageMeter(place.addresses))
-    meter.close()
-    place.used["default"] = metering.add_sums([place.used.get("default", UsageSums()), UsageSums(1, 5)])
-    assert place.counted() == place.used
+    results.publisher.publish([Outgoing(results.pipeline.results_topic, result.encode(), result.id) for result in wild])
+    results.publish(10)
+    count_all(results)
+    results.used["default"] = metering.add_sums([results.used.get("default", UsageSums()), UsageSums(1, 5)])
+    assert results.read_sums() == results.used
 
 
 @given(st.floats(allow_nan=False))
@@ -195,14 +196,12 @@ def test_every_time_has_a_day(seconds: float) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", utc_day(seconds))
 
 
-def test_operators_see_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_STREAM_URL", place.addresses.stream_url)
-    monkeypatch.setenv("PENSTOCK_PIPELINE", place.pipeline.name)
-    assert "nothing was counted" in CliRunner().invoke(app, ["usage"]).output
-    place.publish(20)
-    count_all(place, meter := UsageMeter(place.addresses))
-    meter.close()
-    days = json.loads(CliRunner().invoke(app, ["usage", "--json", "--days", "2"]).output)
-    assert {name: UsageSums(**sums) for tenants in days.values() for name, sums in tenants.items()} == place.used
-    shown = CliRunner().invoke(app, ["usage"]).output
-    assert all(f"{sums.decode_tokens:,}" in shown for sums in place.used.values())
+def test_operators_see_it(results: PublishedResults, terminal: Terminal) -> None:
+    here = {"PENSTOCK_STREAM_URL": results.addresses.stream_url, "PENSTOCK_PIPELINE": results.pipeline.name}
+    assert "nothing was counted" in terminal("usage", **here).stdout
+    results.publish(20)
+    count_all(results)
+    days = json.loads(terminal("usage", "--json", "--days", "2", **here).stdout)
+    assert {name: UsageSums(**sums) for tenants in days.values() for name, sums in tenants.items()} == results.used
+    shown = terminal("usage", **here).stdout
+    assert all(f"{sums.decode_tokens:,}" in shown for sums in results.used.values())

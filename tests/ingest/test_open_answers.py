@@ -74,15 +74,10 @@ def test_a_tenants_limit_ends_answers_that_have_none() -> None:
 @pytest.mark.parametrize(
     ("num_open", "mean", "per_min", "expected"),
     [
-        (0, 40.0, None, 0),
-        (1, None, None, DEFAULT_MAX_TOKENS),
-        (1, 40.4, None, 40),
-        (3, 40.4, None, 120),
-        (1, 40.0, 1000, 40),
-        (1, 40.0, 130, 30),
-        (1, 40.0, 90, 0),
+        (0, 40.0, None, 0), (1, None, None, DEFAULT_MAX_TOKENS), (1, 40.4, None, 40), (3, 40.4, None, 120),
+        (1, 40.0, 1000, 40), (1, 40.0, 130, 30), (1, 40.0, 90, 0),
     ],
-)
+)  # fmt: skip
 def test_as_much_is_reserved_as_answers_lately_took(
     num_open: int, mean: float | None, per_min: int | None, expected: int
 ) -> None:

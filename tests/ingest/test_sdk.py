@@ -8,36 +8,22 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from penstock.engine.engine import Engine
-from penstock.engine.sequence import Sequence
-from penstock.messages import Sampling
-from sim.workload import ENGINE_SETTINGS, load_demo_model
+from penstock.local.stack import Stack
+from penstock.messages import Request, Sampling
+from penstock.waiting import wait_until
+from sim.workload import compute_answers, load_demo_model
+from tests.ingest.batch_files import result_ids
 
 MODEL = "demo"
 TURNS: Any = [{"role": "user", "content": "In the beginning God created"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
-def alone(prompt: str, **sampling: Any) -> list[int]:
-    """The tokens of the engine by itself, without any of the pipeline."""
-    engine = Engine(load_demo_model(), ENGINE_SETTINGS)
-    token_ids = load_demo_model().tokenizer(prompt)["input_ids"]
-    wanted = Sampling(max_tokens=24, **sampling)
-    seq = Sequence("alone", token_ids, sampling=wanted, seed=wanted.seed or 0, max_new_tokens=24)
-    engine.add_sequence(seq)
-    while seq.num_output_tokens < 24:
-        engine.step()
-    return seq.token_ids[len(token_ids) :]
-
-
-def text_of(token_ids: list[int]) -> str:
-    text: str = load_demo_model().tokenizer.decode(token_ids, skip_special_tokens=True)
-    return text
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "drawn"])
-def test_completions_are_what_the_engine_says_alone(sdk: openai.OpenAI, sampling: dict[str, Any]) -> None:
-    expected = text_of(alone("In the beginning", ignore_eos=True, **sampling))
+def test_completions_are_what_the_model_says_alone(sdk: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    prompt = load_demo_model().tokenizer("In the beginning")["input_ids"]
+    wanted = Sampling(max_tokens=24, ignore_eos=True, **sampling)
+    expected = compute_answers([Request(id="alone", token_ids=prompt, sampling=wanted)])["alone"].text
     asked: dict[str, Any] = {"model": MODEL, "prompt": "In the beginning", "max_tokens": 24} | sampling
     whole = sdk.completions.create(**asked, extra_body={"ignore_eos": True})
     pieces = list(sdk.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True))
@@ -103,10 +89,10 @@ def test_prompts_in_a_list_are_answered_one_by_one(sdk: openai.OpenAI) -> None:
 
 
 def test_stop_ends_the_answer_before_it(sdk: openai.OpenAI) -> None:
-    said = sdk.completions.create(prompt="In the beginning", **GREEDY).choices[0].text
-    word = said.split()[2]
+    text = sdk.completions.create(prompt="In the beginning", **GREEDY).choices[0].text
+    word = text.split()[2]
     cut = sdk.completions.create(prompt="In the beginning", stop=[word, "never said"], **GREEDY).choices[0]
-    assert (cut.text, cut.finish_reason) == (said[: said.index(word)], "stop")
+    assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
 
 
 def test_logprobs_tell_tokens_texts_and_bytes(sdk: openai.OpenAI) -> None:
@@ -172,23 +158,29 @@ def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.APIError) as late:
         list(sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6, stream=True))
     assert (late.value.code, late.value.param) == ("context_length_exceeded", "prompt"), "the stream had begun"
-    deadline = {"x-penstock-deadline-s": "0.001"}
-    with pytest.raises(openai.InternalServerError) as over:
-        sdk.completions.create(prompt="x", extra_headers=deadline, **GREEDY)
-    assert (over.value.status_code, over.value.code) == (504, "deadline_exceeded")
     with pytest.raises(openai.BadRequestError) as bad:
         sdk.completions.create(prompt="x", extra_headers={"x-penstock-deadline-s": "soon"}, **GREEDY)
     assert bad.value.param == "x-penstock-deadline-s"
 
 
+def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) -> None:
+    """Nobody wants it any more, and it would come too late again."""
+    before = len(result_ids(line, "cmpl-"))
+    with pytest.raises(openai.InternalServerError) as late:
+        sdk.with_options(max_retries=2).completions.create(
+            model="demo", prompt="And the king", max_tokens=900,
+            extra_body={"ignore_eos": True}, extra_headers={"x-penstock-deadline-s": "0.05"},
+        )  # fmt: skip
+    assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+    wait_until(lambda: len(result_ids(line, "cmpl-")) > before, 60, "its result")
+    assert len(result_ids(line, "cmpl-")) == before + 1
+
+
 def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: str) -> None:
     key = {"Idempotency-Key": str(uuid.uuid4())}
     asked: dict[str, Any] = {
-        "model": MODEL,
-        "prompt": "And it came to pass",
-        "max_tokens": 200,
-        "extra_body": {"ignore_eos": True},
-    }
+        "model": MODEL, "prompt": "And it came to pass", "max_tokens": 200, "extra_body": {"ignore_eos": True}
+    }  # fmt: skip
     with pytest.raises(openai.APITimeoutError):
         sdk.completions.create(**asked, extra_headers=key, timeout=0.01)
     first = sdk.completions.create(**asked, extra_headers=key)
@@ -203,10 +195,7 @@ def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: 
 
 def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
     with httpx.Client(base_url=base_url) as plain:
-        answers = [
-            plain.get("/v1/nothing"),
-            plain.get("/v1/chat/completions"),
-        ]
+        answers = [plain.get("/v1/nothing"), plain.get("/v1/chat/completions")]
         assert [answer.status_code for answer in answers] == [404, 405]
         for answer in answers:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

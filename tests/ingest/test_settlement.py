@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -21,7 +21,7 @@ from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.waiting import wait_until
-from tests.ingest.gateways import GatewayProcess
+from tests.gateways import GatewayProcess
 
 PER_MIN, HAS = 60_000, 5_000
 """What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
@@ -66,30 +66,33 @@ class Bucket:
         return [result.usage for result in results if result.tenant == TENANT]
 
 
-@dataclass
-class Door:
-    """A gateway that asks for keys."""
-
-    gateway: GatewayProcess
-    http: httpx.Client
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A file with the tenant's key, and the key."""
+    file, (key, key_id, entry) = tmp_path_factory.mktemp("settlement") / "keys.json", make_key(TENANT)
+    limits = TenantEntry(tokens_per_min=PER_MIN)
+    write_book_file(file, KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
+    return file, key
 
 
 @pytest.fixture(scope="module")
-def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    folder, (key, key_id, entry) = tmp_path_factory.mktemp("door"), make_key(TENANT)
-    limits = TenantEntry(tokens_per_min=PER_MIN)
-    write_book_file(folder / "keys.json", KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
-    own = {"GATEWAY_KEYS": str(folder / "keys.json"), "BATCH_STORE": str(folder / "files")}
-    headers = {"authorization": f"Bearer {key}"}
-    with (
-        GatewayProcess(line.addresses, folder, own) as gateway,
-        httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
-        yield Door(gateway, http)
+def gateway(line: Stack, key_file: tuple[Path, str]) -> Iterator[GatewayProcess]:
+    """A gateway that asks for keys."""
+    file, _ = key_file
+    own = {"GATEWAY_KEYS": str(file), "BATCH_STORE": str(file.parent / "files")}
+    with GatewayProcess(line.addresses, file.parent, own) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(gateway: GatewayProcess, key_file: tuple[Path, str]) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {key_file[1]}"}
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as client:
+        yield client
 
 
 @pytest.fixture
-def bucket(line: Stack, door: Door) -> Iterator[Bucket]:
+def bucket(line: Stack, gateway: GatewayProcess) -> Iterator[Bucket]:
     with redis_client(line.addresses.stream_url) as server:
         yield Bucket(server, line)
 
@@ -131,22 +134,24 @@ STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": 
     ],
 )  # fmt: skip
 def test_the_estimate_gives_way_to_what_was_used(
-    door: Door, bucket: Bucket, ask: Callable[[httpx.Client, dict[str, Any]], None], more: dict[str, Any]
+    http: httpx.Client, bucket: Bucket, ask: Callable[[httpx.Client, dict[str, Any]], None], more: dict[str, Any]
 ) -> None:
     body = ASKED | more
-    ask(door.http, body)
+    ask(http, body)
     wait_until(lambda: bucket.used() is not None, 60, "its result")
     assert bucket.used() != estimate(body)
     wait_until(lambda: bucket.taken() == bucket.used(), 60, "its settlement")
     wait_until(lambda: not bucket.counts(), 60, "its place is free")
 
 
-async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, door: Door, bucket: Bucket) -> None:
+async def test_what_a_killed_gateway_took_is_back_within_a_minute(
+    line: Stack, gateway: GatewayProcess, http: httpx.Client, bucket: Bucket
+) -> None:
     """The last of this file: it kills the gateway. The estimate stands, runs out, and leaves nothing behind."""
     body = ASKED | GOES_ON
-    with door.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
-        door.gateway.process.kill()
+        gateway.process.kill()
     wait_until(lambda: bucket.used() is not None, 60, "its result")
     assert bucket.taken() == estimate(body)
     assert bucket.counts()

@@ -12,7 +12,7 @@ from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from sim.servers import start_or_skip
 from tests.security.certificates import Authority
-from tests.security.servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
+from tests.security.secure_servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
 
 WORDS = {"WORKER_PASSWORD": "open-sesame", "GATEWAY_PASSWORD": "abracadabra", "CLIENT_PASSWORD": "swordfish"}
 PASSWORDS = {
@@ -24,7 +24,7 @@ PASSWORDS = {
 ADMIN = "user admin on >admin ~* &* +@all\n"
 
 
-class Site:
+class SecureServers:
     """The servers, and two authorities: all certificates are of the first, nobody should trust the second."""
 
     def __init__(self, directory: Path) -> None:
@@ -61,13 +61,10 @@ class Site:
     def kafka_access(self, user: str, mechanism: str = "SCRAM-SHA-512") -> dict[str, str]:
         """The environment of who uses Kafka so."""
         return {
-            "PENSTOCK_KAFKA": self.kafka.sasl,
-            "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
-            "PENSTOCK_KAFKA_MECHANISM": mechanism,
-            "PENSTOCK_KAFKA_USER": user,
-            "PENSTOCK_KAFKA_PASSWORD": USERS[user],
+            "PENSTOCK_KAFKA": self.kafka.sasl, "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
+            "PENSTOCK_KAFKA_MECHANISM": mechanism, "PENSTOCK_KAFKA_USER": user, "PENSTOCK_KAFKA_PASSWORD": USERS[user],
             "PENSTOCK_KAFKA_CA_FILE": str(self.authority.file),
-        }
+        }  # fmt: skip
 
     def admin(self) -> "redis.Redis":
         """Who may do everything in Redis."""
@@ -78,9 +75,9 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServers]:
     """Running."""
-    made = Site(tmp_path_factory.mktemp("secure"))
+    made = SecureServers(tmp_path_factory.mktemp("secure"))
     try:
         start_or_skip(made.start)
         yield made

@@ -21,11 +21,11 @@ from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.commands import Terminal
-from tests.ingest.gateways import GatewayProcess
+from tests.gateways import GatewayProcess
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.site import submit
 from tests.record.play import die, end, prefill
-from tests.security.conftest import WORDS, Site
+from tests.security.conftest import WORDS, SecureServers
 
 NUM_REQUESTS = 4
 WORKER = {
@@ -70,15 +70,15 @@ def are_ready(addresses: Addresses) -> bool:
 
 
 @pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", "PLAIN", "client certificate"])
-def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pipeline(servers: SecureServers, bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers as the one user, whoever asks and reads as the other; KV goes through Redis."""
     worker, client = (
-        addresses_of(site.redis_access(user) | kafka(site, bus, user), monkeypatch)
+        addresses_of(servers.redis_access(user) | kafka(servers, bus, user), monkeypatch)
         for user in ("penstock-worker", "penstock-client")
     )
     asked = make_requests(NUM_REQUESTS, bus.partition(" ")[0])
     expected = compute_answers(asked)
-    with site.admin() as admin, InProcessPipeline(worker) as line, Client(client) as reader:
+    with servers.admin() as admin, InProcessPipeline(worker) as line, Client(client) as reader:
         admin.acl_log_reset()
         before = len(line.read_results())
         streams = Streams(reader, asked)
@@ -94,13 +94,13 @@ def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert admin.acl_log() == [], "every right that is used is given"
 
 
-def test_a_client_cancels_what_a_worker_holds(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_cancels_what_a_worker_holds(servers: SecureServers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session that holds the request is told, with the client's rights."""
     worker, client = (
-        addresses_of(site.redis_access(user), monkeypatch) for user in ("penstock-worker", "penstock-client")
+        addresses_of(servers.redis_access(user), monkeypatch) for user in ("penstock-worker", "penstock-client")
     )
     pipeline = Pipeline(worker.pipeline)
-    with redis_client(worker.stream_url) as server, Client(client) as asker, site.admin() as admin:
+    with redis_client(worker.stream_url) as server, Client(client) as asker, servers.admin() as admin:
         record = Record(server, pipeline, RecordSettings(lease_s=30))
         claim = prefill(record, "held", "cancels")
         try:
@@ -112,20 +112,22 @@ def test_a_client_cancels_what_a_worker_holds(site: Site, monkeypatch: pytest.Mo
             record.close()
 
 
-def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
+def test_the_processes(
+    servers: SecureServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
+) -> None:
     """Workers and a gateway as they are started; a password that changes meanwhile is an outage as any other."""
     access = {
-        user: site.redis_access(user) | site.kafka_access(user)
+        user: servers.redis_access(user) | servers.kafka_access(user)
         for user in ("penstock-worker", "penstock-gateway", "penstock-client")
     }
     addresses = addresses_of(access["penstock-client"], monkeypatch)
 
     def change(password: str) -> None:
-        with site.admin() as admin:
+        with servers.admin() as admin:
             admin.execute_command("ACL", "SETUSER", "penstock-worker", "resetpass", f">{password}")
             admin.execute_command("CLIENT", "KILL", "USER", "penstock-worker")
 
-    with site.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
+    with servers.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
         admin.acl_log_reset()
         wait_until(lambda: are_ready(addresses), 120, "both workers are ready", every_s=0.05)
         ask_gateway(terminal, tmp_path, addresses, access["penstock-gateway"])
@@ -142,20 +144,20 @@ def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all("Traceback" not in child.read_log_tail(1000) for child in children)
 
 
-def kafka(site: Site, bus: str, user: str) -> dict[str, str]:
+def kafka(servers: SecureServers, bus: str, user: str) -> dict[str, str]:
     """What is said of Kafka; nothing for Redis Streams."""
     if bus == "redis":
         return {}
     if bus == "client certificate":
-        certificate, key = site.authority.sign(user)
+        certificate, key = servers.authority.sign(user)
         return {
-            "PENSTOCK_KAFKA": site.kafka.tls,
+            "PENSTOCK_KAFKA": servers.kafka.tls,
             "PENSTOCK_KAFKA_SECURITY": "ssl",
-            "PENSTOCK_KAFKA_CA_FILE": str(site.authority.file),
+            "PENSTOCK_KAFKA_CA_FILE": str(servers.authority.file),
             "PENSTOCK_KAFKA_CERT_FILE": str(certificate),
             "PENSTOCK_KAFKA_KEY_FILE": str(key),
         }
-    return site.kafka_access(user, bus)
+    return servers.kafka_access(user, bus)
 
 
 def ask_gateway(terminal: Terminal, directory: Path, addresses: Addresses, access: dict[str, str]) -> None:

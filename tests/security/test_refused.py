@@ -14,26 +14,26 @@ from penstock.names import Pipeline, Role
 from penstock.ops.access import check_access
 from penstock.ops.kafka_access import check_kafka
 from tests.commands import Terminal
-from tests.security.conftest import PASSWORDS, Site
-from tests.security.servers import REDIS_ACL_FILE, USERS
+from tests.security.conftest import PASSWORDS, SecureServers
+from tests.security.secure_servers import REDIS_ACL_FILE, USERS
 
 WRONG = "hunter2-and-more"
-Faults = dict[str, tuple[Callable[[Site], dict[str, str]], str, str]]
+Faults = dict[str, tuple[Callable[[SecureServers], dict[str, str]], str, str]]
 """What is said otherwise, the setting that is named, and words of the reason."""
 
 REDIS: Faults = {
     "wrong password": (
-        lambda site: {"PENSTOCK_STREAM_URL": site.redis.url("penstock-worker", WRONG)},
+        lambda servers: {"PENSTOCK_STREAM_URL": servers.redis.url("penstock-worker", WRONG)},
         "PENSTOCK_STREAM_URL",
         "wrong user or password",
     ),
     "no password": (
-        lambda site: {"PENSTOCK_STREAM_URL": f"rediss://127.0.0.1:{site.redis.port}/0"},
+        lambda servers: {"PENSTOCK_STREAM_URL": f"rediss://127.0.0.1:{servers.redis.port}/0"},
         "PENSTOCK_STREAM_URL",
         "wrong user or password",
     ),
     "unknown authority": (
-        lambda site: {"PENSTOCK_REDIS_CA_FILE": str(site.other.file)},
+        lambda servers: {"PENSTOCK_REDIS_CA_FILE": str(servers.other.file)},
         "PENSTOCK_REDIS_CA_FILE",
         "not trusted",
     ),
@@ -43,16 +43,16 @@ REDIS: Faults = {
         "certificate of the client's",
     ),
     "plaintext to TLS": (
-        lambda site: {
-            "PENSTOCK_STREAM_URL": site.redis.url("penstock-worker", WRONG, "redis"),
+        lambda servers: {
+            "PENSTOCK_STREAM_URL": servers.redis.url("penstock-worker", WRONG, "redis"),
             **dict.fromkeys(["PENSTOCK_REDIS_CA_FILE", "PENSTOCK_REDIS_CERT_FILE", "PENSTOCK_REDIS_KEY_FILE"], ""),
         },
         "rediss:// in PENSTOCK_STREAM_URL",
         "it speaks TLS",
     ),
-    "no rights": (lambda site: site.redis_access("penstock-client"), "docs/operations.md", "may not PUBLISH"),
+    "no rights": (lambda servers: servers.redis_access("penstock-client"), "docs/operations.md", "may not PUBLISH"),
     "wrong password of the KV store": (
-        lambda site: {"PENSTOCK_KV_URL": site.redis.url("penstock-worker", WRONG)},
+        lambda servers: {"PENSTOCK_KV_URL": servers.redis.url("penstock-worker", WRONG)},
         "PENSTOCK_KV_URL",
         "wrong user or password",
     ),
@@ -74,26 +74,26 @@ KAFKA: Faults = {
         "Unsupported SASL mechanism",
     ),
     "unknown authority": (
-        lambda site: {"PENSTOCK_KAFKA_CA_FILE": str(site.other.file)},
+        lambda servers: {"PENSTOCK_KAFKA_CA_FILE": str(servers.other.file)},
         "PENSTOCK_KAFKA_CA_FILE",
         "not trusted",
     ),
-    "plaintext to TLS": (lambda site: plain(site.kafka.sasl), "PENSTOCK_KAFKA_SECURITY", "it speaks TLS"),
+    "plaintext to TLS": (lambda servers: plain(servers.kafka.sasl), "PENSTOCK_KAFKA_SECURITY", "it speaks TLS"),
     "TLS to plaintext": (
-        lambda site: {"PENSTOCK_KAFKA": site.kafka.bootstrap},
+        lambda servers: {"PENSTOCK_KAFKA": servers.kafka.bootstrap},
         "PENSTOCK_KAFKA_SECURITY",
         "does not speak TLS",
     ),
     "no certificate": (
-        lambda site: (
-            plain(site.kafka.tls)
-            | {"PENSTOCK_KAFKA_SECURITY": "ssl", "PENSTOCK_KAFKA_CA_FILE": str(site.authority.file)}
+        lambda servers: (
+            plain(servers.kafka.tls)
+            | {"PENSTOCK_KAFKA_SECURITY": "ssl", "PENSTOCK_KAFKA_CA_FILE": str(servers.authority.file)}
         ),
         "PENSTOCK_KAFKA_CERT_FILE",
         "certificate of the client's",
     ),
     "no rights": (
-        lambda site: site.kafka_access("nobody"),
+        lambda servers: servers.kafka_access("nobody"),
         "docs/operations.md",
         "the user nobody may not READ the topic penstock.demo.requests",
     ),
@@ -107,16 +107,16 @@ def plain(address: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("fault", REDIS)
-def test_redis(site: Site, terminal: Terminal, fault: str) -> None:
+def test_redis(servers: SecureServers, terminal: Terminal, fault: str) -> None:
     change, setting, words = REDIS[fault]
-    check(terminal, site.redis_access("penstock-worker") | change(site), setting, words)
+    check(terminal, servers.redis_access("penstock-worker") | change(servers), setting, words)
 
 
 @pytest.mark.parametrize("fault", KAFKA)
-def test_kafka(site: Site, terminal: Terminal, fault: str) -> None:
+def test_kafka(servers: SecureServers, terminal: Terminal, fault: str) -> None:
     change, setting, words = KAFKA[fault]
-    access = site.redis_access("penstock-worker") | site.kafka_access("penstock-worker")
-    check(terminal, access | change(site), setting, words)
+    access = servers.redis_access("penstock-worker") | servers.kafka_access("penstock-worker")
+    check(terminal, access | change(servers), setting, words)
 
 
 def check(terminal: Terminal, environment: dict[str, str], setting: str, words: str) -> None:
@@ -131,10 +131,10 @@ def check(terminal: Terminal, environment: dict[str, str], setting: str, words: 
     assert not any(word in printed for word in [WRONG, *PASSWORDS.values(), *USERS.values()])
 
 
-def test_a_tool_says_it_too(site: Site, terminal: Terminal) -> None:
+def test_a_tool_says_it_too(servers: SecureServers, terminal: Terminal) -> None:
     """It begins without asking, and asks why when it fails."""
     change, setting, words = REDIS["wrong password"]
-    done = terminal("lag", **site.redis_access("penstock-client") | change(site))
+    done = terminal("lag", **servers.redis_access("penstock-client") | change(servers))
     assert done.returncode == 1
     assert setting in done.stderr
     assert words in done.stderr
@@ -147,19 +147,18 @@ def rights_of(user: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("user", "role"),
-    [("penstock-worker", "decode"), ("penstock-gateway", "gateway"), ("penstock-client", "client")],
+    ("user", "role"), [("penstock-worker", "decode"), ("penstock-gateway", "gateway"), ("penstock-client", "client")]
 )
-def test_each_right_is_asked_for_at_start(site: Site, user: str, role: Role) -> None:
+def test_each_right_is_asked_for_at_start(servers: SecureServers, user: str, role: Role) -> None:
     """None is given for nothing, and without any one of them nothing begins."""
     given = rights_of(user)
     access: dict[str, Any] = {
-        name.removeprefix("PENSTOCK_").lower(): value for name, value in site.redis_access(user).items()
+        name.removeprefix("PENSTOCK_").lower(): value for name, value in servers.redis_access(user).items()
     }
-    addresses = Addresses(**{**access, "stream_url": site.redis.url("less", "less")})
+    addresses = Addresses(**{**access, "stream_url": servers.redis.url("less", "less")})
 
     def permit(rights: list[str]) -> None:
-        with site.admin() as admin:
+        with servers.admin() as admin:
             admin.execute_command("ACL", "SETUSER", "less", "reset", "on", ">less", *rights)
 
     permit(given)
@@ -184,9 +183,9 @@ def test_each_right_is_asked_for_at_start(site: Site, user: str, role: Role) -> 
         ("PUBLISH", "penstock:demo:{x}:live", "x"),
     ],
 )
-def test_a_client_may_neither_forge_nor_look_at_keys(site: Site, command: tuple[str, ...]) -> None:
-    url, ca = site.redis.url("penstock-client", PASSWORDS["penstock-client"]), str(site.authority.file)
-    paths = {"ssl_ca_certs": ca, "ssl_certfile": str(site.certificate), "ssl_keyfile": str(site.key)}
+def test_a_client_may_neither_forge_nor_look_at_keys(servers: SecureServers, command: tuple[str, ...]) -> None:
+    url, ca = servers.redis.url("penstock-client", PASSWORDS["penstock-client"]), str(servers.authority.file)
+    paths = {"ssl_ca_certs": ca, "ssl_certfile": str(servers.certificate), "ssl_keyfile": str(servers.key)}
     with redis.Redis.from_url(url, **paths) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*command)
 

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
 }
 
 
-def card(endpoint: Endpoint[Any], body: dict[str, Any]) -> StreamMeta:
+def make_meta(endpoint: Endpoint[Any], body: dict[str, Any]) -> StreamMeta:
     return make_stream_meta(endpoint, endpoint.parse_body({"model": "demo"} | body), f"{endpoint.id_prefix}1")
 
 
@@ -39,48 +39,50 @@ def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list
     for position, text in enumerate(TEXTS):
         token = seed * 100 + position
         rolled = roll_hash(rolled, token)
-        told = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
-        events.append(TokenEvent.at_position(position, rolled, token, text, told if with_logprobs else None))
+        logprobs = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
+        events.append(TokenEvent.at_position(position, rolled, token, text, logprobs if with_logprobs else None))
     usage = Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=len(TEXTS))
     return [*events, EndEvent(finish_reason="length", text=held_back, usage=usage)]
 
 
-def told(endpoint: Endpoint[Any], made: StreamMeta, order: list[int], after: str | None = None) -> list[SentEvent]:
+def send_events(
+    endpoint: Endpoint[Any], made: StreamMeta, order: list[int], after: str | None = None
+) -> list[SentEvent]:
     """All that a reader is told whose choices' events come in this order, as far as it goes, then one by one."""
-    telling = SseCursor(endpoint, made, ResumePoint(len(made.request_ids), after))
+    cursor = SseCursor(endpoint, made, ResumePoint(len(made.request_ids), after))
     logs = [iter(log_of(index, with_logprobs="logprobs" in made.options)) for index in range(len(made.request_ids))]
-    found = telling.open_stream()
+    found = cursor.open_stream()
     for place in [*order, *sorted(list(range(len(logs))) * (len(TEXTS) + 1))]:
         event = next(logs[place % len(logs)], None)
         if event is not None:
-            found += telling.add_event(place % len(logs), event)
-    assert telling.has_ended
-    return found + telling.end_stream()
+            found += cursor.add_event(place % len(logs), event)
+    assert cursor.has_ended
+    return found + cursor.end_stream()
 
 
 def by_choice(pieces: list[SentEvent]) -> dict[Any, list[str]]:
     """What was said of each choice, in order; of none, under None."""
-    said: dict[Any, list[str]] = {}
+    texts: dict[Any, list[str]] = {}
     for _, piece in pieces:
         choices = json.loads(piece.data).get("choices", [{"index": 0}]) if piece.data != "[DONE]" else []
-        said.setdefault(choices[0]["index"] if choices else None, []).append(piece.data)
-    return said
+        texts.setdefault(choices[0]["index"] if choices else None, []).append(piece.data)
+    return texts
 
 
 @pytest.mark.parametrize("case", CASES)
 @given(first=st.lists(st.integers(0, 5), max_size=20), second=st.lists(st.integers(0, 5), max_size=20), data=st.data())
 def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[int], data: st.DataObject) -> None:
     endpoint, body = CASES[case]
-    made = card(endpoint, body)
-    whole = told(endpoint, made, first)
+    made = make_meta(endpoint, body)
+    whole = send_events(endpoint, made, first)
     ids = [one.id for one in whole if one.id]
     assert len(set(ids)) == len(ids)
     seen = whole[: cut_of(data, whole)]
-    rest = told(endpoint, made, second, after=seen[-1].id)
+    rest = send_events(endpoint, made, second, after=seen[-1].id)
     assert by_choice(seen + rest) == by_choice(whole)
     if len(rest) > 1 and rest[0].id:
         seen += rest[: cut_of(data, rest)]
-        last = told(endpoint, made, first, after=seen[-1].id)
+        last = send_events(endpoint, made, first, after=seen[-1].id)
         assert by_choice(seen + last) == by_choice(whole)
 
 
@@ -92,39 +94,39 @@ def cut_of(data: st.DataObject, pieces: list[SentEvent]) -> int:
 @pytest.mark.parametrize("case", ["chat of three", "completions"])
 def test_the_usage_has_no_id_and_comes_again_until_it_is_over(case: str) -> None:
     endpoint, body = CASES[case]
-    made = card(endpoint, body)
-    *_, end, usage, done = told(endpoint, made, [])
+    made = make_meta(endpoint, body)
+    *_, end, usage, done = send_events(endpoint, made, [])
     assert "usage" in json.loads(usage.event.data)
     assert (usage.id, done.id) == ("", "done")
     assert b"id:" not in encode_frames([usage])
-    assert told(endpoint, made, [], after=end.id) == [usage, done]
+    assert send_events(endpoint, made, [], after=end.id) == [usage, done]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_last_id_says_that_it_is_over(case: str) -> None:
     endpoint, body = CASES[case]
-    made = card(endpoint, body)
-    last = told(endpoint, made, [])[-1].id
+    made = make_meta(endpoint, body)
+    last = send_events(endpoint, made, [])[-1].id
     assert ResumePoint(len(made.request_ids), last).is_over
     assert not ResumePoint(len(made.request_ids), None).is_over
 
 
 def test_another_answer_than_was_seen_is_told() -> None:
-    made = card(COMPLETIONS, {"prompt": "x"})
-    seen = told(COMPLETIONS, made, [])[0].id
-    telling = SseCursor(COMPLETIONS, made, ResumePoint(1, seen))
+    made = make_meta(COMPLETIONS, {"prompt": "x"})
+    seen = send_events(COMPLETIONS, made, [])[0].id
+    cursor = SseCursor(COMPLETIONS, made, ResumePoint(1, seen))
     first, *_ = log_of(seed=7)
     with pytest.raises(StreamDiverged):
-        telling.add_event(0, first)
+        cursor.add_event(0, first)
     shorter = SseCursor(COMPLETIONS, made, ResumePoint(1, seen))
     with pytest.raises(StreamDiverged):
         shorter.add_event(0, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=0)))
 
 
 def test_an_end_with_an_error_raises_it() -> None:
-    telling = SseCursor(COMPLETIONS, card(COMPLETIONS, {"prompt": "x"}), ResumePoint(1))
+    cursor = SseCursor(COMPLETIONS, make_meta(COMPLETIONS, {"prompt": "x"}), ResumePoint(1))
     with pytest.raises(Cancelled):
-        telling.add_event(0, EndEvent(finish_reason="cancelled", error=ErrorInfo(code="cancelled", message="so")))
+        cursor.add_event(0, EndEvent(finish_reason="cancelled", error=ErrorInfo(code="cancelled", message="so")))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_what_cannot_be_an_id_is_an_error(text: str) -> None:
 
 def test_a_place_in_one_choice_is_not_lost_while_another_one_is_told() -> None:
     """Read again from the beginning, the first events are the other choice's: their ids keep what was seen of one."""
-    made = card(COMPLETIONS, {"prompt": "x", "n": 2})
-    seen = next(one.id for one in told(COMPLETIONS, made, [1] * 7) if one.id.endswith(",e1"))
-    rest = told(COMPLETIONS, made, [0] * 7, after=seen)
+    made = make_meta(COMPLETIONS, {"prompt": "x", "n": 2})
+    seen = next(one.id for one in send_events(COMPLETIONS, made, [1] * 7) if one.id.endswith(",e1"))
+    rest = send_events(COMPLETIONS, made, [0] * 7, after=seen)
     assert all(one.id.endswith(",e1") for one in rest[:-1])

@@ -1,0 +1,150 @@
+"""Gateways as processes, pipelines whose workers a test plays, and a reader of server-sent events."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import httpx
+import redis
+
+from penstock.bus.connect import connect_bus
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
+from penstock.local.processes import find_free_port
+from penstock.messages import Request, decode_message
+from penstock.names import Pipeline, PriorityClass
+from penstock.record import Record
+from penstock.waiting import wait_until
+from penstock.worker.heartbeat import Heartbeat
+from sim.forked import fork_process, run_penstock
+
+
+class GatewayProcess:
+    """A gateway that answers; ended by `with`, unless it was killed."""
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        folder: Path,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        main: Callable[..., None] = run_penstock,
+    ) -> None:
+        """Start it. Settings are named without `PENSTOCK_`; its log lies in the folder."""
+        self.port = find_free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        own = {"STREAM_URL": addresses.stream_url, "PIPELINE": addresses.pipeline, **settings}
+        environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
+        arguments = ("gateway", "--port", str(self.port))
+        self.log = folder / f"gateway-{self.port}.log"
+        self.process = fork_process("gateway", self.log, main, *arguments, environment=environment)
+        wait_until(lambda: not self.process.is_alive() or self.is_ready(), 60, "the gateway is ready", every_s=0.05)
+        assert self.process.is_alive(), self.process.read_log_tail()
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stop(20)
+
+
+class ScriptedPipeline:
+    """A pipeline without workers: a test reads what gateways publish, and writes the answers itself."""
+
+    def __init__(self, redis_url: str, pipeline: Pipeline, model: str = "") -> None:
+        self.pipeline, self.model = pipeline, model or pipeline.name
+        self.addresses = Addresses(stream_url=redis_url, pipeline=pipeline.name)
+        self.server = redis.Redis.from_url(redis_url)
+        self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
+        self.bus = connect_bus(self.addresses, BusSettings())
+        self.bus.create_topics()
+        self._heartbeat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
+
+    def __enter__(self) -> Self:
+        """Say that a prefill worker named `nobody` serves the model."""
+        self._heartbeat.update_status(state="ready", model=self.model)
+        self._heartbeat.write_beat()
+        self._heartbeat.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeat.__exit__(None, None, None)
+        self.record.close()
+        self.server.close()
+
+    def read_requests(self, klass: PriorityClass = "interactive") -> list[Request]:
+        """Return everything that was published."""
+        messages = self.bus.read_all(self.pipeline.request_topic(klass))
+        return [decode_message(Request, message.value) for message in messages]
+
+
+@dataclass
+class ServerSentEvent:
+    """One event, as a browser would see it."""
+
+    id: str = ""
+    event: str = "message"
+    data: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        found = json.loads(self.data)
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def text(self) -> str:
+        """What it adds to the answer, of a completion."""
+        return "" if self.data == "[DONE]" else "".join(choice["text"] for choice in self.body["choices"])
+
+
+@dataclass
+class EventSource:
+    """A browser's side of server-sent events: it remembers the last id, and comes back with it.
+
+    https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
+
+    url: str
+    last_event_id: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    status: int = 0
+    answer_headers: httpx.Headers = field(default_factory=httpx.Headers)
+    retry_ms: int = 3000
+
+    def connect(self, body: dict[str, Any] | None = None) -> Iterator[ServerSentEvent]:
+        """Yield one connection's events; with a `body` a POST. Raises `httpx.TransportError` where it breaks."""
+        headers = self.headers | ({"Last-Event-ID": self.last_event_id} if self.last_event_id else {})
+        method = "GET" if body is None else "POST"
+        with httpx.stream(method, self.url, json=body, headers=headers, timeout=60) as answer:
+            self.status, self.answer_headers = answer.status_code, answer.headers
+            if answer.status_code == 200:
+                yield from self._parse_events(answer)
+
+    def _parse_events(self, answer: httpx.Response) -> Iterator[ServerSentEvent]:
+        event, rest = ServerSentEvent(), b""
+        for piece in answer.iter_bytes():
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                name, _, value = line.decode().partition(": ")
+                if not name:
+                    if event.data:
+                        yield event
+                    event = ServerSentEvent()
+                elif name == "id":
+                    self.last_event_id = event.id = value
+                elif name == "event":
+                    event.event = value
+                elif name == "data":
+                    event.data += value
+                elif name == "retry":
+                    self.retry_ms = int(value)
