@@ -3,13 +3,20 @@
 import logging
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
+import redis
 from hypothesis import settings
 
+from penstock.bus.connect import connect_bus
+from penstock.bus.contract import Bus, Member
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.valkey import find_or_start_redis
 from penstock.names import Pipeline
+from penstock.record import Record
 from sim import forked
 from sim.servers import serve_address
 from tests.commands import Terminal
@@ -84,3 +91,38 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def pipeline() -> Pipeline:
     """A pipeline no other test uses."""
     return Pipeline(f"t-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
+    """Where the pipeline is, on Redis alone."""
+    return Addresses(pipeline=pipeline.name, stream_url=redis_url)
+
+
+@pytest.fixture
+def server(redis_url: str) -> "Iterator[redis.Redis]":
+    """A connection to the shared Redis."""
+    with redis.Redis.from_url(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def record(server: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+    """The record, for a test that plays the workers."""
+    with closing(Record(server, pipeline, RecordSettings(lease_s=30))) as made:
+        yield made
+
+
+@pytest.fixture
+def bus(addresses: Addresses) -> Bus:
+    """Redis Streams with the pipeline's topics."""
+    made = connect_bus(addresses, BusSettings())
+    made.create_topics()
+    return made
+
+
+@pytest.fixture
+def member(bus: Bus) -> Iterator[Member]:
+    """A member of the prefill group."""
+    with bus.join_group("prefill", "a") as joined:
+        yield joined

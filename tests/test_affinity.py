@@ -35,17 +35,14 @@ def chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
 
 
-# affinity_of
+# compute_affinity
 
 
 def test_a_session_counts_more_than_the_prompt() -> None:
-    assert (
-        affinity(prompt="one", session="s")
-        == affinity(prompt="two", session="s")
-        == affinity(token_ids=[1], session="s")
-    )
-    assert affinity(prompt="one", session="s") != affinity(prompt="one", session="t")
-    assert affinity(prompt="one", session="s") != affinity(prompt="one")
+    one = affinity(prompt="one", session="s")
+    assert one == affinity(prompt="two", session="s") == affinity(token_ids=[1], session="s")
+    assert one != affinity(prompt="one", session="t")
+    assert one != affinity(prompt="one")
     assert affinity(prompt="one", session="one") != affinity(prompt="one")
 
 
@@ -56,8 +53,7 @@ def test_tenants_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "beginning"),
-    [("prompt", "é" * (AFFINITY_CHARS - 1) + "e"), ("token_ids", list(range(AFFINITY_TOKENS)))],
+    ("field", "beginning"), [("prompt", "é" * (AFFINITY_CHARS - 1) + "e"), ("token_ids", list(range(AFFINITY_TOKENS)))]
 )
 def test_only_the_beginning_of_a_prompt_counts(field: str, beginning: Any) -> None:
     assert affinity(**{field: beginning}) == affinity(**{field: beginning + beginning[:3]})
@@ -89,7 +85,7 @@ def test_what_the_client_sends_has_it() -> None:
     assert Outgoing("t", b"").affinity is None
 
 
-# ranking
+# rank_partitions
 
 
 @given(st.text(max_size=9), num_partitions)
@@ -113,19 +109,19 @@ def test_a_ranking_is_the_same_in_every_process_and_version() -> None:
     assert rank_partitions("penstock", 8) == (6, 5, 1, 4, 2, 0, 3, 7)
 
 
-# Spread
+# AffinityPartitioner
 
 DRAWS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 3)), max_size=300)
 
 
 @given(DRAWS, num_partitions)
 def test_a_partition_is_always_among_the_first_of_the_keys_own(draws: list[tuple[int, float]], count: int) -> None:
-    spread, now_s, seen = AffinityPartitioner(), 0.0, Counter[str]()
+    partitioner, now_s, seen = AffinityPartitioner(), 0.0, Counter[str]()
     for number, passed_s in draws:
         key, now_s = str(number), now_s + passed_s
         seen[key] += 1
         width = max(1, 2 * math.ceil(seen[key] / REQUESTS_PER_PARTITION))
-        assert spread.choose_partition(key, count, now_s) in rank_partitions(key, count)[:width]
+        assert partitioner.choose_partition(key, count, now_s) in rank_partitions(key, count)[:width]
 
 
 @given(st.integers(2, 40), st.integers(0, 2**32))
@@ -133,33 +129,33 @@ def test_a_cold_key_always_goes_to_one_partition(count: int, seed: int) -> None:
     """Cold: no more than its share of the partitions, whatever the others do."""
     order = random.Random(seed)
     keys = [f"warm{number}" for number in range(3 * count)]
-    spread, found = AffinityPartitioner(), set()
+    partitioner, found = AffinityPartitioner(), set()
     for number in range(40):
         order.shuffle(keys)
         for key in keys:
-            spread.choose_partition(key, count, number / 100)
-        found.add(spread.choose_partition("cold", count, number / 100))
+            partitioner.choose_partition(key, count, number / 100)
+        found.add(partitioner.choose_partition("cold", count, number / 100))
     assert found == {rank_partitions("cold", count)[0]}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16, 50])
 def test_a_key_with_all_the_traffic_reaches_all_partitions_evenly(count: int) -> None:
-    spread = AffinityPartitioner()
+    partitioner = AffinityPartitioner()
     for _ in range(REQUESTS_PER_PARTITION * count):
-        spread.choose_partition("hot", count, 0.0)
-    found = Counter(spread.choose_partition("hot", count, 0.0) for _ in range(count * 10))
+        partitioner.choose_partition("hot", count, 0.0)
+    found = Counter(partitioner.choose_partition("hot", count, 0.0) for _ in range(count * 10))
     assert found == dict.fromkeys(range(count), 10)
 
 
 @given(st.floats(0.02, 1), st.integers(1, 32), st.integers(0, 2**32))
 def test_a_key_gets_about_its_share_of_the_partitions(share: float, count: int, seed: int) -> None:
     order = random.Random(seed)
-    spread, found = AffinityPartitioner(), []
+    partitioner, found = AffinityPartitioner(), []
     for number in range(4000):
         if order.random() < share:
-            found.append(spread.choose_partition("hot", count, number / 1000))
+            found.append(partitioner.choose_partition("hot", count, number / 1000))
         else:
-            spread.choose_partition(str(order.randrange(10_000)), count, number / 1000)
+            partitioner.choose_partition(str(order.randrange(10_000)), count, number / 1000)
     recent = Counter(found[-len(found) // 4 :])
     fair = math.ceil(share * count)
     assert math.floor(share * count / 2) <= len(recent) <= 2 * fair + 1
@@ -169,29 +165,30 @@ def test_a_key_gets_about_its_share_of_the_partitions(share: float, count: int, 
 
 
 def test_a_key_that_cools_down_comes_home() -> None:
-    spread = AffinityPartitioner()
+    partitioner = AffinityPartitioner()
     for _ in range(64):
-        spread.choose_partition("hot", 4, 0.0)
-    assert len({spread.choose_partition("hot", 4, 0.0) for _ in range(8)}) == 4
-    assert {spread.choose_partition("hot", 4, 10 * HALF_LIFE_S) for _ in range(8)} == {rank_partitions("hot", 4)[0]}
+        partitioner.choose_partition("hot", 4, 0.0)
+    assert len({partitioner.choose_partition("hot", 4, 0.0) for _ in range(8)}) == 4
+    assert {partitioner.choose_partition("hot", 4, 10 * HALF_LIFE_S) for _ in range(8)} == {
+        rank_partitions("hot", 4)[0]
+    }
 
 
 def test_who_chats_alone_is_not_hot() -> None:
-    spread = AffinityPartitioner()
-    assert len({spread.choose_partition("chat", 4, float(second)) for second in range(1000)}) == 1
+    partitioner = AffinityPartitioner()
+    assert len({partitioner.choose_partition("chat", 4, float(second)) for second in range(1000)}) == 1
 
 
-def test_memory_is_bounded_and_hot_keys_stay() -> None:
-    spread, found = AffinityPartitioner(), []
+def test_hot_keys_are_counted_on_beside_more_keys_than_are_kept() -> None:
+    partitioner, found = AffinityPartitioner(), []
     for number in range(3 * MAX_COUNTED_KEYS):
-        spread.choose_partition(str(number), 4, 0.0)
-        found.append(spread.choose_partition("hot", 4, 0.0))
-    assert len(spread._keys) == MAX_COUNTED_KEYS
+        partitioner.choose_partition(str(number), 4, 0.0)
+        found.append(partitioner.choose_partition("hot", 4, 0.0))
     assert len(set(found[-8:])) == 2  # it is half of all requests
 
 
 def test_a_clock_that_stands_or_goes_back_does_no_harm() -> None:
-    spread = AffinityPartitioner()
-    assert {spread.choose_partition("x", 4, now_s) for now_s in (5.0, 5.0, 3.0, 1e300, 0.0)} == {
+    partitioner = AffinityPartitioner()
+    assert {partitioner.choose_partition("x", 4, now_s) for now_s in (5.0, 5.0, 3.0, 1e300, 0.0)} == {
         rank_partitions("x", 4)[0]
     }

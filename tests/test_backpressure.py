@@ -11,7 +11,7 @@ from penstock.prefill_worker.backpressure import (
     has_enough_queued,
 )
 from penstock.waiting import wait_until
-from tests.test_lag import beat, look
+from tests.test_lag import heartbeat, lag_of
 
 pytestmark = pytest.mark.timeout(60)
 HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
@@ -19,7 +19,7 @@ HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens":
 
 def waiting(messages: int, rate: float | None = 500.0) -> PipelineLag:
     """So many batch messages that decode has to settle; it holds eight, and writes ten answers a second."""
-    return look([beat("prefill", 1000.0), beat("decode", rate, batch=HELD)], jobs_batch=messages)
+    return lag_of([heartbeat("prefill", 1000.0), heartbeat("decode", rate, batch=HELD)], jobs_batch=messages)
 
 
 def test_what_decode_holds_is_not_what_waits_for_it() -> None:
@@ -33,36 +33,38 @@ def test_where_nothing_was_measured_messages_count() -> None:
     assert waiting(200, rate=None).queued_batch_s is None
     assert not has_enough_queued(waiting(MAX_QUEUED_MESSAGES, rate=None))
     assert has_enough_queued(waiting(MAX_QUEUED_MESSAGES + 1, rate=None))
-    assert has_enough_queued(look([beat("prefill", 1000.0)], jobs_batch=MAX_QUEUED_MESSAGES + 1))  # nobody decodes
+    assert has_enough_queued(
+        lag_of([heartbeat("prefill", 1000.0)], jobs_batch=MAX_QUEUED_MESSAGES + 1)
+    )  # nobody decodes
 
 
-class Pipe:
+class ScriptedLag:
     """A pipeline whose lag is what a test says."""
 
     def __init__(self) -> None:
         self.messages: int | None = 1000
-        self.looks = 0
+        self.num_reads = 0
 
-    def look(self) -> PipelineLag:
+    def read(self) -> PipelineLag:
         """`None`: its servers are away."""
-        self.looks += 1
+        self.num_reads += 1
         if self.messages is None:
             raise BusUnavailable("away")
         return waiting(self.messages)
 
 
-def test_it_looks_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lag_is_read_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.prefill_worker.backpressure.POLL_INTERVAL_S", 0.01)
-    pipe = Pipe()
-    with DecodeBackpressure(pipe.look) as ahead:
+    lag = ScriptedLag()
+    with DecodeBackpressure(lag.read) as ahead:
         assert not ahead.is_active
-        assert pipe.looks == 0
+        assert lag.num_reads == 0
         ahead.note_batch_admitted()
         wait_until(lambda: ahead.is_active, 20, "it was seen that decode has enough")
-        pipe.messages = 8
+        lag.messages = 8
         wait_until(lambda: not ahead.is_active, 20, "it was seen that decode wants more")
-        pipe.messages = 1000
+        lag.messages = 1000
         ahead.note_batch_admitted()
         wait_until(lambda: ahead.is_active, 20, "it was seen again")
-        pipe.messages = None
+        lag.messages = None
         wait_until(lambda: not ahead.is_active, 20, "servers that are away hold up nothing")

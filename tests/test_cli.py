@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from penstock.cli.generate import (
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable
-from penstock.local.processes import find_free_port, start_child
+from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
 from penstock.ops.status import read_worker_status
@@ -137,7 +137,7 @@ def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "said"),
+    ("theirs", "ours", "message"),
     [
         ("k:9092", "k:9092", ""),
         ("", "", ""),
@@ -146,18 +146,18 @@ def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
         ("k:9092", "h:9092", "sends to Kafka at h:9092: set PENSTOCK_KAFKA=k:9092, unless these are the same brokers"),
     ],
 )
-def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, said: str) -> None:
+def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, message: str) -> None:
     found = describe_bus_mismatch([{"name": "of before"}, {"kafka": theirs}], Addresses(kafka=ours))
-    assert said in found
-    assert bool(said) == bool(found)
+    assert message in found
+    assert bool(message) == bool(found)
 
 
 def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.generate.SILENCE_BEFORE_REASONS_S", 0.0)
-    addresses, said = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
-    with explain_waiting(StreamPosition("x", None), addresses, "interactive", Console(file=said, width=500)):
-        wait_until(said.getvalue, 30, "the reason")
-    assert said.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
+    addresses, output = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
+    with explain_waiting(StreamPosition("x", None), addresses, "interactive", Console(file=output, width=500)):
+        wait_until(output.getvalue, 30, "the reason")
+    assert output.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
     for stage in STAGES:
         beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
         beat.update_status(state="ready" if stage == "decode" else "loading", kafka="")
@@ -171,13 +171,17 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert "does not answer" in find_wait_reasons(silent, "interactive")[0]
 
 
+def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | None = None) -> Child:
+    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(data)]
+    command += ["--gateway-port", str(find_free_port())]
+    return start_child(command, name="up", log=log, environment=environment, directory=HERE)
+
+
 @pytest.mark.server
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"
-    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(tmp_path / "data")]
-    command += ["--gateway-port", str(find_free_port())]
-    child = start_child(command, name="up", log=log, directory=HERE)
+    child = start_up(port, tmp_path / "data", log)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_until(lambda: log.exists() and "Or:  curl" in log.read_text(), 120, "penstock up", every_s=0.1)
     states = read_worker_status(addresses)
@@ -200,19 +204,8 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
 def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.cli.main",
-        "up",
-        "--port",
-        str(find_free_port()),
-        "--data",
-        str(tmp_path),
-    ]
-    command += ["--gateway-port", str(find_free_port())]
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
-    child = start_child(command, name="up", log=tmp_path / "up.log", environment=environment, directory=HERE)
+    child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
     wait_until((tmp_path / "prefill-0.log").exists, 60, "the first worker was started")
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 0, child.read_log_tail()

@@ -20,16 +20,14 @@ from tests.commands import Terminal, penstock
 from tests.pipeline.test_failures import breaks, poison
 
 
-class Desk:
+class DeadLetterCommand:
     """`penstock dlq` for one pipeline."""
 
     def __init__(self, addresses: Addresses, terminal: Terminal) -> None:
         self._environment = {
-            "COLUMNS": "100",
-            "PENSTOCK_STREAM_URL": addresses.stream_url,
-            "PENSTOCK_KAFKA": addresses.kafka,
+            "COLUMNS": "100", "PENSTOCK_STREAM_URL": addresses.stream_url, "PENSTOCK_KAFKA": addresses.kafka,
             "PENSTOCK_PIPELINE": addresses.pipeline,
-        }
+        }  # fmt: skip
         self._terminal = terminal
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
@@ -49,7 +47,7 @@ def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> 
 
 @pytest.mark.timeout(120)
 def test_dead_requests_are_listed_shown_and_asked_again(line: InProcessPipeline, terminal: Terminal) -> None:
-    dlq = Desk(line.addresses, terminal)
+    dlq = DeadLetterCommand(line.addresses, terminal)
     assert "no dead letters" in dlq("list")
     first, second = poison("first").model_copy(update={"deadline": now_s() + 3600}), poison("second")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"), times=1)
@@ -87,36 +85,31 @@ def test_dead_requests_are_listed_shown_and_asked_again(line: InProcessPipeline,
     assert {result.id for result in line.run_until_results(5)} > {"second.retry-2"}
 
 
-def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:
-    bus = connect_bus(Addresses(pipeline=pipeline.name, stream_url=redis_url), BusSettings())
-    dlq = Desk(Addresses(pipeline=pipeline.name, stream_url=redis_url), terminal)
+def test_what_cannot_be_put_back_is_told_in_one_line(
+    redis_url: str, addresses: Addresses, pipeline: Pipeline, terminal: Terminal
+) -> None:
+    bus, dlq = connect_bus(addresses, BusSettings()), DeadLetterCommand(addresses, terminal)
     assert "penstock topics create" in dlq("list", code=1)
     bus.create_topics()
     origin = {names.ORIGIN_HEADER: pipeline.request_topic("batch"), names.REASON_HEADER: "id_conflict: \x1b[2J twice"}
     good = Request(id="good", prompt="x", sampling=Sampling(max_tokens=1), deadline=1.0)
+    cut = {**origin, names.TRUNCATED_HEADER: "9000000"}
     letters = [
-        Outgoing(pipeline.dead_letter_topic, b"{not json \x1b[2J", None, origin),
-        Outgoing(
-            pipeline.dead_letter_topic,
-            b'{"v": 1, "id": "cut", "pro',
-            "cut",
-            {**origin, names.TRUNCATED_HEADER: "9000000"},
-        ),
-        Outgoing(pipeline.dead_letter_topic, b'{"v": 1, "id": "lost", "prompt": "x"}', "lost", {}),
-        Outgoing(pipeline.dead_letter_topic, b'{"v": 1, "id": "bad", "prompt": ""}', "bad", origin),
-        Outgoing(
-            pipeline.dead_letter_topic,
-            good.encode(),
-            "good",
-            {**origin, names.TENANT_HEADER: "default", names.ATTEMPT_HEADER: "x"},
-        ),
+        Outgoing(pipeline.dead_letter_topic, value, key, headers)
+        for value, key, headers in (
+            (b"{not json \x1b[2J", None, origin),
+            (b'{"v": 1, "id": "cut", "pro', "cut", cut),
+            (b'{"v": 1, "id": "lost", "prompt": "x"}', "lost", {}),
+            (b'{"v": 1, "id": "bad", "prompt": ""}', "bad", origin),
+            (good.encode(), "good", {**origin, names.TENANT_HEADER: "default", names.ATTEMPT_HEADER: "x"}),
+        )
     ]
     publisher = bus.create_publisher()
     publisher.publish(letters)
     publisher.close()
-    told = dlq("requeue", "--all", code=1)
-    assert "\x1b" not in told
-    assert [line for line in told.splitlines() if "penstock" not in line] == [
+    printed = dlq("requeue", "--all", code=1)
+    assert "\x1b" not in printed
+    assert [line for line in printed.splitlines() if "penstock" not in line] == [
         "good is asked again as good.retry-1", "1 put back, 4 cannot be",
     ]  # fmt: skip
     nameless = DeadLetter.from_message(letters[0]).id
@@ -126,7 +119,7 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
         "penstock: lost came from 'nowhere'",
         "penstock: bad would be refused again: invalid_request",
     ):
-        assert part in told
+        assert part in printed
     (again,) = bus.read_all(pipeline.request_topic("batch"))
     assert (again.key, dict(again.headers)) == ("good.retry-1", {names.TENANT_HEADER: "default"})
     assert "deadline" not in json.loads(again.value)

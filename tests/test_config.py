@@ -1,4 +1,4 @@
-"""`penstock config`: what is in force, where it comes from, what is wrong; and never a secret."""
+"""Settings and `penstock config`: what is in force, where it comes from, what is wrong; and never a secret."""
 
 import json
 import os
@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 
 from penstock.cli.config import list_settings
 from penstock.config.addresses import Addresses
-from penstock.config.settings import SETTINGS_CLASSES, KVSettings, list_variables, load_settings
+from penstock.config.settings import (
+    SETTINGS_CLASSES,
+    BusSettings,
+    EngineSettings,
+    KVSettings,
+    RecordSettings,
+    check_environment,
+    list_variables,
+    load_settings,
+)
 from penstock.config.sources import list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
 from tests.commands import Terminal
+from tools.settings_doc import read_field_docs
 
 MARK = "Zq9"
 """In each of the secrets made here, and nowhere else."""
@@ -29,6 +39,75 @@ URLS = {"PENSTOCK_STREAM_URL", "PENSTOCK_KV_URL"}
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.upper().startswith("PENSTOCK_")]:
         monkeypatch.delenv(variable)
+
+
+def test_defaults_are_loaded_from_an_empty_environment() -> None:
+    assert all(load_settings(part) == part() for part in SETTINGS_CLASSES)
+
+
+def test_what_is_given_goes_before_the_environment_and_that_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PIPELINE", "other")
+    monkeypatch.setenv("PENSTOCK_RECORD_LEASE_S", "2.5")
+    assert load_settings(Addresses).pipeline == "other"
+    assert load_settings(Addresses, pipeline="given").pipeline == "given"
+    assert load_settings(RecordSettings).lease_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PENSTOCK_KAFAK", "PENSTOCK_KAFKA"),
+        ("PENSTOCK_STREAMURL", "PENSTOCK_STREAM_URL"),
+        ("PENSTOCK_ENGINE_MAXBATCH", "PENSTOCK_ENGINE_MAX_BATCH"),
+        ("PENSTOCK_RECORD_LEASE", "PENSTOCK_RECORD_LEASE_S"),
+        ("PENSTOCK_", "PENSTOCK_"),
+    ],
+)
+def test_an_unknown_variable_names_the_nearest(variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=rf"^{variable} is not a setting; the nearest is {nearest}"):
+        check_environment({variable: "1"})
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=variable):
+        load_settings(BusSettings)
+
+
+def test_other_programs_variables_are_left_alone() -> None:
+    check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(list_variables(), "x")})
+
+
+@pytest.mark.parametrize(
+    ("part", "variable", "value"),
+    [
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", "0"),
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", "four"),
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", ""),
+        (BusSettings, "PENSTOCK_BUS_SESSION_TIMEOUT_S", "-1"),
+        (RecordSettings, "PENSTOCK_RECORD_LEASE_S", "nan"),
+        (EngineSettings, "PENSTOCK_ENGINE_DTYPE", "float8"),
+        (EngineSettings, "PENSTOCK_ENGINE_BLOCK_SIZE", "1025"),
+    ],
+)
+def test_a_bad_value_is_named(
+    part: type[BusSettings], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=rf"^{variable}: .*\(given: '{value}'\)$"):
+        load_settings(part)
+
+
+def test_an_unknown_name_given_in_code_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
+        load_settings(Addresses, pipelin="demo")
+
+
+def test_variables_are_distinct_and_explained() -> None:
+    known = list_variables()
+    assert len(set(known)) == len(known)
+    for part in SETTINGS_CLASSES:
+        assert read_field_docs(part).keys() == part.model_fields.keys()
+
+
+# The command.
 
 
 @pytest.fixture
@@ -46,12 +125,9 @@ def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, term
     secret.write_text("correct horse\n")
     config.write_text('kafka = "k:9092"\n[engine]\nmax_batch = 7\nthreads = 2\n')
     environment = {
-        "PENSTOCK_CONFIG": str(config),
-        "PENSTOCK_ENGINE_THREADS": "3",
-        "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
-        "PENSTOCK_KAFKA_USER": "me",
-        "PENSTOCK_KAFKA_PASSWORD_FILE": str(secret),
-    }
+        "PENSTOCK_CONFIG": str(config), "PENSTOCK_ENGINE_THREADS": "3", "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
+        "PENSTOCK_KAFKA_USER": "me", "PENSTOCK_KAFKA_PASSWORD_FILE": str(secret),
+    }  # fmt: skip
     found = shown(**environment)
     assert list(found) == list_variables()
     assert found["PENSTOCK_KAFKA"] == ("k:9092", f"file {config}")
@@ -110,23 +186,14 @@ def test_all_that_may_be_secret_may_come_from_a_file() -> None:
 
 
 BAD = {
-    "PENSTOCK_PIPELINE": "a b",
-    "PENSTOCK_STREAM_URL": "http://me:Zq9@host",
-    "PENSTOCK_KV_URL": "redis://me:Zq9@host:port/0",
-    "PENSTOCK_REDIS_CA_FILE": "/nowhere.pem",
-    "PENSTOCK_KAFKA_MECHANISM": "MD5",
-    "PENSTOCK_BUS_PARTITIONS": "0",
-    "PENSTOCK_RECORD_RETRY_FIRST_S": "31",
-    "PENSTOCK_KV_STORE_REDIS_CODEC": "zip",
-    "PENSTOCK_ENGINE_MAX_BATCH": "-1",
-    "PENSTOCK_WORKER_HEARTBEAT_S": "0",
-    "PENSTOCK_TRACE_KEEP_S": "-1",
-    "PENSTOCK_TELEMETRY_PORT": "65536",
-    "PENSTOCK_GATEWAY_MAX_WAIT_S": "soon",
-    "PENSTOCK_GATEWAY_MAX_HEADERS": "0",
-    "PENSTOCK_GATEWAY_PORT": "70000",
+    "PENSTOCK_PIPELINE": "a b", "PENSTOCK_STREAM_URL": "http://me:Zq9@host",
+    "PENSTOCK_KV_URL": "redis://me:Zq9@host:port/0", "PENSTOCK_REDIS_CA_FILE": "/nowhere.pem",
+    "PENSTOCK_KAFKA_MECHANISM": "MD5", "PENSTOCK_BUS_PARTITIONS": "0", "PENSTOCK_RECORD_RETRY_FIRST_S": "31",
+    "PENSTOCK_KV_STORE_REDIS_CODEC": "zip", "PENSTOCK_ENGINE_MAX_BATCH": "-1", "PENSTOCK_WORKER_HEARTBEAT_S": "0",
+    "PENSTOCK_TRACE_KEEP_S": "-1", "PENSTOCK_TELEMETRY_PORT": "65536", "PENSTOCK_GATEWAY_MAX_WAIT_S": "soon",
+    "PENSTOCK_GATEWAY_MAX_HEADERS": "0", "PENSTOCK_GATEWAY_PORT": "70000",
     "PENSTOCK_BATCH_MAX_FILE_BYTES": "900000000",
-}
+}  # fmt: skip
 """Of each part something that is wrong, in itself or together with what else is in force."""
 
 

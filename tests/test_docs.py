@@ -11,12 +11,13 @@ import redis
 
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.config.settings import BusSettings, RecordSettings, list_variables
+from penstock.config.settings import BusSettings, list_variables
 from penstock.decode_worker.result import build_result_message
 from penstock.errors import REQUEST_ERRORS
-from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode_message
+from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, TokenEvent, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
-from penstock.record import Claim, Record
+from penstock.record import Record
+from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -174,63 +175,38 @@ def example(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     return namespace
 
 
-@pytest.fixture
-def client(redis_url: str) -> Any:
-    with redis.Redis.from_url(redis_url) as connected:
-        yield connected
-
-
-@pytest.fixture
-def record(client: "redis.Redis", pipeline: Pipeline) -> Any:
-    made = Record(client, pipeline, RecordSettings(lease_s=30))
-    yield made
-    made.close()
-
-
-def say(record: Record, claim: Claim, tokens: list[int]) -> list[str]:
-    events = [claim.next_event(tokens[0], str(tokens[0]))]
-    record.append_tokens([(claim, events[0])])
-    return [events[0].id, *(say(record, claim, tokens[1:]) if tokens[1:] else [])]
-
-
-def claim(record: Record, request_id: str = "r1") -> Claim:
-    assert record.renew_session("prefill", "worker/1") is not None
-    found = record.claim_prefill(request_id, "worker/1", "body")
-    assert isinstance(found, Claim)
-    return found
-
-
 def test_the_example_reads_a_stream_while_it_is_written(
-    example: dict[str, Any], client: "redis.Redis", record: Record
+    example: dict[str, Any], server: "redis.Redis", record: Record
 ) -> None:
-    held = claim(record)
-    say(record, held, [5, 6])
-    reading = example["stream"](client, "r1")
+    claim = prefill(record)
+    say(record, claim, [5, 6])
+    reading = example["stream"](server, "r1")
     assert [next(reading)["token"] for _ in range(2)] == [5, 6]
-    say(record, held, [7])
+    say(record, claim, [7])
     assert next(reading)["token"] == 7
-    say(record, held, [8, 9])
-    record.finish_request(held, EndEvent(finish_reason="length"))
+    say(record, claim, [8, 9])
+    record.finish_request(claim, end("length"))
     assert [event.get("token", event.get("finish_reason")) for event in reading] == [8, 9, "length"]
 
 
 def test_the_example_resumes_and_notices_another_answer(
-    example: dict[str, Any], client: "redis.Redis", record: Record
+    example: dict[str, Any], server: "redis.Redis", record: Record
 ) -> None:
-    held = claim(record)
-    ids = say(record, held, [5, 6, 7])
-    record.finish_request(held, EndEvent(finish_reason="length"))
+    claim = prefill(record)
+    say(record, claim, [5, 6, 7])
+    ids = [event.id for event in record.read_log("r1") if isinstance(event, TokenEvent)]
+    record.finish_request(claim, end("length"))
     for after, rest in zip(ids, ([6, 7], [7], []), strict=True):
-        found = list(example["stream"](client, "r1", after=after))
+        found = list(example["stream"](server, "r1", after=after))
         assert [event["token"] for event in found[:-1]] == rest
     for wrong in (names.event_id(0, names.roll_hash(names.START_HASH, 6)), names.event_id(3, ids[2].split("-")[1])):
         with pytest.raises(RuntimeError, match="not the answer"):
-            list(example["stream"](client, "r1", after=wrong))
+            list(example["stream"](server, "r1", after=wrong))
 
 
-def test_the_example_gives_up_on_silence(example: dict[str, Any], client: "redis.Redis") -> None:
+def test_the_example_gives_up_on_silence(example: dict[str, Any], server: "redis.Redis") -> None:
     with pytest.raises(TimeoutError, match="never-sent"):
-        list(example["stream"](client, "never-sent", patience_s=0.01))
+        list(example["stream"](server, "never-sent", patience_s=0.01))
 
 
 def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], kafka: str, pipeline: Pipeline) -> None:
@@ -249,11 +225,11 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
     assert example["result"](kafka, "r1")["id"] == "r1"
 
 
-def test_cancelling_by_hand(client: "redis.Redis", record: Record, pipeline: Pipeline) -> None:
+def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pipeline) -> None:
     key = pipeline.record_key("r1")
-    with client.pipeline() as batch:
+    with server.pipeline() as batch:
         batch.hset(key, "cancelled", "1")
         batch.pexpire(key, 604_800_000, nx=True)
         batch.execute()
-    assert client.pttl(key) > 604_000_000
-    assert claim(record).is_cancelled
+    assert server.pttl(key) > 604_000_000
+    assert prefill(record).is_cancelled

@@ -29,24 +29,19 @@ from tests.commands import Terminal
 
 DEMO = Pipeline("demo")
 NOTHING = {
-    "requests": 0,
-    "running": 0,
-    "room": 0,
-    "prompt_tokens": 0,
-    "output_tokens": 0,
-    "mean_prompt_tokens": None,
-    "mean_output_tokens": None,
+    **dict.fromkeys(("requests", "running", "room", "prompt_tokens", "output_tokens"), 0),
+    **dict.fromkeys(("mean_prompt_tokens", "mean_output_tokens")),
 }
 
 
-def beat(stage: str, rate: float | None, state: str = "ready", **classes: Mapping[str, object]) -> dict[str, Any]:
+def heartbeat(stage: str, rate: float | None, state: str = "ready", **classes: Mapping[str, object]) -> dict[str, Any]:
     """A heartbeat: `rate` of the stage's work, and what it says of a class."""
     load: dict[str, object] = {klass: NOTHING | dict(classes.get(klass, {})) for klass in CLASSES}
     load |= {"prompt_tokens_per_s": rate, "output_tokens_per_s": rate}
     return {"stage": stage, "state": state, "load": load}
 
 
-def look(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
+def lag_of(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
     """`requests_batch=3`: three messages in that topic."""
     counts = {topic: 0 for stage in STAGES for topic in DEMO.input_topics(stage).values()}
     for name, count in unsettled.items():
@@ -54,30 +49,25 @@ def look(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
     return compute_lag(DEMO, counts, workers)
 
 
-IDLE = [beat("prefill", None), beat("decode", None)]
+IDLE = [heartbeat("prefill", None), heartbeat("decode", None)]
 
 
 def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> None:
-    held = {
-        "requests": 3,
-        "prompt_tokens": 250,
-        "output_tokens": 90,
-        "mean_prompt_tokens": 100,
-        "mean_output_tokens": 40,
-    }
-    found = look([beat("prefill", 500.0, interactive=held), beat("decode", None)], requests_interactive=10)
+    held = {"requests": 3, "prompt_tokens": 250, "output_tokens": 90}
+    held |= {"mean_prompt_tokens": 100, "mean_output_tokens": 40}
+    found = lag_of([heartbeat("prefill", 500.0, interactive=held), heartbeat("decode", None)], requests_interactive=10)
     assert found.stages["prefill"]["interactive"] == Lag(10, 250 + 7 * 100, 90 + 7 * 40)
     assert found.stages["prefill"]["batch"] == found.stages["decode"]["interactive"] == Lag(0, 0, 0)
 
 
 def test_where_nothing_was_measured_nothing_is_made_up() -> None:
-    assert look(IDLE).estimated_wait_s() == 0.0
-    found = look(IDLE, requests_interactive=1)
+    assert lag_of(IDLE).estimated_wait_s() == 0.0
+    found = lag_of(IDLE, requests_interactive=1)
     assert found.stages["prefill"]["interactive"] == Lag(1, None, None)
     assert found.estimated_wait_s("interactive") is found.estimated_wait_s("batch") is None
     known = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 40.0}
-    without_rate = [beat("prefill", None, interactive=known), beat("decode", 5.0, interactive={"room": 8})]
-    assert look(without_rate, requests_interactive=1).estimated_wait_s() is None
+    without_rate = [heartbeat("prefill", None, interactive=known), heartbeat("decode", 5.0, interactive={"room": 8})]
+    assert lag_of(without_rate, requests_interactive=1).estimated_wait_s() is None
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -85,39 +75,41 @@ def test_where_nothing_was_measured_nothing_is_made_up() -> None:
 def test_without_a_worker_in_each_stage_no_wait_is_known(stage: str, state: str | None) -> None:
     workers = [worker for worker in IDLE if worker["stage"] != stage]
     if state is not None:
-        workers.append(beat(stage, 100.0, state))
-    assert look(workers).estimated_wait_s() is None
+        workers.append(heartbeat(stage, 100.0, state))
+    assert lag_of(workers).estimated_wait_s() is None
 
 
 def test_a_loading_worker_without_a_load_is_no_obstacle() -> None:
-    assert look([*IDLE, {"stage": "decode", "state": "loading"}]).estimated_wait_s() == 0.0
+    assert lag_of([*IDLE, {"stage": "decode", "state": "loading"}]).estimated_wait_s() == 0.0
 
 
 def test_batch_lag_does_not_count_for_interactive_and_the_other_way_round_it_does() -> None:
     means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
-    prefill = beat("prefill", 1000.0, interactive=means, batch=means)
-    decode = beat("decode", 50.0, interactive={"room": 100}, batch={"room": 100})
-    found = look([prefill, decode], requests_interactive=20, requests_batch=60)
+    prefill = heartbeat("prefill", 1000.0, interactive=means, batch=means)
+    decode = heartbeat("decode", 50.0, interactive={"room": 100}, batch={"room": 100})
+    found = lag_of([prefill, decode], requests_interactive=20, requests_batch=60)
     assert found.estimated_wait_s("interactive") == pytest.approx(20 * 100 / 1000)
     assert found.estimated_wait_s("batch") == pytest.approx(80 * 100 / 1000)
 
 
 def test_workers_add_up_and_one_that_measured_nothing_yet_counts_as_the_others() -> None:
     means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
-    decode = beat("decode", None, interactive={"room": 100})
-    two = [beat("prefill", 500.0, interactive=means), beat("prefill", 1500.0, interactive=means), decode]
-    assert look(two, requests_interactive=40).estimated_wait_s() == pytest.approx(2.0)
-    third = [*two, beat("prefill", None)]
-    assert look(third, requests_interactive=45).estimated_wait_s() == pytest.approx(1.5)
+    decode = heartbeat("decode", None, interactive={"room": 100})
+    two = [heartbeat("prefill", 500.0, interactive=means), heartbeat("prefill", 1500.0, interactive=means), decode]
+    assert lag_of(two, requests_interactive=40).estimated_wait_s() == pytest.approx(2.0)
+    third = [*two, heartbeat("prefill", None)]
+    assert lag_of(third, requests_interactive=45).estimated_wait_s() == pytest.approx(1.5)
 
 
 def test_answers_are_waited_for_only_where_there_is_no_place_beside_them() -> None:
     """Ten run, four places are free; 3 requests in prefill and 5 jobs come before the next one."""
-    decode = beat("decode", 80.0, interactive={"requests": 12, "running": 10, "room": 4, "mean_output_tokens": 40.0})
-    prefill = beat("prefill", 1e9, interactive={"mean_prompt_tokens": 1.0})
-    found = look([prefill, decode], requests_interactive=3, jobs_interactive=15)
+    decode = heartbeat(
+        "decode", 80.0, interactive={"requests": 12, "running": 10, "room": 4, "mean_output_tokens": 40.0}
+    )
+    prefill = heartbeat("prefill", 1e9, interactive={"mean_prompt_tokens": 1.0})
+    found = lag_of([prefill, decode], requests_interactive=3, jobs_interactive=15)
     assert found.estimated_wait_s() == pytest.approx((3 + 5 - 4) * 40 / 80)
-    assert look([prefill, decode], requests_interactive=1, jobs_interactive=12).estimated_wait_s() < 0.001  # type: ignore[operator]
+    assert lag_of([prefill, decode], requests_interactive=1, jobs_interactive=12).estimated_wait_s() < 0.001  # type: ignore[operator]
 
 
 def test_a_mean_forgets() -> None:
@@ -160,15 +152,12 @@ def addresses(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline
 
 
 @pytest.fixture
-def tell(addresses: Addresses) -> Iterator[Callable[[InProcessPipeline], None]]:
-    """Has both workers of a line say what they hold."""
+def report(addresses: Addresses) -> Iterator[Callable[[InProcessPipeline], None]]:
+    """Has both workers of a pipeline write a heartbeat with what they hold."""
     with ExitStack() as stack:
 
         def now(line: InProcessPipeline) -> None:
-            workers: list[tuple[str, Worker]] = [
-                ("prefill", line.prefill),
-                ("decode", line.decode),
-            ]
+            workers: list[tuple[str, Worker]] = [("prefill", line.prefill), ("decode", line.decode)]
             for stage, worker in workers:
                 beat = Heartbeat(addresses.stream_url, line.pipeline, stage, f"{stage}-0", 60.0)
                 stack.callback(beat._redis.close)
@@ -190,7 +179,7 @@ def send(line: InProcessPipeline, work: list[Request]) -> None:
         line.publish_bytes(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
 
 
-def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
+def run_until(worker: Worker, until: Callable[[], object], what: str) -> None:
     """Turn a worker until something is so."""
 
     def now() -> object:
@@ -201,19 +190,19 @@ def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
 
 
 def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
-    addresses: Addresses, tell: Callable[[InProcessPipeline], None], monkeypatch: pytest.MonkeyPatch
+    addresses: Addresses, report: Callable[[InProcessPipeline], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.ops.lag.MAX_AGE_S", 0.0)
     settings = EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_batch=4)
     with InProcessPipeline(addresses, engine=settings) as line, Client(addresses) as client:
         assert client.estimated_wait() is None  # nobody is there
         send(line, [ask(f"a{n}", 50, 8, "batch") for n in range(6)])
-        tell(line)
+        report(line)
         assert client.lag().stages["prefill"]["batch"] == Lag(6, None, None)
         assert client.estimated_wait() == 0.0
         assert client.estimated_wait("batch") is None
         line.run_until_results(6)
-        tell(line)
+        report(line)
         wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 30, "nothing lags")
         assert client.estimated_wait("batch") == 0.0
 
@@ -226,14 +215,14 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert first.estimated_wait_s("interactive") == 0.0
 
         # Half of the prompts are handed off. What a Kafka transaction has committed is seen by all a moment later.
-        turned(line.prefill, lambda: client.lag().stages["prefill"]["batch"].messages <= 20, "half of the prompts")
-        tell(line)
+        run_until(line.prefill, lambda: client.lag().stages["prefill"]["batch"].messages <= 20, "half of the prompts")
+        report(line)
         prefill, decode = (client.lag().stages[stage]["batch"] for stage in STAGES)
         assert prefill.messages * 50 >= (prefill.prompt_tokens or 0)
         assert decode.messages >= 20
         assert (decode.output_tokens or 0) >= 20 * 8
         line.run_until_results(46)
-        tell(line)
+        report(line)
         wait_until(lambda: client.estimated_wait("batch") == 0.0, 30, "nothing lags")
 
         async def awaited() -> tuple[PipelineLag, float | None]:
@@ -324,13 +313,13 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
         for klass in CLASSES:
             worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
-        turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
+        run_until(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
-        turned(worker, lambda: worker.kv.has_waiting_loads("batch"), "a fetch waits for room")
+        run_until(worker, lambda: worker.kv.has_waiting_loads("batch"), "a fetch waits for room")
         assert worker.free_capacity("batch") == 0
         assert worker.free_capacity("interactive") > 0
         assert not worker.kv.has_waiting_loads("interactive")
-        turned(worker, lambda: len(line.read_results()) == 3, "all are answered")
+        run_until(worker, lambda: len(line.read_results()) == 3, "all are answered")
         pool.free_blocks(hold)
 
 
@@ -338,7 +327,7 @@ def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresse
     """Deliveries of batch that wait for a lease or for their KV take no place of what is interactive."""
     with line_of(addresses, max_batch=2) as line:
         send(line, [ask(f"a{n}", 20, 400, "batch") for n in range(2)])
-        turned(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+        run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
         deliveries: list[Delivery] = []
         while len(deliveries) < 2:
             deliveries += line.decode.member.poll(1.0, {"batch": 2})
@@ -346,7 +335,7 @@ def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresse
             line.decode.queue.defer(delivery, 60.0)
         send(line, [ask("i0", 20, 4)])
         line.run_prefill(1)
-        turned(line.decode, line.read_results, "interactive is answered")
+        run_until(line.decode, line.read_results, "interactive is answered")
         assert line.read_results()[0].id == "i0"
         assert len(line.decode.queue) == 2
 
@@ -369,8 +358,8 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
 
         monkeypatch.setattr(line.decode.engine, "step", watched)
         send(line, batch)
-        turned(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
-        turned(line.decode, lambda: len(sampled) > 10, "batch is decoded")
+        run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+        run_until(line.decode, lambda: len(sampled) > 10, "batch is decoded")
         send(line, quick)
         line.run_prefill(2)
         before = len(sampled)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock import names
 from penstock.errors import InvalidName
 from penstock.names import (
-    CLASSES,
     MAX_ID_CHARS,
     START_HASH,
     Pipeline,
@@ -52,13 +51,6 @@ def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
     assert len(topics) == len(set(topics)) == 6
     assert all(len(topic) <= 249 and set(topic) <= set("._-") | set(map(chr, range(128))) for topic in topics)
     assert all(part.isalnum() for topic in topics for part in topic.replace("-", "").replace("_", "").split("."))
-
-
-def test_stages_read_what_the_stage_before_writes() -> None:
-    pipeline = Pipeline("p")
-    assert pipeline.input_topics("prefill") == {klass: pipeline.request_topic(klass) for klass in CLASSES}
-    assert pipeline.input_topics("decode") == {klass: pipeline.job_topic(klass) for klass in CLASSES}
-    assert pipeline.consumer_group("prefill") != pipeline.consumer_group("decode")
 
 
 @given(PIPELINES, PIPELINES, IDS, IDS)

@@ -46,11 +46,8 @@ def test_an_address_names_sentinels_users_service_and_database() -> None:
     assert (found.username, found.password) == ("s", "mark")
     options = found.server_options()
     assert {name: options[name] for name in ("username", "password", "db", "ssl")} == {
-        "username": "me",
-        "password": "p@ss,word",
-        "db": 3,
-        "ssl": True,
-    }
+        "username": "me", "password": "p@ss,word", "db": 3, "ssl": True,
+    }  # fmt: skip
     assert found.server_url(("::1", 7)) == "rediss://me:p%40ss,word@[::1]:7/3"
     plain = parse_sentinels("redis+sentinel://[::1],two/svc")
     assert (plain.hosts, plain.db) == ((("::1", 26379), ("two", 26379)), 0)
@@ -144,17 +141,17 @@ def test_every_kind_of_connection_finds_the_next_master(group: ReplicatedValkey)
     bus.set("here", "before")
 
     async def follow() -> None:
-        feed, told = LiveFeed(group.url), asyncio.Queue[bytes | None]()
-        feed.add_listener("channel", told.put_nowait)
+        feed, received = LiveFeed(group.url), asyncio.Queue[bytes | None]()
+        feed.add_listener("channel", received.put_nowait)
         client_async = async_redis_client(group.url)
-        assert await told.get() is None
+        assert await received.get() is None
         first = group.master
         await asyncio.to_thread(first.kill)
         while True:
             with contextlib.suppress(redis.RedisError):
                 if await client_async.publish("channel", b"after"):
                     break
-        while await told.get() != b"after":
+        while await received.get() != b"after":
             pass
         assert group.master is not first
         await client_async.aclose()

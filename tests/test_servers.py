@@ -76,14 +76,13 @@ def test_names_that_are_none_or_not_their_own_are_refused(urls: str) -> None:
     )
 
 
-def test_who_comes_with_another_list_is_refused(redis_url: str, pipeline: Pipeline) -> None:
-    with redis.Redis.from_url(redis_url) as client:
-        check_server_list(client, pipeline, ["a", "b"])
-        store_server_list(client, pipeline, ["a", "b"])
-        store_server_list(client, pipeline, ["a", "b"])
-        for other in (["b", "a"], ["a"], ["a", "b", "c"]):
-            with pytest.raises(ServersDiffer, match="penstock servers change"):
-                store_server_list(client, pipeline, other)
+def test_who_comes_with_another_list_is_refused(server: "redis.Redis", pipeline: Pipeline) -> None:
+    check_server_list(server, pipeline, ["a", "b"])
+    store_server_list(server, pipeline, ["a", "b"])
+    store_server_list(server, pipeline, ["a", "b"])
+    for other in (["b", "a"], ["a"], ["a", "b", "c"]):
+        with pytest.raises(ServersDiffer, match="penstock servers change"):
+            store_server_list(server, pipeline, other)
 
 
 def test_one_server_alone_may_be_called_by_any_name(redis_url: str, pipeline: Pipeline) -> None:

@@ -1,4 +1,4 @@
-"""What a prompt that does not fit is told: figures that are true, or a bound that says it is one."""
+"""What a prompt that does not fit is told: numbers that are true, or a bound that says it is one."""
 
 import pytest
 
@@ -15,25 +15,25 @@ def refusal(request: Request) -> str:
 
 
 def test_a_prompt_that_is_counted_is_told_exactly() -> None:
-    said = refusal(Request(v=1, id="a", token_ids=[5] * 1000, sampling=Sampling(max_tokens=25)))
-    assert said.startswith(
+    message = refusal(Request(v=1, id="a", token_ids=[5] * 1000, sampling=Sampling(max_tokens=25)))
+    assert message.startswith(
         "This model's maximum context length is 1024 tokens. However, you requested 1025 tokens "
         "(1000 in the prompt, 25 for the answer)."
     )
 
 
 def test_a_text_that_would_fit_by_itself_is_counted() -> None:
-    said = refusal(Request(v=1, id="a", prompt="In the beginning", sampling=Sampling(max_tokens=1024)))
+    message = refusal(Request(v=1, id="a", prompt="In the beginning", sampling=Sampling(max_tokens=1024)))
     num_prompt = len(load_demo_model().tokenizer("In the beginning")["input_ids"])
-    assert f"you requested {num_prompt + 1024} tokens ({num_prompt} in the prompt, 1024 for the answer)" in said
+    assert f"you requested {num_prompt + 1024} tokens ({num_prompt} in the prompt, 1024 for the answer)" in message
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])
 def test_a_prompt_that_is_not_worth_counting_is_told_with_a_bound(field: str) -> None:
     text = "word " * 20_000
     prompt = {"prompt": text} if field == "prompt" else {"messages": [{"role": "user", "content": text}]}
-    said = refusal(Request.model_validate({"v": 1, "id": "a", **prompt, "sampling": {"max_tokens": 160}}))
-    assert "However, you requested at least " in said
-    assert "160 for the answer" in said
-    bound = int(said.partition("(at least ")[2].split()[0])
+    message = refusal(Request.model_validate({"v": 1, "id": "a", **prompt, "sampling": {"max_tokens": 160}}))
+    assert "However, you requested at least " in message
+    assert "160 for the answer" in message
+    bound = int(message.partition("(at least ")[2].split()[0])
     assert 1024 < bound < len(load_demo_model().tokenizer(text)["input_ids"])

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
@@ -13,12 +13,12 @@ import pytest
 import redis
 
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.messages import Result, decode_message
-from penstock.names import REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import check_health, read_worker_status
 from penstock.redis.client import is_outage
 from penstock.waiting import wait_until
@@ -28,122 +28,108 @@ from penstock.worker.loop import StopSignal
 from penstock.worker.reconnect import Reconnector
 from penstock.worker.settler import Settler
 
+Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
 
 @pytest.fixture
-def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
-    return Addresses(pipeline=pipeline.name, stream_url=redis_url)
+def settler(member: Member, pipeline: Pipeline) -> Iterator[Settler]:
+    made = Settler(member, pipeline)
+    yield made
+    made.close()
 
 
-def deliveries(member: Member, pipeline: Pipeline, addresses: Addresses, count: int) -> list[Delivery]:
-    """That many fresh deliveries, held by the member."""
-    publisher = connect_bus(addresses, BusSettings()).create_publisher()
-    publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(count)])
-    publisher.close()
-    held: list[Delivery] = []
-    while len(held) < count:
-        held += member.poll(1.0, ROOM)
-    return held
+@pytest.fixture
+def fetch(bus: Bus, member: Member, pipeline: Pipeline) -> Fetch:
+    """Returns that many fresh deliveries, held by the member."""
+
+    def fetch_fresh(count: int) -> list[Delivery]:
+        publisher = bus.create_publisher()
+        publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(count)])
+        publisher.close()
+        held: list[Delivery] = []
+        while len(held) < count:
+            held += member.poll(1.0, ROOM)
+        return held
+
+    return fetch_fresh
 
 
-def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        settler = Settler(member, pipeline)
-        for number, delivery in enumerate(deliveries(member, pipeline, addresses, 5)):
-            output = Outgoing(pipeline.job_topic("interactive"), b"job", delivery.key)
-            settler.settle(Settlement(delivery, [output]), number)
-        settler.wait_settled(timeout_s=30)
-        assert len(settler) == 5, "nobody has heard of them"
-        assert settler.collect() == [(number, True) for number in range(5)]
-        assert len(settler) == 0
-        assert member.count_held() == 0
-        settler.close()
+def test_settling_in_the_background_tells_when_it_is_durable(
+    bus: Bus, member: Member, settler: Settler, fetch: Fetch, pipeline: Pipeline
+) -> None:
+    for number, delivery in enumerate(fetch(5)):
+        output = Outgoing(pipeline.job_topic("interactive"), b"job", delivery.key)
+        settler.settle(Settlement(delivery, [output]), number)
+    settler.wait_settled(timeout_s=30)
+    assert len(settler) == 5, "nobody has heard of them"
+    assert settler.collect() == [(number, True) for number in range(5)]
+    assert len(settler) == 0
+    assert member.count_held() == 0
     assert len(bus.read_all(pipeline.job_topic("interactive"))) == 5
 
 
-def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses, pipeline: Pipeline) -> None:
+def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetch: Fetch, pipeline: Pipeline) -> None:
     """Others are settled meanwhile; and it is being settled already, for who asks."""
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
     woken, written = threading.Event(), Future[float]()
-    with bus.join_group("prefill", "a") as member:
-        settler = Settler(member, pipeline, woken.set)
-        first, second = deliveries(member, pipeline, addresses, 2)
-        settler.settle(Settlement(first), "first", after=written)
-        settler.settle(Settlement(second), "second")
-        assert woken.wait(30)
-        assert settler.collect() == [("second", True)]
-        assert settler.is_settling(first)
-        assert member.is_holding(first)
-        written.set_result(0.0)
-        settler.wait_settled(timeout_s=30)
-        assert settler.collect() == [("first", True)]
-        settler.close()
+    settler = Settler(member, pipeline, woken.set)
+    first, second = fetch(2)
+    settler.settle(Settlement(first), "first", after=written)
+    settler.settle(Settlement(second), "second")
+    assert woken.wait(30)
+    assert settler.collect() == [("second", True)]
+    assert settler.is_settling(first)
+    assert member.is_holding(first)
+    written.set_result(0.0)
+    settler.wait_settled(timeout_s=30)
+    assert settler.collect() == [("first", True)]
+    settler.close()
 
 
-def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        held = deliveries(member, pipeline, addresses, 3)
-        member.settle([Settlement(held[1])])
-        settler = Settler(member, pipeline)
-        for delivery in held:
-            settler.settle(Settlement(delivery), delivery.key)
-        settler.wait_settled(timeout_s=30)
-        assert dict(settler.collect()) == {held[0].key: True, held[1].key: False, held[2].key: True}
-        settler.close()
+def test_a_lost_delivery_does_not_hold_up_the_others(member: Member, settler: Settler, fetch: Fetch) -> None:
+    held = fetch(3)
+    member.settle([Settlement(held[1])])
+    for delivery in held:
+        settler.settle(Settlement(delivery), delivery.key)
+    settler.wait_settled(timeout_s=30)
+    assert dict(settler.collect()) == {held[0].key: True, held[1].key: False, held[2].key: True}
 
 
-def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        (delivery,) = deliveries(member, pipeline, addresses, 1)
-        settler = Settler(member, pipeline)
-        begun, go_on = threading.Event(), threading.Event()
-        real = member.settle
+def test_a_delivery_that_came_twice_is_settled_once(
+    bus: Bus, member: Member, settler: Settler, fetch: Fetch, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = member.settle
 
-        def slowly(settlements: Sequence[Settlement]) -> None:
-            begun.set()
-            go_on.wait(30)
-            real(settlements)
+    def settle_slowly(settlements: Sequence[Settlement]) -> None:
+        begun.set()
+        go_on.wait(30)
+        real(settlements)
 
-        member.settle = slowly  # type: ignore[method-assign]
-        (other,) = deliveries(member, pipeline, addresses, 1)
-        settler.settle(Settlement(other))
-        assert begun.wait(30)
-        for _ in range(2):
-            settler.settle(Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), b"job")]), "twice")
-        go_on.set()
-        settler.wait_settled(timeout_s=30)
-        assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
-        settler.close()
+    delivery, other = fetch(2)
+    monkeypatch.setattr(member, "settle", settle_slowly)
+    settler.settle(Settlement(other))
+    assert begun.wait(30)
+    for _ in range(2):
+        settler.settle(Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), b"job")]), "twice")
+    go_on.set()
+    settler.wait_settled(timeout_s=30)
+    assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
     assert len(bus.read_all(pipeline.job_topic("interactive"))) == 1
 
 
 def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
-    addresses: Addresses, pipeline: Pipeline
+    bus: Bus, member: Member, settler: Settler, fetch: Fetch, pipeline: Pipeline
 ) -> None:
     """The others of its batch are settled, and it is too: else it would end each worker that gets its delivery."""
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        settler = Settler(member, pipeline)
-        fine = Result(id="fine", finish_reason="stop").encode()
-        for delivery, value in zip(
-            deliveries(member, pipeline, addresses, 3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True
-        ):
-            output = Outgoing(pipeline.results_topic, value, delivery.key, {TENANT_HEADER: "acme"})
-            settler.settle(Settlement(delivery, [output]))
-        settler.wait_settled(timeout_s=30)
-        settler.raise_failure()
-        assert settler.collect() == [(None, True)] * 3
-        assert member.count_held() == 0
-        settler.close()
+    fine = Result(id="fine", finish_reason="stop").encode()
+    for delivery, value in zip(fetch(3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True):
+        output = Outgoing(pipeline.results_topic, value, delivery.key, {TENANT_HEADER: "acme"})
+        settler.settle(Settlement(delivery, [output]))
+    settler.wait_settled(timeout_s=30)
+    settler.raise_failure()
+    assert settler.collect() == [(None, True)] * 3
+    assert member.count_held() == 0
     results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results_topic)]
     assert [result.error.code if result.error else "" for result in results] == ["", "internal_error", ""]
     assert (results[1].id, results[1].tenant) == ("1", "acme")
@@ -152,143 +138,149 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
 
 
 def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
-    addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    member: Member, settler: Settler, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time in which a member that is alone in failing is made anew begins with its first failure."""
     monkeypatch.setattr("penstock.worker.settler.MAX_RETRY_ALONE_S", 0.0)
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        (delivery,) = deliveries(member, pipeline, addresses, 1)
-        real, attempts = member.settle, list[int]()
+    (delivery,) = fetch(1)
+    real, attempts = member.settle, list[int]()
 
-        def settle(settlements: Sequence[Settlement]) -> None:
-            attempts.append(len(attempts))
-            if attempts[-1] in (0, 2, 3):
-                raise BusUnavailable("outputs are not acknowledged")
-            real(settlements)
+    def settle(settlements: Sequence[Settlement]) -> None:
+        attempts.append(len(attempts))
+        if attempts[-1] in (0, 2, 3):
+            raise BusUnavailable("outputs are not acknowledged")
+        real(settlements)
 
-        monkeypatch.setattr(member, "settle", settle)
-        settler = Settler(member, pipeline)
-        settler.settle(Settlement(delivery))
-        wait_until(settler.collect, 30, "the second attempt settles it")
+    monkeypatch.setattr(member, "settle", settle)
+    settler.settle(Settlement(delivery))
+    wait_until(settler.collect, 30, "the second attempt settles it")
+    settler.raise_failure()
+    settler.settle(Settlement(delivery))
+    wait_until(lambda: bool(raised_by(settler)), 30, "the second failure of one settlement ends the worker")
+    assert isinstance(raised_by(settler), BusUnavailable)
+    assert attempts == [0, 1, 2, 3]
+
+
+def raised_by(settler: Settler) -> Exception | None:
+    try:
         settler.raise_failure()
-        settler.settle(Settlement(delivery))
-        wait_until(lambda: not settler._thread.is_alive(), 30, "the second failure of one settlement ends the worker")
-        with pytest.raises(BusUnavailable):
-            settler.raise_failure()
-        assert attempts == [0, 1, 2, 3]
-        settler.close()
+    except Exception as error:
+        return error
+    return None
 
 
 def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
-    addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    member: Member, settler: Settler, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the worker is made anew; who lets go of the old one does not wait for the call."""
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        (delivery,) = deliveries(member, pipeline, addresses, 1)
-        begun, go_on = threading.Event(), threading.Event()
+    (delivery,) = fetch(1)
+    begun, go_on = threading.Event(), threading.Event()
 
-        def hang(settlements: Sequence[Settlement]) -> None:
-            begun.set()
-            go_on.wait(60)
+    def hang(settlements: Sequence[Settlement]) -> None:
+        begun.set()
+        go_on.wait(60)
 
-        monkeypatch.setattr(member, "settle", hang)
-        settler = Settler(member, pipeline)
-        settler.settle(Settlement(delivery))
-        assert begun.wait(30)
+    monkeypatch.setattr(member, "settle", hang)
+    settler.settle(Settlement(delivery))
+    assert begun.wait(30)
+    settler.raise_failure()
+    assert settler.trouble == ""
+    monkeypatch.setattr("penstock.worker.settler.SLOW_CALL_S", 0.0)
+    monkeypatch.setattr("penstock.worker.settler.HUNG_CALL_S", 0.0)
+    assert "settling takes" in settler.trouble
+    with pytest.raises(BusUnavailable) as raised:
         settler.raise_failure()
-        assert settler.trouble == ""
-        monkeypatch.setattr("penstock.worker.settler.SLOW_CALL_S", 0.0)
-        monkeypatch.setattr("penstock.worker.settler.HUNG_CALL_S", 0.0)
-        assert "settling takes" in settler.trouble
-        with pytest.raises(BusUnavailable) as raised:
-            settler.raise_failure()
-        assert is_outage(raised.value)
-        settler.close()
-        assert settler._thread.is_alive()
-        go_on.set()
+    assert is_outage(raised.value)
+    settler.close()
+    assert not go_on.is_set()
+    assert settler._thread.is_alive()
+    go_on.set()
 
 
-def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        (delivery,) = deliveries(member, pipeline, addresses, 1)
-        settler = Settler(member, pipeline)
-        with bus.join_group("prefill", "a"):
-            settler.settle(Settlement(delivery))
-            settler.wait_settled(timeout_s=30)
-        with pytest.raises(BusError):
-            settler.raise_failure()
+def test_a_fenced_member_ends_its_worker(bus: Bus, settler: Settler, fetch: Fetch) -> None:
+    (delivery,) = fetch(1)
+    with bus.join_group("prefill", "a"):
+        settler.settle(Settlement(delivery))
+        settler.wait_settled(timeout_s=30)
+    with pytest.raises(BusError):
+        settler.raise_failure()
 
 
-def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
-        late, soon = deliveries(member, pipeline, addresses, 2)
-        queue = DeliveryQueue(member)
-        queue.defer(late, 60.0)
-        queue.defer(soon)
-        assert queue.poll(10, is_idle=True) == [soon]
-        assert queue.poll(10, is_idle=False) == []
-        assert len(queue) == 1
+class ScriptedMember:
+    """A member for which deliveries wait, and that keeps what it was asked for."""
 
-
-def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    publisher = bus.create_publisher()
-    publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", str(n)) for n in range(3)])
-    publisher.close()
-    with bus.join_group("prefill", "a") as member:
-        queue = DeliveryQueue(member)
-        assert queue.poll(1, is_idle=False) == []
-        assert len(queue.poll(1, is_idle=True)) == 1
-        assert len(queue.poll(2, is_idle=True)) == 1
-        assert len(queue.poll(2, is_idle=False)) == 1
-
-
-class Asked:
-    """A member that has nothing, and keeps what it was asked for."""
-
-    def __init__(self) -> None:
+    def __init__(self, interactive: int = 0, batch: int = 0) -> None:
+        self.waiting = {
+            "interactive": make_deliveries("interactive", interactive),
+            "batch": make_deliveries("batch", batch),
+        }
         self.rooms: list[dict[PriorityClass, int]] = []
 
     def poll(self, timeout_s: float, room: dict[PriorityClass, int]) -> list[Delivery]:
         self.rooms.append(room)
-        return []
+        return [
+            self.waiting[klass].pop() for klass in CLASSES for _ in range(min(room[klass], len(self.waiting[klass])))
+        ]
 
 
-def make_deferred_queue(count: int, wait_s: float) -> tuple[DeliveryQueue, Asked]:
-    """An queue with so many interactive deliveries that were put back."""
-    asked = Asked()
-    queue = DeliveryQueue(cast("Member", asked))
-    for n in range(count):
-        queue.defer(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
-    return queue, asked
+def make_deliveries(klass: PriorityClass, count: int) -> list[Delivery]:
+    return [Delivery("t", f"0:{n}", b"", None, {}, klass, 0.0) for n in range(count)]
+
+
+def make_queue(interactive: int = 0, batch: int = 0) -> DeliveryQueue:
+    """A queue for which so many fresh deliveries wait."""
+    return DeliveryQueue(cast("Member", ScriptedMember(interactive, batch)))
+
+
+def make_deferred_queue(count: int, wait_s: float) -> tuple[DeliveryQueue, ScriptedMember]:
+    """A queue with so many interactive deliveries that were put back."""
+    member = ScriptedMember()
+    queue = DeliveryQueue(cast("Member", member))
+    for delivery in make_deliveries("interactive", count):
+        queue.defer(delivery, wait_s)
+    return queue, member
+
+
+def test_what_was_put_back_comes_again_when_it_is_due() -> None:
+    late, soon = make_deliveries("interactive", 2)
+    queue = make_queue()
+    queue.defer(late, 60.0)
+    queue.defer(soon)
+    assert queue.poll(10, is_idle=True) == [soon]
+    assert queue.poll(10, is_idle=False) == []
+    assert len(queue) == 1
+
+
+def test_batch_leaves_a_place_unless_nothing_runs() -> None:
+    queue = make_queue(batch=3)
+    assert queue.poll(1, is_idle=False) == []
+    for num_places, is_idle in ((1, True), (2, True), (2, False)):
+        assert len(queue.poll(num_places, is_idle=is_idle)) == 1
+
+
+def test_where_only_interactive_work_fits_no_batch_is_taken() -> None:
+    queue = make_queue(interactive=3, batch=1)
+    for expected in (["interactive"], ["interactive"], ["interactive"], []):
+        assert [delivery.klass for delivery in queue.poll(0, 1, is_idle=False)] == expected
 
 
 def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
-    queue, asked = make_deferred_queue(32, 60.0)
+    queue, member = make_deferred_queue(32, 60.0)
     assert queue.poll(32, 32, is_idle=False) == []
-    assert asked.rooms == [{"interactive": 32, "batch": 31}]
+    assert member.rooms == [{"interactive": 32, "batch": 31}]
     assert queue.num_deferred("interactive") == len(queue) == 32
 
 
 def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
-    queue, asked = make_deferred_queue(MAX_DEFERRED, 60.0)
+    queue, member = make_deferred_queue(MAX_DEFERRED, 60.0)
     queue.poll(32, 32, is_idle=False)
-    assert asked.rooms == [{"interactive": 0, "batch": 31}]
+    assert member.rooms == [{"interactive": 0, "batch": 31}]
 
 
 def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
-    queue, asked = make_deferred_queue(40, 0.0)
+    queue, member = make_deferred_queue(40, 0.0)
     assert len(queue.poll(32, 32, is_idle=False)) == 32
-    assert asked.rooms == [{"interactive": 1, "batch": 31}]
+    assert member.rooms == [{"interactive": 1, "batch": 31}]
     assert queue.num_deferred("interactive") == 8
 
 
@@ -301,22 +293,6 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
     for num_left in (2, 1, 0):
         assert len(queue.poll(0, 0, is_idle=False)) == 1, "perhaps its request is over, and it is to be settled"
         assert len(queue) == queue.num_deferred("interactive") == num_left
-
-
-def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    publisher = bus.create_publisher()
-    publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", "batch")])
-    publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(3)])
-    publisher.close()
-    with bus.join_group("prefill", "a") as member:
-        queue = DeliveryQueue(member)
-        taken: list[Delivery] = []
-        while len(taken) < 3:
-            taken += queue.poll(0, 1, is_idle=False)
-        assert [delivery.klass for delivery in taken] == ["interactive"] * 3
-        assert queue.poll(0, 1, is_idle=False) == []
 
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -399,10 +375,7 @@ OUTAGES = [
     BusUnavailable("Kafka: away"),
     MemberFenced("away too long"),
 ]
-FAULTS = [
-    redis.ResponseError("ERR a script has a bug"),
-    ZeroDivisionError("a bug"),
-]
+FAULTS = [redis.ResponseError("ERR a script has a bug"), ZeroDivisionError("a bug")]
 
 
 @pytest.mark.parametrize("error", OUTAGES, ids=repr)
@@ -442,33 +415,8 @@ def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses
             reconnector.run_until_stopped(StopSignal(), 0.0)
 
 
-def test_a_stop_signal_is_set_once_and_for_all() -> None:
-    stop = StopSignal()
-    assert not stop
-    thread = threading.Thread(target=stop.set)
-    thread.start()
-    thread.join()
-    assert stop
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no core affinity on this system")
 @pytest.mark.parametrize("cores", ["x", "0,", "100000"])
 def test_cores_that_are_not_there(cores: str) -> None:
     with pytest.raises(PenstockError, match="PENSTOCK_WORKER_CORES"):
         pin_to_cores(cores)
-
-
-class BrokenReader:
-    """Fails once, in a way that nobody thought of."""
-
-    def __init__(self) -> None:
-        self.num_reads = self.num_closed = 0
-
-    def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
-        self.num_reads += 1
-        if self.num_reads == 1:
-            raise KeyError(partitions)
-        return []
-
-    def close(self) -> None:
-        self.num_closed += 1

@@ -54,9 +54,9 @@ def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
         for factor in (1.0, 3.0)
     ]  # fmt: skip
     rounds[1]["redis"] = FirstToken(48.0, 10, 0, "")
-    figures = compute_speedups(rounds)
-    assert (figures["ttft_speedup_pool"], figures["ttft_speedup_disk"]) == (8.0, 2.0)
-    assert (figures["ttft_speedup_redis"], figures["ttft_speedup_redis_min"]) == (0.75, 0.5)
+    speedups = compute_speedups(rounds)
+    assert (speedups["ttft_speedup_pool"], speedups["ttft_speedup_disk"]) == (8.0, 2.0)
+    assert (speedups["ttft_speedup_redis"], speedups["ttft_speedup_redis_min"]) == (0.75, 0.5)
 
 
 @pytest.mark.parametrize(

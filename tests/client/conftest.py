@@ -5,13 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import pytest
-import redis
 
 from penstock import AsyncClient, Client
-from penstock.bus.streams.bus import StreamsBus
-from penstock.config.settings import BusSettings, RecordSettings
 from penstock.names import Pipeline
-from penstock.record import Record
 
 
 class Blocking:
@@ -40,27 +36,6 @@ class Blocking:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
         return lambda *args, **kwargs: self._runner.run(method(*args, **kwargs))
-
-
-@pytest.fixture
-def server(redis_url: str) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(redis_url) as connected:
-        yield connected
-
-
-@pytest.fixture
-def worker(server: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
-    """The record, for a test that plays the workers."""
-    record = Record(server, pipeline, RecordSettings(lease_s=30))
-    yield record
-    record.close()
-
-
-@pytest.fixture
-def bus(redis_url: str, pipeline: Pipeline) -> StreamsBus:
-    made = StreamsBus(pipeline, redis_url, BusSettings())
-    made.create_topics()
-    return made
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -8,8 +8,7 @@ import pytest
 import redis
 
 from penstock import AsyncClient
-from penstock.bus.contract import Outgoing, create_started_future, wait_until_acknowledged
-from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.contract import Bus, Outgoing, create_started_future, wait_until_acknowledged
 from penstock.errors import BusUnavailable, StreamTimeout
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline
@@ -19,7 +18,7 @@ from tests.record.play import decode, end, prefill, say
 
 
 async def test_many_streams_share_one_connection(
-    redis_url: str, server: "redis.Redis", pipeline: Pipeline, worker: Record
+    redis_url: str, server: "redis.Redis", pipeline: Pipeline, record: Record
 ) -> None:
     async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
         ids = [f"r{i % 10}" for i in range(20)]
@@ -27,38 +26,36 @@ async def test_many_streams_share_one_connection(
         channels = [pipeline.live_channel(request_id) for request_id in ids[:10]]
         while not all(count == 1 for _, count in server.pubsub_numsub(*channels)):
             await asyncio.sleep(0)
-        claims = [decode(worker, request_id) for request_id in ids[:10]]
+        claims = [decode(record, request_id) for request_id in ids[:10]]
         for token in range(5):
-            worker.append_tokens([(claim, claim.next_event(token, "x")) for claim in claims])
+            record.append_tokens([(claim, claim.next_event(token, "x")) for claim in claims])
             await asyncio.sleep(0)
         for claim in claims:
-            worker.finish_request(claim, end())
+            record.finish_request(claim, end())
         assert [(await reading).token_ids for reading in readings] == [[0, 1, 2, 3, 4]] * 20
 
 
-async def test_what_is_submitted_at_once_is_published_together(
-    redis_url: str, pipeline: Pipeline, bus: StreamsBus
-) -> None:
+async def test_what_is_submitted_at_once_is_published_together(redis_url: str, pipeline: Pipeline, bus: Bus) -> None:
     async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
         ids = await asyncio.gather(*(client.submit("hello") for _ in range(50)))
     assert sorted(ids) == sorted(str(message.key) for message in bus.read_all(pipeline.request_topic("interactive")))
 
 
 async def test_a_cancelled_reader_disturbs_no_other(
-    redis_url: str, server: "redis.Redis", pipeline: Pipeline, worker: Record
+    redis_url: str, server: "redis.Redis", pipeline: Pipeline, record: Record
 ) -> None:
     async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
         left, stays = (asyncio.create_task(client.result("r1")) for _ in range(2))
-        claim = decode(worker, "r1")
-        say(worker, claim, [1])
+        claim = decode(record, "r1")
+        say(record, claim, [1])
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
-        say(worker, claim, [2])
-        worker.finish_request(claim, end())
+        say(record, claim, [2])
+        record.finish_request(claim, end())
         assert (await stays).token_ids == [1, 2]
 
 
-class Unlucky(AsyncClient):
+class FailingOnce(AsyncClient):
     """A client whose server is away when it asks for a request's record for the first time."""
 
     has_failed = False
@@ -70,25 +67,25 @@ class Unlucky(AsyncClient):
         return await super().status(request_id)
 
 
-async def test_news_wait_out_an_outage_in_which_nobody_tells_whose_they_are(
-    redis_url: str, pipeline: Pipeline, worker: Record
+async def test_news_wait_out_an_outage_in_which_no_record_can_be_read(
+    redis_url: str, pipeline: Pipeline, record: Record
 ) -> None:
-    claim = prefill(worker, "r1", body="b")
-    say(worker, claim, [1, 2])
-    worker.finish_request(claim, end())
-    async with Unlucky(redis=redis_url, pipeline=pipeline.name) as client:
+    claim = prefill(record, "r1", body="b")
+    say(record, claim, [1, 2])
+    record.finish_request(claim, end())
+    async with FailingOnce(redis=redis_url, pipeline=pipeline.name) as client:
         batches = [batch async for batch in client.news("r1", body="b")]
         assert client.has_failed
-        told = [event for batch in batches for event in batch]
-        assert [event.token for event in told if isinstance(event, TokenEvent)] == [1, 2]
-        assert len(told) == 3
+        events = [event for batch in batches for event in batch]
+        assert [event.token for event in events if isinstance(event, TokenEvent)] == [1, 2]
+        assert len(events) == 3
         client.has_failed = False
         with pytest.raises(StreamTimeout):
             async for _ in client.news("r1", body="b", timeout_s=0.0):
                 pass
 
 
-class Slow:
+class SlowPublisher:
     """Stands for a publisher, one of whose partitions has no leader: its messages stay open until they time out."""
 
     def __init__(self) -> None:
@@ -114,7 +111,7 @@ async def test_a_message_that_is_not_acknowledged_holds_up_and_fails_no_other(
     redis_url: str, pipeline: Pipeline
 ) -> None:
     async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
-        client._publisher = slow = Slow()
+        client._publisher = slow = SlowPublisher()
         asked = [asyncio.create_task(client.submit("stuck" if n % 4 == 0 else "well")) for n in range(20)]
         well = [task for n, task in enumerate(asked) if n % 4]
         await asyncio.wait_for(asyncio.gather(*well), 30)

@@ -8,14 +8,7 @@ import redis
 
 from penstock import Client
 from penstock.client.core import Event
-from penstock.errors import (
-    Cancelled,
-    InvalidName,
-    PromptTooLong,
-    StreamDiverged,
-    StreamExpired,
-    StreamTimeout,
-)
+from penstock.errors import Cancelled, InvalidName, PromptTooLong, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
 from penstock.record import AsyncTokenLog, Busy, Claim, Record, TokenLog
@@ -29,15 +22,15 @@ def tokens_of(events: list[Event]) -> list[int]:
     return [event.token for event in events if isinstance(event, TokenEvent)]
 
 
-def write(worker: Record, tokens: list[int], request_id: str = "r1") -> Claim:
-    claim = decode(worker, request_id)
-    say(worker, claim, tokens)
+def write(record: Record, tokens: list[int], request_id: str = "r1") -> Claim:
+    claim = decode(record, request_id)
+    say(record, claim, tokens)
     return claim
 
 
-def whole(worker: Record, request_id: str = "r1") -> list[Event]:
-    worker.finish_request(write(worker, WORDS, request_id), end())
-    return worker.read_log(request_id)
+def whole(record: Record, request_id: str = "r1") -> list[Event]:
+    record.finish_request(write(record, WORDS, request_id), end())
+    return record.read_log(request_id)
 
 
 def wait_for_readers(server: "redis.Redis", pipeline: Pipeline, count: int) -> None:
@@ -72,39 +65,39 @@ class Reading:
         return self.events
 
 
-def test_a_finished_stream_is_read_from_the_log(client: Client, worker: Record) -> None:
-    events = whole(worker)
+def test_a_finished_stream_is_read_from_the_log(client: Client, record: Record) -> None:
+    events = whole(record)
     assert list(client.stream("r1")) == events
     answer = client.result("r1")
     assert (answer.token_ids, answer.text) == (WORDS, "<11><22><33><44><55>")
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("stop", 5)
 
 
-def test_every_event_id_can_be_resumed_from(client: Client, worker: Record) -> None:
-    *tokens, last = whole(worker)
+def test_every_event_id_can_be_resumed_from(client: Client, record: Record) -> None:
+    *tokens, last = whole(record)
     for position, event in enumerate(tokens):
         assert isinstance(event, TokenEvent)
         assert list(client.stream("r1", after=event.id)) == [*tokens[position + 1 :], last]
 
 
 def test_a_reader_may_come_before_the_first_token(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     reading = Reading(client.stream("r1"))
     wait_for_readers(server, pipeline, 1)
-    claim = decode(worker)
+    claim = decode(record)
     for count, token in enumerate(WORDS, 1):  # each is seen before the next is written
-        say(worker, claim, [token])
+        say(record, claim, [token])
         reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    worker.finish_request(claim, end())
-    assert reading.join() == worker.read_log("r1")
+    record.finish_request(claim, end())
+    assert reading.join() == record.read_log("r1")
     wait_for_readers(server, pipeline, 0)
 
 
 def test_a_reader_that_stops_early_leaves_nothing_behind(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    write(worker, WORDS)
+    write(record, WORDS)
     stream = client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
     stream.close()  # type: ignore[attr-defined]
@@ -114,15 +107,15 @@ def test_a_reader_that_stops_early_leaves_nothing_behind(
 
 
 def test_a_gap_is_filled_from_the_log(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     reading = Reading(client.stream("r1"))
-    claim = write(worker, WORDS[:1])
+    claim = write(record, WORDS[:1])
     reading.wait(lambda events: len(events) == 1)
     log_unpublished(server, pipeline, claim, WORDS[1])
-    again = decode_again(worker, claim)
-    say(worker, again, WORDS[2:])
-    worker.finish_request(again, end())
+    again = decode_again(record, claim)
+    say(record, again, WORDS[2:])
+    record.finish_request(again, end())
     assert tokens_of(reading.join()) == WORDS
 
 
@@ -134,13 +127,13 @@ def log_unpublished(server: "redis.Redis", pipeline: Pipeline, claim: Claim, tok
     server.hset(pipeline.record_key("r1"), mapping={"tokens": position + 1, "hash": rolled})
 
 
-def decode_again(worker: Record, claim: Claim) -> Claim:
-    worker.release_claim(claim)
-    return decode(worker, claim.id)
+def decode_again(record: Record, claim: Claim) -> Claim:
+    record.release_claim(claim)
+    return decode(record, claim.id)
 
 
 def test_a_live_event_before_the_first_log_reading_is_not_dropped(
-    client: Client, worker: Record, monkeypatch: pytest.MonkeyPatch
+    client: Client, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log cannot be read when the subscription begins; the first token then comes live."""
     failed = threading.Event()
@@ -165,67 +158,67 @@ def test_a_live_event_before_the_first_log_reading_is_not_dropped(
     monkeypatch.setattr(AsyncTokenLog, "read_events", fragile_async)
     reading = Reading(client.stream("r1"))
     wait_for(lambda: "failed" if failed.is_set() else Busy(1))
-    worker.finish_request(write(worker, WORDS), end())
+    record.finish_request(write(record, WORDS), end())
     assert tokens_of(reading.join()) == WORDS
 
 
 @pytest.mark.parametrize("kinds", [["pubsub"], ["pubsub", "normal"]])
 def test_a_killed_connection_loses_nothing(
-    client: Client, worker: Record, server: "redis.Redis", kinds: list[str]
+    client: Client, record: Record, server: "redis.Redis", kinds: list[str]
 ) -> None:
     reading = Reading(client.stream("r1"))
-    claim = decode(worker)
+    claim = decode(record)
     for count, token in enumerate(WORDS, 1):
         for kind in kinds:
             server.client_kill_filter(_type=kind, skipme=True)
-        say(worker, claim, [token])
+        say(record, claim, [token])
         reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    worker.finish_request(claim, end())
+    record.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS
 
 
 def test_a_reader_that_takes_nothing_for_long_gets_it_all_from_the_log(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     count = 3 * MAX_MAILBOX_EVENTS
-    claim = write(worker, [0])
+    claim = write(record, [0])
     stream = client.stream("r1")
     first = next(stream)
     for token in range(1, count):
-        worker.send_tokens([(claim, claim.next_event(token, ""))])
-    assert all(worker.collect_outcomes())
-    worker.finish_request(claim, end())
+        record.send_tokens([(claim, claim.next_event(token, ""))])
+    assert all(record.collect_outcomes())
+    record.finish_request(claim, end())
     assert tokens_of([first, *stream]) == list(range(count))
 
 
 def test_a_silence_is_looked_up_in_the_log(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     reading = Reading(client.stream("r1"))
     wait_for_readers(server, pipeline, 1)
-    claim = write(worker, WORDS[:1])
+    claim = write(record, WORDS[:1])
     reading.wait(lambda events: len(events) == 1)
     log_unpublished(server, pipeline, claim, WORDS[1])
     reading.wait(lambda events: len(events) == 2)
-    worker.finish_request(decode_again(worker, claim), end())
+    record.finish_request(decode_again(record, claim), end())
     assert tokens_of(reading.join()) == WORDS[:2]
 
 
-def test_nothing_within_the_patience_is_a_timeout(client: Client, worker: Record) -> None:
+def test_nothing_within_the_patience_is_a_timeout(client: Client, record: Record) -> None:
     with pytest.raises(StreamTimeout):
         list(client.stream("never", timeout_s=0.05))
-    write(worker, WORDS[:1])
+    write(record, WORDS[:1])
     with pytest.raises(StreamTimeout):
         list(client.stream("r1", timeout_s=0.05))
 
 
 def test_a_log_that_is_gone_is_expired(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     with pytest.raises(StreamExpired):
         list(client.stream("never", after=event_id(3, "0" * 16)))
     reading = Reading(client.stream("r1", timeout_s=2.0))
-    write(worker, WORDS)
+    write(record, WORDS)
     reading.wait(lambda events: len(events) == 5)
     server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
     with pytest.raises(StreamExpired):
@@ -233,10 +226,10 @@ def test_a_log_that_is_gone_is_expired(
 
 
 def test_a_log_begun_again_with_other_tokens_has_diverged(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     reading = Reading(client.stream("r1"))
-    write(worker, WORDS)
+    write(record, WORDS)
     reading.wait(lambda events: len(events) == 5)
     last = reading.events[2]
     assert isinstance(last, TokenEvent)
@@ -244,7 +237,7 @@ def test_a_log_begun_again_with_other_tokens_has_diverged(
         lost.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
         lost.hset(pipeline.record_key("r1"), "stage", "new")  # a record is there whenever the reader looks
         lost.execute()
-    write(worker, [11, 99, 98, 97, 96])
+    write(record, [11, 99, 98, 97, 96])
     with pytest.raises(StreamDiverged):
         reading.join()
     with pytest.raises(StreamDiverged):
@@ -252,24 +245,24 @@ def test_a_log_begun_again_with_other_tokens_has_diverged(
 
 
 def test_a_log_begun_again_with_the_same_tokens_is_waited_for(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    seen = list(client.stream("r1", after=None)) if whole(worker) else []
+    seen = list(client.stream("r1", after=None)) if whole(record) else []
     server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
-    claim = write(worker, WORDS[:1])
+    claim = write(record, WORDS[:1])
     third = seen[2]
     assert isinstance(third, TokenEvent)
     reading = Reading(client.stream("r1", after=third.id))
     wait_for_readers(server, pipeline, 1)
-    say(worker, claim, WORDS[1:])
-    worker.finish_request(claim, end())
+    say(record, claim, WORDS[1:])
+    record.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS[3:]
 
 
-def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker: Record) -> None:
-    claim = write(worker, WORDS[:2])
+def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, record: Record) -> None:
+    claim = write(record, WORDS[:2])
     error = ErrorInfo.from_error(PromptTooLong("too long by far"))
-    worker.finish_request(claim, EndEvent(finish_reason="error", error=error))
+    record.finish_request(claim, EndEvent(finish_reason="error", error=error))
     stream = client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
     with pytest.raises(PromptTooLong, match="too long by far"):
@@ -278,28 +271,28 @@ def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker:
         client.result("r1")
 
 
-def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client, worker: Record) -> None:
+def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client, record: Record) -> None:
     assert client.cancel("r1")
-    claim = prefill(worker)
+    claim = prefill(record)
     assert claim.is_cancelled
-    worker.finish_request(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
+    record.finish_request(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
     with pytest.raises(Cancelled):
         client.result("r1")
     assert not client.cancel("r1")
 
 
 def test_two_readers_of_one_stream_and_one_of_another(
-    redis_url: str, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    redis_url: str, record: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
     with Client(redis=redis_url, pipeline=pipeline.name) as client:
         readings = [Reading(client.stream(request_id)) for request_id in ("r1", "r1", "r2")]
         wait_for_readers(server, pipeline, 1)  # one connection, however many readers
-        first, second = decode(worker, "r1"), decode(worker, "r2")
+        first, second = decode(record, "r1"), decode(record, "r2")
         for token in WORDS:
-            say(worker, first, [token])
-            say(worker, second, [token + 1])
-        worker.finish_request(first, end())
-        worker.finish_request(second, end())
+            say(record, first, [token])
+            say(record, second, [token + 1])
+        record.finish_request(first, end())
+        record.finish_request(second, end())
         seen = [tokens_of(reading.join()) for reading in readings]
     assert seen == [WORDS, WORDS, [token + 1 for token in WORDS]]
 

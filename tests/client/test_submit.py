@@ -7,7 +7,7 @@ import pytest
 from opentelemetry import trace
 
 from penstock import Client
-from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.contract import Bus
 from penstock.client.core import RequestFields
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, decode_message
@@ -21,7 +21,7 @@ def test_a_caller_may_give_every_field_of_a_request() -> None:
     assert RequestFields.__annotations__.keys() == of_request | Sampling.model_fields.keys()
 
 
-def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
+def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline: Pipeline) -> None:
     deadline = time.time() + 60
     request_id = client.submit(
         messages=[{"role": "user", "content": "hello"}], tenant="t1", klass="batch", deadline=deadline,
@@ -40,7 +40,7 @@ def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pi
     assert bus.read_all(pipeline.request_topic("interactive")) == []
 
 
-def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
+def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: Bus, pipeline: Pipeline) -> None:
     ids = [client.submit("a"), client.submit("a"), client.submit(token_ids=[1, 2], id="mine")]
     assert len(set(ids)) == 3
     assert ids[2] == "mine"
@@ -64,7 +64,7 @@ def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: 
     ],
 )
 def test_what_is_not_a_request_is_refused_before_it_is_sent(
-    client: Client, bus: StreamsBus, pipeline: Pipeline, fields: dict[str, Any]
+    client: Client, bus: Bus, pipeline: Pipeline, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest):
         cast(Any, client).submit(**fields)
@@ -77,24 +77,24 @@ def test_a_request_may_not_be_larger_than_a_message(client: Client) -> None:
 
 
 def test_an_id_that_is_known_for_another_body_is_refused(
-    client: Client, bus: StreamsBus, pipeline: Pipeline, worker: Record
+    client: Client, bus: Bus, pipeline: Pipeline, record: Record
 ) -> None:
     client.submit("one", id="r1")
     (message,) = bus.read_all(pipeline.request_topic("interactive"))
-    prefill(worker, "r1", body=compute_body_hash(decode_message(Request, message.value)))
+    prefill(record, "r1", body=compute_body_hash(decode_message(Request, message.value)))
     assert client.submit("one", id="r1", deadline=time.time() + 5) == "r1"
     with pytest.raises(IdConflict):
         client.submit("two", id="r1")
 
 
-def test_generating_is_submitting_and_streaming(client: Client, bus: StreamsBus, worker: Record) -> None:
-    claim = prefill(worker, "r1", body="")
-    say(worker, claim, [1, 2])
-    worker.finish_request(claim, end())
+def test_generating_is_submitting_and_streaming(client: Client, bus: Bus, record: Record) -> None:
+    claim = prefill(record, "r1", body="")
+    say(record, claim, [1, 2])
+    record.finish_request(claim, end())
     assert "".join(event.text for event in client.generate("hello", id="r1")) == "<1><2>"
 
 
-def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: StreamsBus, pipeline: Pipeline) -> None:
+def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: Bus, pipeline: Pipeline) -> None:
     caller = trace.SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=trace.TraceFlags(1))
     with Client(redis=redis_url, pipeline=pipeline.name) as client, trace.use_span(trace.NonRecordingSpan(caller)):
         client.submit("hello")

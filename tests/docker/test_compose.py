@@ -21,12 +21,8 @@ from tests.docker.files import GIVEN, check_settings, compose, megabytes, second
 SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 OURS = ("topics", "prefill", "decode", "gateway")
 NETWORK = {
-    "listeners",
-    "advertised.listeners",
-    "controller.quorum.voters",
-    "log.dirs",
-    "listener.security.protocol.map",
-}
+    "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs", "listener.security.protocol.map",
+}  # fmt: skip
 
 
 def environment(service: str) -> dict[str, str]:

@@ -98,54 +98,54 @@ def test_prometheus_scrapes_a_running_pipeline_and_every_panel_has_something_to_
         stack.wait_until_ready(150)
         prometheus = Prometheus(tmp_path, ports)
         try:
-            _look_at_what_is_well(stack, prometheus)
-            _look_at_probes(ports)
+            check_panels(stack, prometheus)
+            check_probes(ports)
             assert stack._server is not None
             stack._server.kill()
-            _look_at_probes_while_redis_is_away(ports)
+            check_probes_without_redis(ports)
         finally:
             prometheus.child.kill()
 
 
-def _look_at_what_is_well(stack: Stack, prometheus: Prometheus) -> None:
-    _ask_for_answers(stack.gateway_url)
+def check_panels(stack: Stack, prometheus: Prometheus) -> None:
+    generate_answers(stack.gateway_url)
     wait_until(lambda: prometheus.up() == prometheus.jobs, 60.0, "all targets are up", every_s=0.1)
     alerts = [rule["name"] for group in prometheus.ask("rules", type="alert")["groups"] for rule in group["rules"]]
     assert {*alerts} == ALERTS
     counted = 'sum(penstock_requests_total{stage="decode", outcome=~"stop|length"}) >= 3'
     wait_until(lambda: prometheus.query(counted), 30.0, "what was answered is counted", every_s=0.1)
-    _ask_for_answers(stack.gateway_url)
+    generate_answers(stack.gateway_url)
 
-    def silent() -> set[str]:
+    def list_empty() -> set[str]:
         found = {title for title, query in dashboard_queries() if not prometheus.query(query)}
         return found - MAY_BE_EMPTY | {query for query in scaling_queries() if not prometheus.query(query)}
 
-    wait_until(lambda: not silent(), 60.0, "every panel and every scaler has something", every_s=0.5)
+    wait_until(lambda: not list_empty(), 60.0, "every panel and every scaler has something", every_s=0.5)
     every = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in every} == {"ok"}
 
 
-def _ask_for_answers(gateway_url: str) -> None:
+def generate_answers(gateway_url: str) -> None:
     with openai.OpenAI(base_url=f"{gateway_url}/v1", api_key="none", timeout=60) as client:
         for prompt in ("In the beginning " * 8, "In the beginning " * 8, "And it came to pass"):
             client.completions.create(model="demo", prompt=prompt, max_tokens=12)
 
 
-def _look_at_probes(ports: dict[str, int]) -> None:
+def check_probes(ports: dict[str, int]) -> None:
     for port in ports.values():
-        assert (_status(port, "healthz"), _status(port, "readyz")) == (200, 200)
-    assert _healthy(gateway=ports["gateway"], worker=find_free_port()) == 0
-    assert _healthy(gateway=find_free_port(), worker=ports["decode"]) == 0
-    assert _healthy(gateway=find_free_port(), worker=find_free_port()) == 1
+        assert (fetch_status(port, "healthz"), fetch_status(port, "readyz")) == (200, 200)
+    assert run_health_check(gateway=ports["gateway"], worker=find_free_port()) == 0
+    assert run_health_check(gateway=find_free_port(), worker=ports["decode"]) == 0
+    assert run_health_check(gateway=find_free_port(), worker=find_free_port()) == 1
 
 
-def _look_at_probes_while_redis_is_away(ports: dict[str, int]) -> None:
+def check_probes_without_redis(ports: dict[str, int]) -> None:
     for port in ports.values():
-        wait_until(lambda port=port: _status(port, "readyz") == 503, 60.0, "it is not ready", every_s=0.1)  # type: ignore[misc]
-        assert _status(port, "healthz") == 200, "to be started again would not help it"
+        wait_until(lambda port=port: fetch_status(port, "readyz") == 503, 60.0, "it is not ready", every_s=0.1)  # type: ignore[misc]
+        assert fetch_status(port, "healthz") == 200, "to be started again would not help it"
 
 
-def _status(port: int, path: str) -> int:
+def fetch_status(port: int, path: str) -> int:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=20) as answer:
             return int(answer.status)
@@ -153,7 +153,7 @@ def _status(port: int, path: str) -> int:
         return error.code
 
 
-def _healthy(*, gateway: int, worker: int) -> int:
+def run_health_check(*, gateway: int, worker: int) -> int:
     """What the image's health check says where these are the ports."""
     environment = {"PENSTOCK_GATEWAY_PORT": str(gateway), "PENSTOCK_TELEMETRY_PORT": str(worker)}
     command = [sys.executable, str(DOCKER / "healthy")]

@@ -8,7 +8,6 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.settings import RecordSettings
 from penstock.errors import PlanError
 from penstock.names import Pipeline
 from penstock.plan.plan import LOG_REQUEST_BYTES, LOG_TOKEN_BYTES, Goals, make_plan, render_plan
@@ -90,16 +89,13 @@ def test_a_peak_is_that_of_any_window() -> None:
 
 @pytest.mark.parametrize("num_tokens", [16, 400])
 def test_the_memory_of_a_stream_is_what_a_real_server_takes(
-    redis_url: str, pipeline: Pipeline, num_tokens: int
+    server: "redis.Redis", record: Record, pipeline: Pipeline, num_tokens: int
 ) -> None:
-    with redis.Redis.from_url(redis_url) as client:
-        record = Record(client, pipeline, RecordSettings(lease_s=30))
-        claim = play.decode(record)
-        play.say(record, claim, range(num_tokens))
-        assert record.finish_request(claim, play.end())
-        keys = (pipeline.log_key("r1"), pipeline.record_key("r1"))
-        taken = sum(client.memory_usage(key, samples=0) or 0 for key in keys)
-        record.close()
+    claim = play.decode(record)
+    play.say(record, claim, range(num_tokens))
+    assert record.finish_request(claim, play.end())
+    keys = (pipeline.log_key("r1"), pipeline.record_key("r1"))
+    taken = sum(server.memory_usage(key, samples=0) or 0 for key in keys)
     assert 0.5 < taken / (LOG_REQUEST_BYTES + LOG_TOKEN_BYTES * num_tokens) < 1.0
 
 

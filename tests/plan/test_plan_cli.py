@@ -46,8 +46,8 @@ def beating(redis_url: str, pipeline: Pipeline) -> Iterator[dict[str, str]]:
 
 def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: str, terminal: Terminal) -> None:
     asked = ("plan", "--model", "demo", "--trace", trace, "--utilisation", "0.8")
-    said = terminal(*asked, **beating)
-    assert said.returncode == 0, said.stderr
+    done = terminal(*asked, **beating)
+    assert done.returncode == 0, done.stderr
     for line in (
         "rates        of one worker, from 2 running workers",
         "             100.0 / (200.0 tokens/s x 0.8) → 1",
@@ -56,7 +56,7 @@ def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: s
         "plan         1 prefill and 3 decode workers",
         "             leaves out: prefix hits",
     ):
-        assert line in said.stdout
+        assert line in done.stdout
     made = json.loads(terminal(*asked, "--json", **beating).stdout)
     assert (made["prefill"], made["decode"], made["batch"]["size"]) == (1, 3, 4)
     assert made["waits"]["ttft_p99_s"] == pytest.approx(4.5), "the second waits for half a second, and takes four"
@@ -76,9 +76,9 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
 
 @pytest.mark.slow
 def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -> None:
-    said = terminal("plan", "--trace", trace, "--measure", "--json", PENSTOCK_ENGINE_MAX_BATCH="4")
-    assert said.returncode == 0, said.stderr
-    rates = json.loads(said.stdout)["rates"]
+    done = terminal("plan", "--trace", trace, "--measure", "--json", PENSTOCK_ENGINE_MAX_BATCH="4")
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(done.stdout)["rates"]
     assert [size for size, _ in rates["batches"]] == [1, 2, 4]
     assert all(tokens_per_s > 0 for _, tokens_per_s in rates["batches"])
     assert rates["prefill_tokens_per_s"] > 0
@@ -90,7 +90,7 @@ def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no request in it"),
         (
@@ -107,12 +107,12 @@ def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> N
         ("{", "line 1: "),
     ],
 )
-def test_a_bad_trace_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_trace_is_named_by_its_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(text)
     with pytest.raises(PlanError) as raised:
         read_trace(file)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_no_trace_is_one_error(tmp_path: Path, terminal: Terminal) -> None:

@@ -29,8 +29,8 @@ class Receiver(ThreadingHTTPServer):
         found: dict[str, Metric] = {}
         for body in self._bodies("/v1/metrics"):
             for one in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-                told = {pair.key: pair.value.string_value for pair in one.resource.attributes}
-                if service in ("", told["service.name"]):
+                attributes = {pair.key: pair.value.string_value for pair in one.resource.attributes}
+                if service in ("", attributes["service.name"]):
                     found |= {metric.name: metric for scope in one.scope_metrics for metric in scope.metrics}
         return found
 

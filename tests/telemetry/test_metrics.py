@@ -31,15 +31,9 @@ from tests.telemetry.receiver import Receiver, receiving
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
 VALUES = st.lists(st.floats(0, 9.99), min_size=1, max_size=200)
 TIER = {
-    "hits": 3,
-    "misses": 2,
-    "damaged": 1,
-    "evictions": 1,
-    "refused": 0,
-    "errors": 1,
-    "bytes_read": 9,
+    "hits": 3, "misses": 2, "damaged": 1, "evictions": 1, "refused": 0, "errors": 1, "bytes_read": 9,
     "bytes_written": 8,
-}
+}  # fmt: skip
 KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
 
 
@@ -88,16 +82,16 @@ def test_what_lies_beyond_the_bounds_and_what_is_not_there() -> None:
 @settings(max_examples=60)
 def test_the_last_minute_is_what_was_added_in_it(steps: list[tuple[float, int]]) -> None:
     now, total = 1000.0, 0
-    looks = [(now, 0)]
+    totals = [(now, 0)]
     recent = RecentTotals(lambda: {"n": total, "h": [total, 2 * total]}, lambda: now)
     for passed_s, added in steps:
         now, total = now + passed_s, total + added
         found = recent.summarize_recent()
-        before = [count for at, count in looks if at <= now - 60] or [0]
+        before = [count for at, count in totals if at <= now - 60] or [0]
         assert found["minute"] == {"n": total - before[-1], "h": [total - before[-1], 2 * (total - before[-1])]}
-        at, count = ([look for look in looks if look[0] <= now - 10] or looks[:1])[-1]
+        at, count = ([one for one in totals if one[0] <= now - 10] or totals[:1])[-1]
         assert math.isclose(found["per_s"]["n"], (total - count) / (now - at), abs_tol=0.001)
-        looks.append((now, total))
+        totals.append((now, total))
 
 
 def test_workers_are_summed_and_a_foreign_histogram_left_out() -> None:
@@ -108,7 +102,7 @@ def test_workers_are_summed_and_a_foreign_histogram_left_out() -> None:
 
 def test_what_is_off_counts_nothing() -> None:
     meters = Meters(is_on=False)
-    stage(meters, "prefill")
+    record_everything(meters, "prefill")
     assert meters.collect_readings().keys() <= {metric for metric in catalog.CATALOG if metric.kind != "histogram"}
     meters = Meters(is_on=False)
     meters.get_histogram(catalog.ITL, "p").add(1.0)
@@ -117,29 +111,29 @@ def test_what_is_off_counts_nothing() -> None:
     assert meters.get_histogram(catalog.ITL, "p").read().sum == 0
 
 
-def stage(meters: Meters, name: str) -> StageMetrics:
-    """A worker's figures to which all has happened that can."""
+def record_everything(meters: Meters, name: str) -> StageMetrics:
+    """A worker's metrics to which all has happened that can."""
     assert name in STAGES
-    figures = StageMetrics(meters, "p", name, f"{name}-0", "demo")
-    figures.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
-    figures.record_queue_wait("interactive", now_s() - 2, now_s())
-    figures.record_preprocess(0.002)
-    figures.count_take_over()
-    figures.count_retry("model_error")
-    figures.count_dead_letters()
-    figures.count_prompt(30, 12)
-    figures.record_first_token("chat", now_s() - 0.3)
-    figures.record_token(None)
-    figures.record_token(0.02)
-    figures.count_hand_off("batch")
+    metrics = StageMetrics(meters, "p", name, f"{name}-0", "demo")
+    metrics.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
+    metrics.record_queue_wait("interactive", now_s() - 2, now_s())
+    metrics.record_preprocess(0.002)
+    metrics.count_take_over()
+    metrics.count_retry("model_error")
+    metrics.count_dead_letters()
+    metrics.count_prompt(30, 12)
+    metrics.record_first_token("chat", now_s() - 0.3)
+    metrics.record_token(None)
+    metrics.record_token(0.02)
+    metrics.count_hand_off("batch")
     times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
     end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
-    figures.record_end("interactive", "chat", end)
-    return figures
+    metrics.record_end("interactive", "chat", end)
+    return metrics
 
 
-class Still(LiveWatch):
-    """A look that is always the same: servers have nothing to do with how it is told."""
+class FixedWatch(LiveWatch):
+    """A view that is always the same: servers have nothing to do with how it is shown."""
 
     def read_latest(self) -> Json:
         lag = {
@@ -161,11 +155,11 @@ class Still(LiveWatch):
 def meters() -> Meters:
     """Those of a process that is two workers and a gateway at once."""
     made = Meters()
-    stage(made, "prefill")
-    stage(made, "decode")
+    record_everything(made, "prefill")
+    record_everything(made, "decode")
     addresses = Addresses(pipeline="p")
     gateway = GatewayMetrics(made, addresses, BusSettings())
-    gateway._watches["p"] = Still(addresses, BusSettings())
+    gateway._watches["p"] = FixedWatch(addresses, BusSettings())
     gateway.count_answer({"type": "http"}, 404)
     gateway.count_answer({"type": "http", REFUSAL_KEY: "overloaded"}, 429)
     return made
@@ -215,10 +209,7 @@ def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> No
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         assert {one.name for one in text_string_to_metric_families(text)} >= {"penstock_itl_seconds"}
-        with (
-            pytest.raises(PenstockError, match="PENSTOCK_TELEMETRY_PORT"),
-            serve_metrics(meters, "127.0.0.1", port),
-        ):
+        with pytest.raises(PenstockError, match="PENSTOCK_TELEMETRY_PORT"), serve_metrics(meters, "127.0.0.1", port):
             pass
 
 
@@ -233,7 +224,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Receiver) -> None:
     assert otlp.is_configured("metrics")
     with otlp.push_metrics(meters, Resource.create({"service.name": "penstock-test"})):
-        wait_until(lambda: len(receiver.posted) > 1, 30, "figures come again and again")
+        wait_until(lambda: len(receiver.posted) > 1, 30, "metrics come again and again")
     found = receiver.metrics("penstock-test")
     assert found.keys() == {metric.name for metric in catalog.CATALOG}
     assert {found[metric.name].unit for metric in catalog.CATALOG} == {metric.unit for metric in catalog.CATALOG}
@@ -243,9 +234,9 @@ def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Recei
     assert math.isclose(point.sum, 0.04)
     assert not point.HasField("min")
     (first,) = found["gen_ai.server.time_to_first_token"].histogram.data_points
-    told = {pair.key: pair.value.string_value for pair in first.attributes}
+    attributes = {pair.key: pair.value.string_value for pair in first.attributes}
     expected = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "penstock", "gen_ai.request.model": "demo"}
-    assert told == expected
+    assert attributes == expected
     assert found["penstock.tokens"].sum.is_monotonic
     assert found["penstock.running"].HasField("gauge")
 

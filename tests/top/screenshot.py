@@ -14,7 +14,7 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.ops.live import LiveWatch
 from penstock.top.app import TopApp
-from tests.top import stage
+from tests.top import busy
 
 SIZE = (96, 26)
 BUSY_LOOKS = 25
@@ -26,7 +26,7 @@ async def picture(stack: Stack) -> str:
     app = TopApp(LiveWatch(stack.addresses, BusSettings()).read_latest)
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(BUSY_LOOKS):
-            stage.submit(stack, 6, 150)
+            busy.submit_requests(stack, 6, 150)
             before = app.snapshot
             while app.snapshot is before:
                 await pilot.pause(0.1)
@@ -44,7 +44,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as scratch,
         ValkeyServer(Path(scratch, "server")) as server,
-        stage.pipeline(Path(scratch, "stack"), server, prefill=2) as stack,
+        busy.start_pipeline(Path(scratch, "stack"), server, prefill=2) as stack,
     ):
         svg = asyncio.run(picture(stack))
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,16 +10,10 @@ from penstock.top.formats import draw_bar, draw_sparkline, format_count, format_
 @pytest.mark.parametrize(
     ("number", "shown"),
     [
-        (None, "–"),
-        (0, "0"),
-        (3, "3"),
-        (3.14, "3.1"),
-        (12.6, "13"),
-        (12345, "12,345"),
-        (999_999.7, "1.0M"),
+        (None, "–"), (0, "0"), (3, "3"), (3.14, "3.1"), (12.6, "13"), (12345, "12,345"), (999_999.7, "1.0M"),
         (2.5e6, "2.5M"),
     ],
-)
+)  # fmt: skip
 def test_counts(number: float | None, shown: str) -> None:
     assert format_count(number) == shown
 
@@ -37,13 +31,8 @@ def test_times(number: float | None, shown: str) -> None:
 
 def test_bars_and_shares() -> None:
     assert [draw_bar(number, 4) for number in (None, 0.0, 0.125, 0.5, 1.0, 7.0)] == [
-        "····",
-        "····",
-        "▌···",
-        "██··",
-        "████",
-        "████",
-    ]
+        "····", "····", "▌···", "██··", "████", "████",
+    ]  # fmt: skip
     assert [format_share(number) for number in (None, 0.0, 0.636, 1.0)] == ["–", "0%", "64%", "100%"]
 
 

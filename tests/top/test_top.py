@@ -23,7 +23,7 @@ from penstock.top.panels import Snapshot
 from penstock.waiting import wait_until
 from sim.servers import start_or_skip
 from tests.commands import Terminal
-from tests.top import stage
+from tests.top import busy
 from tests.top.screenshot import without_fonts
 
 SIZE = (80, 24)
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, server: ValkeyServer) -> Iterator[Stack]:
-    with stage.pipeline(tmp_path_factory.mktemp("stack"), server) as made:
+    with busy.start_pipeline(tmp_path_factory.mktemp("stack"), server) as made:
         yield made
 
 
@@ -77,7 +77,7 @@ def opened(stack: Stack) -> TopApp:
 async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
     app = opened(stack)
     async with app.run_test(size=SIZE) as pilot:
-        stage.submit(stack, 24, 200)
+        busy.submit_requests(stack, 24, 200)
 
         def is_busy(lines: list[str]) -> bool:
             first, between, flow = line_of(lines, "TTFT"), line_of(lines, "ITL"), line_of(lines, "output tokens")
@@ -156,13 +156,13 @@ async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServ
 async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
     real, asked = LiveWatch(stack.addresses, BusSettings()), list[int]()
 
-    def look() -> Snapshot:
+    def read_snapshot() -> Snapshot:
         asked.append(1)
         if len(asked) < 4:
             raise BusUnavailable("Kafka: no broker answers")
         return real.read_latest()
 
-    async with TopApp(look, interval_s=0.1).run_test(size=SIZE) as pilot:
+    async with TopApp(read_snapshot, interval_s=0.1).run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "trying again: Kafka: no broker answers")), "it says so")
         await until(pilot, lambda lines: bool(line_of(lines, "decode-0")), "it goes on")
 
@@ -170,7 +170,7 @@ async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
 def test_plan_asks_the_workers_that_run(stack: Stack, terminal: Terminal, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"at_s": 0, "prompt_tokens": 10, "output_tokens": 10}')
     url = {"PENSTOCK_STREAM_URL": stack.addresses.stream_url}
-    stage.submit(stack, 4, 40)
+    busy.submit_requests(stack, 4, 40)
 
     def are_measured() -> bool:
         loads = [(status["stage"], status.get("load", {})) for status in read_worker_status(stack.addresses)]
@@ -187,6 +187,6 @@ def test_the_command_says_what_it_needs(terminal: Terminal, monkeypatch: pytest.
     assert "`penstock top` draws on a terminal" in terminal("top").stderr
     monkeypatch.delitem(sys.modules, "penstock.top.app")
     monkeypatch.setitem(sys.modules, "textual.app", None)
-    said = terminal("top")
-    assert "pip install 'penstock[top]'" in said.stderr
-    assert said.returncode == 1
+    done = terminal("top")
+    assert "pip install 'penstock[top]'" in done.stderr
+    assert done.returncode == 1

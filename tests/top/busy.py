@@ -10,13 +10,9 @@ from penstock.local.valkey import ValkeyServer
 from sim.forked import ForkedStack
 
 ENVIRONMENT = {
-    "PENSTOCK_ENGINE_DTYPE": "float32",
-    "PENSTOCK_ENGINE_DEVICE": "cpu",
-    "PENSTOCK_ENGINE_POOL_MB": "32",
-    "PENSTOCK_ENGINE_MAX_BATCH": "8",
-    "PENSTOCK_KV_STORE_REDIS_MB": "0",
-    "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
-}
+    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
+    "PENSTOCK_ENGINE_MAX_BATCH": "8", "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
+}  # fmt: skip
 PROMPTS = (
     "In the beginning God created the heaven and the earth. And the earth was without form, and void",
     "The LORD is my shepherd; I shall not want",
@@ -25,7 +21,7 @@ PROMPTS = (
 
 
 @contextlib.contextmanager
-def pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2) -> Iterator[Stack]:
+def start_pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2) -> Iterator[Stack]:
     """Workers on a server that others may stop and start; nobody restarts a worker unless `restart_dead` is called."""
     with ForkedStack(
         directory, pipeline="demo", redis=server.url, prefill=prefill, decode=decode, environment=ENVIRONMENT
@@ -34,7 +30,7 @@ def pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode:
         yield stack
 
 
-def submit(stack: Stack, num_requests: int, max_tokens: int) -> None:
+def submit_requests(stack: Stack, num_requests: int, max_tokens: int) -> None:
     """So many requests, a part of them batch work; nobody reads the answers."""
     with Client(redis=stack.addresses.stream_url, pipeline=stack.addresses.pipeline) as client:
         for number in range(num_requests):
