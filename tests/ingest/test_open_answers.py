@@ -10,8 +10,7 @@ from penstock.ingest.admission import estimate_open_output
 from penstock.ingest.batch.answer import Batch, apply_terms
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ENDPOINTS
-from penstock.ingest.openai.body import NO_TOKEN_LIMIT
-from penstock.ingest.openai.endpoint import SubmitArgs, cap_open_answers
+from penstock.ingest.openai.endpoint import NO_TOKEN_LIMIT, SubmitArgs, cap_open_answers
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 

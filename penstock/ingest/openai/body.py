@@ -14,15 +14,11 @@ from pydantic_core.core_schema import ValidationInfo
 
 from penstock.client.core import RequestFields
 from penstock.ingest.errors import ApiError
-from penstock.messages import MAX_LOGPROBS, TokenId
+from penstock.messages import TokenId
 
 MAX_CHOICES = 128
 """The most choices of one request: its prompts times its `n`."""
 MAX_SEED = 2**63
-NO_TOKEN_LIMIT = 2**31 - 1
-"""As a limit of tokens: more than any context has."""
-
-
 UNSUPPORTED_CODE = "unsupported_parameter"
 
 
@@ -52,6 +48,8 @@ Refused = Annotated[
     WithJsonSchema({"enum": [None, False, [], {}], "description": "Not supported."}),
 ]
 """The type of a field that asks for something that is not supported."""
+TokenLimit = Annotated[int, Field(ge=1, lt=2**31)]
+NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)]
@@ -94,9 +92,6 @@ def _check_is_streamed(options: StreamOptions | None, info: ValidationInfo) -> S
     return options
 
 
-CheckedStreamOptions = Annotated[StreamOptions | None, AfterValidator(_check_is_streamed)]
-
-
 class Body(StrictModel):
     """The fields that all endpoints have."""
 
@@ -104,6 +99,8 @@ class Body(StrictModel):
     """One of those that `/v1/models` lists."""
     stream: bool | None = None
     """Send the answer in pieces, as server-sent events."""
+    stream_options: Annotated[StreamOptions | None, AfterValidator(_check_is_streamed)] = None
+    """Only with `stream`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 takes the likeliest token."""
@@ -151,13 +148,6 @@ class Body(StrictModel):
             fields["top_p"] = self.top_p
         return fields
 
-    def set_default_limit(self, fields: RequestFields) -> None:
-        """Without a limit, let the answer fill the context; with log probabilities, up to their limit."""
-        if "max_tokens" not in fields:
-            logprobs = fields.get("logprobs")
-            fields["max_tokens"] = NO_TOKEN_LIMIT if logprobs is None else MAX_LOGPROBS // (1 + logprobs)
-            fields["fit_context"] = True
-
     def choice_seed(self, choice: int) -> RequestFields:
         """Return the seed of one of several choices. The first has the given one, so it answers as if it were alone."""
         return RequestFields() if self.seed is None else RequestFields(seed=(self.seed + choice) % MAX_SEED)
@@ -170,14 +160,12 @@ class CompletionsBody(Body):
     """How many answers to generate."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     """The answer ends before the first of these."""
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: TokenLimit | None = None
     """The most tokens of each answer."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     """Added to the scores of these tokens."""
-    stream_options: CheckedStreamOptions = None
-    """Only with `stream`."""
 
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""

@@ -1,16 +1,15 @@
-"""`/v1/completions`."""
+"""`/v1/completions`, and what its answers share with those of `/v1/chat/completions`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
-from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, allow_only, parse_body
-from penstock.ingest.openai.chat import service_tier, wants_usage
-from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, make_request_ids, make_submit_args
+from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, NumTopLogprobs, Refused, allow_only
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_request_ids, make_submit_args
 from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
-from penstock.ingest.openai.tokens import CompletionUsage, make_completion_usage, token_text
+from penstock.ingest.openai.tokens import CompletionUsage, finish_reason, make_completion_usage, token_text
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,7 +28,7 @@ class CompletionBody(CompletionsBody):
         | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
     )
     """Text, token ids, or a list of either; each is answered separately."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTopLogprobs | None = None
     """Return the log probabilities of each token and of this many likeliest ones."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Only equal to `n`."""
@@ -77,20 +76,37 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(BaseModel):
-    """The answer of `/v1/completions`."""
+class ChoicesAnswer(BaseModel):
+    """An answer that consists of choices."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Any]
     usage: CompletionUsage
     service_tier: str | None = None
     system_fingerprint: str | None = None
 
 
-class CompletionsEndpoint:
+class Completion(ChoicesAnswer):
+    """The answer of `/v1/completions`."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+C = TypeVar("C", bound=ChoicesAnswer)
+
+
+def make_choices_answer(kind: type[C], meta: StreamMeta, choices: list[Any], answers: Sequence[Answer]) -> C:
+    """Return the whole answer, as `kind`."""
+    usage = make_completion_usage([answer.usage for answer in answers], meta.choices_per_prompt)
+    fields = {"id": meta.id, "created": meta.created, "model": meta.model, "service_tier": meta.service_tier}
+    return kind.model_validate({**fields, "choices": choices, "usage": usage})
+
+
+class CompletionsEndpoint(Endpoint[CompletionBody]):
     """`/v1/completions`."""
 
     path = "/v1/completions"
@@ -98,10 +114,6 @@ class CompletionsEndpoint:
     prompt_field = "prompt"
     body_model = CompletionBody
     answer_model = Completion
-
-    def parse_body(self, raw: bytes | dict[str, Any]) -> CompletionBody:
-        """Parse a body. Raises `ApiError` 400."""
-        return parse_body(CompletionBody, raw)
 
     def make_requests(self, body: CompletionBody, request_id: str) -> list[SubmitArgs]:
         """Return one request for each of `n` for each prompt."""
@@ -123,15 +135,7 @@ class CompletionsEndpoint:
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Completion:
         """Return the whole answer."""
         choices = [_make_choice(meta, index, answer) for index, answer in enumerate(answers)]
-        usage = make_completion_usage([answer.usage for answer in answers], meta.options.get("n") or 1)
-        return Completion(
-            id=meta.id,
-            created=meta.created,
-            model=meta.model,
-            choices=choices,
-            usage=usage,
-            service_tier=service_tier(meta),
-        )
+        return make_choices_answer(Completion, meta, choices, answers)
 
     def make_chunks(self, meta: StreamMeta) -> "CompletionChunks":
         """Return the maker of the answer's stream."""
@@ -147,12 +151,7 @@ def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> CompletionChoi
         offsets = _LogprobLists(bool(meta.options.get("logprobs")))
         pairs = zip(answer.logprobs, answer.token_ids, strict=True)
         logprobs = CompletionLogprobs.model_validate(offsets.make_lists([*pairs]))
-    return CompletionChoice(
-        text=answer.text,
-        index=index,
-        logprobs=logprobs,
-        finish_reason="length" if answer.finish_reason == "length" else "stop",
-    )
+    return CompletionChoice(text=answer.text, index=index, logprobs=logprobs, finish_reason=finish_reason(answer))
 
 
 class _LogprobLists:
@@ -179,16 +178,22 @@ class _LogprobLists:
 
 
 class CompletionChunks:
-    """A stream: a chunk for each token that adds text, the finish reason, the usage, `[DONE]`."""
+    """A stream of choices: a chunk for each token that adds text, the finish reason, the usage, `[DONE]`."""
+
+    kind = "text_completion"
+    """The `object` of each chunk."""
 
     def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
-            "id": meta.id, "object": "text_completion", "created": meta.created, "model": meta.model,
-            "service_tier": service_tier(meta), "system_fingerprint": None,
+            "id": meta.id, "object": self.kind, "created": meta.created, "model": meta.model,
+            "service_tier": meta.service_tier, "system_fingerprint": None,
         }  # fmt: skip
-        self._usage_field: dict[str, Any] = {"usage": None} if wants_usage(meta) else {}
-        self._templates = [JsonTemplate(self._make_chunk(index, PLACEHOLDER)) for index in range(len(meta.request_ids))]
-        self._n = meta.options.get("n") or 1
+        self._usage_field: dict[str, Any] = {"usage": None} if meta.wants_usage else {}
+        self._templates = [
+            JsonTemplate(self._make_chunk(self._make_choice(index, PLACEHOLDER)))
+            for index in range(len(meta.request_ids))
+        ]
+        self._choices_per_prompt = meta.choices_per_prompt
         self._usages: list[Usage] = [Usage()] * len(meta.request_ids)
         self._logprob_lists = [_LogprobLists(bool(meta.options.get("logprobs"))) for _ in meta.request_ids]
 
@@ -199,26 +204,34 @@ class CompletionChunks:
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """Return a token's text, with its log probability if that was asked for."""
         if event.logprobs is not None:
-            logprobs = self._logprob_lists[index].make_lists([(event.logprobs, event.token)])
-            return [SseEvent(event.id, encode_json(self._make_chunk(index, event.text, logprobs)))]
+            logprobs = self._encode_logprobs(index, event.logprobs, event.token)
+            return [self._make_event(event.id, self._make_choice(index, event.text, logprobs))]
         return [SseEvent(event.id, self._templates[index].fill_in(event.text))] if event.text else []
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
         """Return the finish reason, with the text that was held back."""
         self._usages[index] = event.usage
-        finish_reason = "length" if event.finish_reason == "length" else "stop"
-        return [SseEvent("e1", encode_json(self._make_chunk(index, event.text, finish_reason=finish_reason)))]
+        choice = self._make_choice(index, event.text, finish_reason=finish_reason(event))
+        return [self._make_event("e1", choice)]
 
     def end_stream(self) -> list[SseEvent]:
         """Return the usage if it was asked for, and `[DONE]`."""
         events = []
         if self._usage_field:
-            usage = make_completion_usage(self._usages, self._n).model_dump()
+            usage = make_completion_usage(self._usages, self._choices_per_prompt).model_dump()
             events.append(SseEvent(NO_POSITION, encode_json({**self._frame, "choices": [], "usage": usage})))
         return [*events, SseEvent(DONE_ID, "[DONE]")]
 
-    def _make_chunk(
+    def _make_choice(
         self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
-        choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _encode_logprobs(self, index: int, logprobs: Logprobs, token: int) -> dict[str, Any]:
+        return self._logprob_lists[index].make_lists([(logprobs, token)])
+
+    def _make_event(self, position: str, choice: dict[str, Any]) -> SseEvent:
+        return SseEvent(position, encode_json(self._make_chunk(choice)))
+
+    def _make_chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._frame, "choices": [choice], **self._usage_field}

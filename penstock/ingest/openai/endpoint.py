@@ -10,17 +10,20 @@ endpoint.make_chunks(meta)                          # or its stream events
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
-from penstock.ingest.openai.body import Body
+from penstock.ingest.openai.body import Body, parse_body
 from penstock.ingest.openai.sse import SseEvent
-from penstock.messages import EndEvent, TokenEvent
+from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
 
 B = TypeVar("B", bound=Body)
+NO_TOKEN_LIMIT = 2**31 - 1
+"""As a limit of tokens: more than any context has."""
 
 
 class SubmitArgs(RequestFields, total=False):
@@ -55,6 +58,21 @@ class StreamMeta(BaseModel):
     pipeline: str = ""
     tenant: str = "default"
 
+    @property
+    def service_tier(self) -> str:
+        """The service tier that answers."""
+        return "flex" if self.options.get("service_tier") == "flex" else "default"
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream has the usage before its end."""
+        return bool((self.options.get("stream_options") or {}).get("include_usage"))
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """How many choices each prompt has."""
+        return self.options.get("n") or 1
+
 
 class AnswerChunks(Protocol):
     """Makes the events of one stream. It is given all events from the beginning, in any order of the choices."""
@@ -72,7 +90,7 @@ class AnswerChunks(Protocol):
         """Return the events after the ends of all choices. The position of the last is `sse.DONE_ID`."""
 
 
-class Endpoint(Protocol, Generic[B]):
+class Endpoint(ABC, Generic[B]):
     """One of OpenAI's endpoints."""
 
     path: str
@@ -80,18 +98,15 @@ class Endpoint(Protocol, Generic[B]):
     """The prefix of its ids."""
     prompt_field: str
     """The parameter that has the prompt."""
-
-    @property
-    def body_model(self) -> type[B]:
-        """The model of its body."""
-
-    @property
-    def answer_model(self) -> type[BaseModel]:
-        """The model of the whole answer."""
+    body_model: type[B]
+    answer_model: type[BaseModel]
+    """The model of the whole answer."""
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> B:
         """Parse a body. Raises `ApiError` 400 that names the parameter."""
+        return parse_body(self.body_model, raw)
 
+    @abstractmethod
     def make_requests(self, body: B, request_id: str) -> list[SubmitArgs]:
         """Return the pipeline's requests, one for each choice, in the order of their indices.
 
@@ -99,10 +114,12 @@ class Endpoint(Protocol, Generic[B]):
         and deadline. Raises `ApiError` 400.
         """
 
-    def make_answer(self, card: StreamMeta, answers: Sequence[Answer]) -> BaseModel:
+    @abstractmethod
+    def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> BaseModel:
         """Return the whole answer; `answers` are in the order of the requests."""
 
-    def make_chunks(self, card: StreamMeta) -> AnswerChunks:
+    @abstractmethod
+    def make_chunks(self, meta: StreamMeta) -> AnswerChunks:
         """Return the maker of the answer's stream."""
 
 
@@ -124,6 +141,26 @@ def make_stream_meta(
         pipeline=pipeline,
         tenant=tenant,
     )
+
+
+def make_chat_requests(
+    body: Body, request_id: str, turns: Sequence[dict[str, str]], max_tokens: int | None, num_logprobs: int | None
+) -> list[SubmitArgs]:
+    """Return one request for each choice of a chat, of which `num_logprobs` likeliest tokens are returned, if any.
+
+    Without a limit an answer may fill the context, and with log probabilities go up to their limit.
+    """
+    fields = body.request_fields()
+    fields["messages"] = turns
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
+    if num_logprobs is not None:
+        fields["logprobs"] = num_logprobs
+    if "max_tokens" not in fields:
+        fields["max_tokens"] = NO_TOKEN_LIMIT if num_logprobs is None else MAX_LOGPROBS // (1 + num_logprobs)
+        fields["fit_context"] = True
+    ids = make_request_ids(request_id, body.num_choices)
+    return [make_submit_args(fields, body.choice_seed(choice), choice_id) for choice, choice_id in enumerate(ids)]
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:

@@ -8,18 +8,18 @@ from pydantic import BaseModel, Field, model_validator
 from penstock.client.core import Answer
 from penstock.ingest.openai.body import (
     Body,
-    CheckedStreamOptions,
+    NumTopLogprobs,
     Refused,
     StrictModel,
+    TokenLimit,
     allow_only,
     make_text_schema,
-    parse_body,
     unsupported_value,
 )
-from penstock.ingest.openai.chat import ROLES, join_text_parts, service_tier
-from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, make_submit_args
+from penstock.ingest.openai.chat import ROLES, join_text_parts
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.sse import DONE_ID, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
-from penstock.ingest.openai.tokens import TokenLogprobs, encode_logprobs
+from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.messages import EndEvent, TokenEvent, Usage
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
@@ -52,14 +52,13 @@ class ResponseBody(Body):
     """The user's turn, or all turns."""
     instructions: str | None = None
     """A system message before them."""
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: TokenLimit | None = None
     """The most tokens of the answer; without a limit it may fill the model's context."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumTopLogprobs | None = None
     """Return the log probabilities of this many likeliest tokens; needs `include`."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """`message.output_text.logprobs`: return the log probability of each token. `reasoning.encrypted_content`:
     accepted; there is no reasoning."""
-    stream_options: CheckedStreamOptions = None
     store: bool | None = None
     """Accepted; the response can be read again for a while in any case."""
     text: TextConfig | None = None
@@ -168,7 +167,7 @@ class Response(BaseModel):
     user: str | None = None
 
 
-class ResponsesEndpoint:
+class ResponsesEndpoint(Endpoint[ResponseBody]):
     """`/v1/responses`."""
 
     path = "/v1/responses"
@@ -177,27 +176,16 @@ class ResponsesEndpoint:
     body_model = ResponseBody
     answer_model = Response
 
-    def parse_body(self, raw: bytes | dict[str, Any]) -> ResponseBody:
-        """Parse a body. Raises `ApiError` 400."""
-        return parse_body(ResponseBody, raw)
-
     def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
         """Return one request."""
-        fields = body.request_fields()
-        fields["messages"] = list(_make_turns(body))
-        if body.max_output_tokens is not None:
-            fields["max_tokens"] = body.max_output_tokens
-        if body.wants_logprobs:
-            fields["logprobs"] = body.top_logprobs or 0
-        body.set_default_limit(fields)
-        return [make_submit_args(fields, body.choice_seed(0), request_id)]
+        num_logprobs = body.top_logprobs or 0 if body.wants_logprobs else None
+        return make_chat_requests(body, request_id, _make_turns(body), body.max_output_tokens, num_logprobs)
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Response:
         """Return the whole answer."""
         (answer,) = answers
-        pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
-        logprobs = [encode_logprobs(one, token) for one, token in pairs]
-        return _make_ended_response(meta, answer.text, logprobs, answer.finish_reason == "length", answer.usage)
+        logprobs, is_cut = encode_answer_logprobs(answer), finish_reason(answer) == "length"
+        return _make_ended_response(meta, answer.text, logprobs, is_cut, answer.usage)
 
     def make_chunks(self, meta: StreamMeta) -> "ResponseChunks":
         """Return the maker of the answer's stream."""
@@ -234,7 +222,7 @@ def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed",
         model=meta.model,
         status=status,
         output=[],
-        service_tier=service_tier(meta),
+        service_tier=meta.service_tier,
         temperature=1.0 if options.get("temperature") is None else options["temperature"],
         top_p=1.0 if options.get("top_p") is None else options["top_p"],
         **given,
@@ -311,7 +299,7 @@ class ResponseChunks:
         """Return the whole part and the whole item."""
         self._end, number = event, 4 + self._num_tokens
         self._texts.append(event.text)
-        text, is_cut = "".join(self._texts), event.finish_reason == "length"
+        text, is_cut = "".join(self._texts), finish_reason(event) == "length"
         item = _make_item(self._meta, text, self._logprobs, is_cut)
         logprobs, part = self._logprobs, item.content[0].model_dump()
         fields = {**self._item_fields, "content_index": 0}
@@ -324,7 +312,7 @@ class ResponseChunks:
 
     def end_stream(self) -> list[SseEvent]:
         """Return the whole response."""
-        end, is_cut = self._end, self._end.finish_reason == "length"
+        end, is_cut = self._end, finish_reason(self._end) == "length"
         response = _make_ended_response(self._meta, "".join(self._texts), self._logprobs, is_cut, end.usage)
         number = 4 + self._num_tokens + 4
         return [self._make_event(DONE_ID, response.status, number, response=response.model_dump())]

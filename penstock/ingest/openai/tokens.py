@@ -1,11 +1,12 @@
 """Usage and log probabilities in OpenAI's form."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from penstock.messages import Logprobs, TokenLogprob, Usage
+from penstock.client.core import Answer
+from penstock.messages import EndEvent, Logprobs, TokenLogprob, Usage
 
 CHARS_PER_TOKEN = 4
 """An estimate, as the gateway has no tokenizer. The real usage is known at the end."""
@@ -50,6 +51,11 @@ def sum_usage(usages: Iterable[Usage]) -> Usage:
     )
 
 
+def finish_reason(end: Answer | EndEvent) -> Literal["stop", "length"]:
+    """Return why an answer ended."""
+    return "length" if end.finish_reason == "length" else "stop"
+
+
 class TopLogprob(BaseModel):
     """A token that could have been chosen."""
 
@@ -80,3 +86,9 @@ def _encode_logprob(one: Logprobs | TokenLogprob, token: int) -> dict[str, Any]:
 def encode_logprobs(told: Logprobs, token: int) -> dict[str, Any]:
     """Return one token's `TokenLogprobs` as JSON data."""
     return {**_encode_logprob(told, token), "top_logprobs": [_encode_logprob(one, one.token) for one in told.top]}
+
+
+def encode_answer_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return the `TokenLogprobs` of an answer's tokens as JSON data; none if they were not asked for."""
+    pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
+    return [encode_logprobs(one, token) for one, token in pairs]
