@@ -13,56 +13,44 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Outgoing, Publisher
+from penstock.bus.contract import Outgoing
 from penstock.client.core import (
     MAX_LOG_READ_EVENTS,
     Answer,
+    BaseClient,
     Event,
+    ReadLog,
+    ReadStatus,
     RequestFields,
-    StreamDeadline,
     StreamReader,
+    TakeLive,
     build_answer,
     check_conflict,
     end_span,
     make_request,
     prepare_message,
     raise_on_error,
-    resolve_addresses,
+    read_stream,
 )
-from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings, load_settings
-from penstock.errors import BusUnavailable, StreamExpired
+from penstock.errors import BusUnavailable
 from penstock.messages import Request, now_s
-from penstock.names import Pipeline, PriorityClass
-from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.names import PriorityClass
+from penstock.ops.lag import PipelineLag
 from penstock.record.claim import compute_body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
-from penstock.record.log import AsyncTokenLog, RequestStatus, parse_event
+from penstock.record.log import AsyncTokenLog, RequestStatus
 from penstock.redis.client import async_redis_client, translate_outages
 from penstock.redis.servers import ByServer
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """`Client` for one event loop. Messages submitted while others are handed to the bus go out together after them."""
 
-    def __init__(
-        self,
-        addresses: Addresses | None = None,
-        *,
-        kafka: str = "",
-        redis: str = "",
-        pipeline: str = "",
-        bus: BusSettings | None = None,
-        record: RecordSettings | None = None,
-    ) -> None:
-        self._addresses = resolve_addresses(addresses, kafka, redis, pipeline)
-        self._bus_settings = bus or load_settings(BusSettings)
-        record_settings = record or load_settings(RecordSettings)
-        self._pipeline = Pipeline(self._addresses.pipeline)
+    def _open_logs(self) -> None:
         self._servers = ByServer.from_urls(self._addresses.stream_url, async_redis_client)
-        self._logs = self._servers.map_parts(lambda client: AsyncTokenLog(client, self._pipeline, record_settings))
-        self._watch = LagWatch(self._addresses, self._bus_settings)
-        self._publisher: Publisher | None = None
+        self._logs = self._servers.map_parts(
+            lambda client: AsyncTokenLog(client, self._pipeline, self._record_settings)
+        )
         self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
         self._sending: asyncio.Task[None] | None = None
         self._live: ByServer[LiveFeed] | None = None
@@ -104,34 +92,26 @@ class AsyncClient:
         An end with an error is yielded as any other event. With `body`, the hash of a request's body
         (`record.claim.body_hash`), `IdConflict` is raised before the first event if the id's record names another one.
         """
-        reader, is_body_checked = StreamReader(after), not body
-        events: list[Event] = []  # kept until the body is checked
         if self._live is None:
             self._live = ByServer.from_urls(self._addresses.stream_url, LiveFeed)
         live, channel, mailbox = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
+        steps = read_stream(request_id, StreamReader(after), timeout_s, body)
         live.add_listener(channel, mailbox.put_event)
         try:
-            deadline = StreamDeadline(request_id, timeout_s)
-            while reader.end is None or events:
-                payloads, has_more = await mailbox.take_events(deadline.live_wait_s)
-                events += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
-                has_more = has_more or reader.is_behind
-                while events or has_more:
-                    if events:
-                        try:
-                            is_body_checked = is_body_checked or await self._has_body(request_id, body)
-                        except BusUnavailable:
-                            break  # it is checked again after the next silence
-                        yield events
-                        deadline.renew()
-                    is_last = deadline.is_over
-                    events, has_more = (
-                        await self._read_log(request_id, reader, is_last=is_last) if has_more else ([], False)
-                    )
-                if reader.end is None or events:
-                    deadline.check()
-                if not payloads:
-                    yield []
+            with suppress(StopIteration):
+                step = next(steps)
+                while True:
+                    if isinstance(step, list):
+                        yield step
+                        step = next(steps)
+                        continue
+                    try:
+                        with translate_outages():
+                            reply = await self._run_step(step, request_id, mailbox)
+                    except BusUnavailable as outage:
+                        step = steps.throw(outage)
+                    else:
+                        step = steps.send(reply)
         finally:
             live.remove_listener(channel, mailbox.put_event)
             mailbox.close()
@@ -188,26 +168,15 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _read_log(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
-        """Return the next new events of the log, and whether it may have more. An outage counts as none."""
-        try:
-            with translate_outages():
-                read = await self._logs[request_id].read_events(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
-                events = reader.feed_log(read)
-                if (
-                    reader.should_give_up(is_last=is_last)
-                    and await self._logs[request_id].read_status(request_id) is None
-                ):
-                    raise StreamExpired(f"the log of {request_id} is gone")
-        except BusUnavailable:
-            return [], False  # it is read again after the next silence
-        return events, reader.may_have_more(len(read))
-
-    async def _has_body(self, request_id: str, body: str) -> bool:
-        """Return whether the request's record names the body. Raises as `check_conflict` if it names another one."""
-        status = await self.status(request_id)
-        check_conflict(request_id, body, status)
-        return status is not None and status.body != ""
+    async def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: AsyncMailbox) -> object:
+        """Do what `read_stream` asks for, and return the reply."""
+        match step:
+            case TakeLive():
+                return await mailbox.take_events(step.timeout_s)
+            case ReadLog():
+                return await self._logs[request_id].read_events(request_id, step.after, MAX_LOG_READ_EVENTS)
+            case ReadStatus():
+                return await self.status(request_id)
 
     async def _publish_message(self, message: Outgoing) -> None:
         """Publish a message and return once it is durable, without waiting for other messages' acknowledgements."""

@@ -1,13 +1,14 @@
-"""What both clients share, without I/O: requests and their messages, a stream's state, the errors they raise.
+"""What both clients share, without I/O: settings, requests and their messages, the reading of a stream, errors.
 
-`Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and feed a
-`StreamReader` what arrives on the live channel and in the log.
+`Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and do what
+`read_stream` asks for: take from the live channel, read the log, read the record.
 """
 
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -16,10 +17,10 @@ from opentelemetry.trace import Span
 
 from penstock import messages, names
 from penstock.bus.affinity import compute_affinity
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import Outgoing, Publisher
 from penstock.config.addresses import Addresses
-from penstock.config.settings import load_settings
-from penstock.errors import IdConflict, InvalidRequest, StreamDiverged, StreamTimeout
+from penstock.config.settings import BusSettings, RecordSettings, load_settings
+from penstock.errors import BusUnavailable, IdConflict, InvalidRequest, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.messages import (
     ChatMessage,
     EndEvent,
@@ -32,7 +33,8 @@ from penstock.messages import (
     Usage,
 )
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
-from penstock.record.log import RequestStatus
+from penstock.ops.lag import LagWatch
+from penstock.record.log import RequestStatus, parse_event
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, get_operation
 
@@ -92,11 +94,32 @@ class Answer:
     """One for each of `token_ids`; empty unless asked for."""
 
 
-def resolve_addresses(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:
-    """Return `addresses`, or those of the settings, with the given values in their places."""
-    given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
-    given = {name: value for name, value in given.items() if value}
-    return load_settings(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
+class BaseClient(ABC):
+    """What both clients have before they connect to anything; `Client` says what its arguments mean."""
+
+    def __init__(
+        self,
+        addresses: Addresses | None = None,
+        *,
+        kafka: str = "",
+        redis: str = "",
+        pipeline: str = "",
+        bus: BusSettings | None = None,
+        record: RecordSettings | None = None,
+    ) -> None:
+        given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
+        given = {name: value for name, value in given.items() if value}
+        self._addresses = load_settings(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
+        self._bus_settings = bus or load_settings(BusSettings)
+        self._record_settings = record or load_settings(RecordSettings)
+        self._pipeline = Pipeline(self._addresses.pipeline)
+        self._watch = LagWatch(self._addresses, self._bus_settings)
+        self._publisher: Publisher | None = None
+        self._open_logs()
+
+    @abstractmethod
+    def _open_logs(self) -> None:
+        """Make what reads and writes Redis. The constructor calls it, once; it connects to nothing."""
 
 
 def make_request(prompt: str | None, fields: RequestFields) -> Request:
@@ -236,17 +259,6 @@ class StreamReader:
         """The position to read the log after. The last token seen comes again: its hash proves the log is the same."""
         return max(self.num_tokens - 2, -1)
 
-    def should_give_up(self, *, is_last: bool) -> bool:
-        """Return whether a missing log is final unless the request has a record.
-
-        A log that was met here was lost with its server and may be remade, so only the last attempt gives it up.
-        """
-        return self.is_log_missing and (is_last or not self.has_read_event)
-
-    def may_have_more(self, num_read: int) -> bool:
-        """Return whether the log may hold more events, after a read that returned `num_read`."""
-        return num_read == MAX_LOG_READ_EVENTS and self.end is None
-
     def feed_live(self, event: Event) -> list[Event]:
         """Return the live event if it is the next one, else nothing. A gap before it sets `is_behind`."""
         self.has_read_event = True
@@ -296,3 +308,87 @@ class StreamReader:
             del self._hashes[:MIN_KEPT_HASHES]
             self._first += MIN_KEPT_HASHES
         return [event]
+
+
+@dataclass(frozen=True)
+class TakeLive:
+    """Wait for live events, at most for `timeout_s`. The reply is their JSON, and whether others may be missing."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ReadLog:
+    """Read the log after a token's position. The reply is its events, at most `MAX_LOG_READ_EVENTS`."""
+
+    after: int
+
+
+@dataclass(frozen=True)
+class ReadStatus:
+    """Read the request's record. The reply is a `RequestStatus`, or None."""
+
+
+StreamStep = TakeLive | ReadLog | ReadStatus | list[Event]
+"""What `read_stream` asks for, or the next events of the stream."""
+
+
+def read_stream(
+    request_id: str, reader: StreamReader, timeout_s: float, body: str = ""
+) -> Generator[StreamStep, Any, None]:
+    """Read a stream: yield what is to be done, which is sent its reply, and the events that come of it.
+
+    The caller listens to the live channel already. The log is read first, again at a gap, and after a silence. Into a
+    read that fails because Redis is away `BusUnavailable` is to be thrown; it is done again after the next silence.
+
+    Events come in lists of those that came together; an empty list comes after each wait without any. An end with an
+    error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first
+    event if the id's record names another one. Raises otherwise as `Client.stream`.
+    """
+    is_body_checked = not body
+    events: list[Event] = []  # kept until the body is checked
+    deadline = StreamDeadline(request_id, timeout_s)
+    while reader.end is None or events:
+        payloads, has_more = yield TakeLive(deadline.live_wait_s)
+        events += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
+        has_more = has_more or reader.is_behind
+        while events or has_more:
+            if events:
+                try:
+                    is_body_checked = is_body_checked or (yield from _check_body(request_id, body))
+                except BusUnavailable:
+                    break
+                yield events
+                deadline.renew()
+            is_last = deadline.is_over
+            events, has_more = (yield from _read_log(request_id, reader, is_last=is_last)) if has_more else ([], False)
+        if reader.end is None or events:
+            deadline.check()
+        if not payloads:
+            yield []
+
+
+def _check_body(request_id: str, body: str) -> Generator[StreamStep, Any, bool]:
+    """Return whether the request's record names the body. Raises as `check_conflict` if it names another one."""
+    status: RequestStatus | None = yield ReadStatus()
+    check_conflict(request_id, body, status)
+    return status is not None and status.body != ""
+
+
+def _read_log(
+    request_id: str, reader: StreamReader, *, is_last: bool
+) -> Generator[StreamStep, Any, tuple[list[Event], bool]]:
+    """Return the next new events of the log, and whether it may have more. An outage counts as none.
+
+    A missing log is final unless the request has a record. A log that was met here was lost with its server and may be
+    remade, so only the last attempt gives it up.
+    """
+    try:
+        read: list[Event] = yield ReadLog(reader.log_after)
+        events = reader.feed_log(read)
+        may_give_up = reader.is_log_missing and (is_last or not reader.has_read_event)
+        if may_give_up and (yield ReadStatus()) is None:
+            raise StreamExpired(f"the log of {request_id} is gone")
+    except BusUnavailable:
+        return [], False
+    return events, len(read) == MAX_LOG_READ_EVENTS and reader.end is None

@@ -14,61 +14,46 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Publisher
 from penstock.client.core import (
     MAX_LOG_READ_EVENTS,
     Answer,
+    BaseClient,
     Event,
+    ReadLog,
+    ReadStatus,
     RequestFields,
-    StreamDeadline,
     StreamReader,
+    TakeLive,
     build_answer,
     check_conflict,
     end_span,
     make_request,
     prepare_message,
     raise_on_error,
-    resolve_addresses,
+    read_stream,
 )
-from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings, load_settings
-from penstock.errors import BusUnavailable, StreamExpired
+from penstock.errors import BusUnavailable
 from penstock.messages import now_s
-from penstock.names import Pipeline, PriorityClass
-from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.names import PriorityClass
+from penstock.ops.lag import PipelineLag
 from penstock.record.claim import compute_body_hash
-from penstock.record.live import LiveThread
-from penstock.record.log import TokenLog, parse_event
+from penstock.record.live import LiveThread, Mailbox
+from penstock.record.log import TokenLog
 from penstock.redis.client import redis_client, translate_outages
 from penstock.redis.servers import ByServer
 
 
-class Client:
+class Client(BaseClient):
     """Submits requests and reads their streams. Thread-safe; one pub/sub connection however many streams.
 
     Addresses come from `addresses`, else from the settings; `kafka`, `redis` and `pipeline` override both. `bus` and
     `record` come from the settings where they are not given. Settings are read when a client is made, and not again.
     """
 
-    def __init__(
-        self,
-        addresses: Addresses | None = None,
-        *,
-        kafka: str = "",
-        redis: str = "",
-        pipeline: str = "",
-        bus: BusSettings | None = None,
-        record: RecordSettings | None = None,
-    ) -> None:
-        self._addresses = resolve_addresses(addresses, kafka, redis, pipeline)
-        self._bus_settings = bus or load_settings(BusSettings)
-        record_settings = record or load_settings(RecordSettings)
-        self._pipeline = Pipeline(self._addresses.pipeline)
+    def _open_logs(self) -> None:
         self._servers = ByServer.from_urls(self._addresses.stream_url, redis_client)
-        self._logs = self._servers.map_parts(lambda client: TokenLog(client, self._pipeline, record_settings))
-        self._watch = LagWatch(self._addresses, self._bus_settings)
+        self._logs = self._servers.map_parts(lambda client: TokenLog(client, self._pipeline, self._record_settings))
         self._lock = threading.Lock()
-        self._publisher: Publisher | None = None
         self._live: ByServer[LiveThread] | None = None
 
     def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
@@ -151,33 +136,34 @@ class Client:
         self.close()
 
     def _read_stream(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
-        """Subscribe, read the log, then yield live events; read the log again at a gap and after a silence."""
         with self._lock:
             if self._live is None:
                 self._live = ByServer.from_urls(self._addresses.stream_url, LiveThread)
-        with self._live[request_id].open_mailbox(self._pipeline.live_channel(request_id)) as mailbox:
-            deadline = StreamDeadline(request_id, timeout_s)
-            while reader.end is None:
-                payload = mailbox.get_event(deadline.live_wait_s)
-                events = reader.feed_live(parse_event(payload)) if payload is not None else []
-                has_more = payload is None or reader.is_behind
-                while events or has_more:
-                    if events:
-                        yield from raise_on_error(events)
-                        deadline.renew()
-                    is_last = deadline.is_over
-                    events, has_more = self._read_log(request_id, reader, is_last=is_last) if has_more else ([], False)
-                if reader.end is None:
-                    deadline.check()
+        steps = read_stream(request_id, reader, timeout_s)
+        with (
+            self._live[request_id].open_mailbox(self._pipeline.live_channel(request_id)) as mailbox,
+            suppress(StopIteration),
+        ):
+            step = next(steps)
+            while True:
+                if isinstance(step, list):
+                    yield from raise_on_error(step)
+                    step = next(steps)
+                    continue
+                try:
+                    with translate_outages():
+                        reply = self._run_step(step, request_id, mailbox)
+                except BusUnavailable as outage:
+                    step = steps.throw(outage)
+                else:
+                    step = steps.send(reply)
 
-    def _read_log(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
-        """Return the next new events of the log, and whether it may have more. An outage counts as none."""
-        try:
-            with translate_outages():
-                read = self._logs[request_id].read_events(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
-                events = reader.feed_log(read)
-                if reader.should_give_up(is_last=is_last) and self._logs[request_id].read_status(request_id) is None:
-                    raise StreamExpired(f"the log of {request_id} is gone")
-        except BusUnavailable:
-            return [], False  # it is read again after the next silence
-        return events, reader.may_have_more(len(read))
+    def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: Mailbox) -> object:
+        """Do what `read_stream` asks for, and return the reply."""
+        match step:
+            case TakeLive():
+                return mailbox.take_events(step.timeout_s)
+            case ReadLog():
+                return self._logs[request_id].read_events(request_id, step.after, MAX_LOG_READ_EVENTS)
+            case ReadStatus():
+                return self._logs[request_id].read_status(request_id)

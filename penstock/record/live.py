@@ -233,9 +233,9 @@ class Mailbox:
             self._queue.put(None)
         self._queue.put(payload)
 
-    def get_event(self, timeout_s: float) -> bytes | None:
-        """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""
-        try:
-            return self._queue.get(timeout=max(timeout_s, 0))
-        except Empty:
-            return None
+    def take_events(self, timeout_s: float) -> tuple[list[bytes], bool]:
+        """The next event, and whether events before it may have been missed: also where nothing came for so long."""
+        with suppress(Empty):
+            payload = self._queue.get(timeout=max(timeout_s, 0))
+            return ([], True) if payload is None else ([payload], False)
+        return [], True
