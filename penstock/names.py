@@ -60,7 +60,7 @@ PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
 Role = Stage | Literal["client", "gateway"]
-"""What a process is to the servers, and so which rights it needs there."""
+"""The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
 
 MAX_ID_CHARS = 128
@@ -83,7 +83,7 @@ OPERATION_HEADER = "penstock-operation"
 
 
 def is_request_id(text: str) -> bool:
-    """Whether `text` may name a request: 1 to 128 of `A-Z a-z 0-9 . _ : -`, beginning with a letter or digit."""
+    """Return whether `text` is a valid request id: 1 to 128 of `A-Z a-z 0-9 . _ : -`, first a letter or digit."""
     return _ID.fullmatch(text) is not None
 
 
@@ -98,117 +98,117 @@ class Pipeline:
             raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
 
     def request_topic(self, klass: PriorityClass) -> str:
-        """Where clients put requests of a class."""
+        """Return the topic to which clients publish requests of a class."""
         return f"penstock.{self.name}.requests.{klass}"
 
     def job_topic(self, klass: PriorityClass) -> str:
-        """Where prefill leaves job references of a class."""
+        """Return the topic to which prefill publishes job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
     @property
     def results_topic(self) -> str:
-        """The one result of each request."""
+        """The topic with the one result of each request."""
         return f"penstock.{self.name}.results"
 
     @property
     def dead_letter_topic(self) -> str:
-        """What nobody can answer."""
+        """The topic with messages that cannot be answered, and those whose work failed too often."""
         return f"penstock.{self.name}.dead"
 
     def input_topics(self, stage: Stage) -> dict[PriorityClass, str]:
-        """The topics a stage works off, by class."""
+        """Return the topics that a stage reads, by class."""
         return {klass: self.request_topic(klass) if stage == "prefill" else self.job_topic(klass) for klass in CLASSES}
 
     def all_topics(self) -> list[str]:
-        """All topics, in the order of the diagram."""
+        """Return all topics, in the order of the diagram in docs/structure.md."""
         work = [topic for stage in STAGES for topic in self.input_topics(stage).values()]
         return [*work, self.results_topic, self.dead_letter_topic]
 
     def old_retry_topics(self) -> list[str]:
-        """Where an older version put what was to be tried again."""
+        """Return the topics in which an older version kept messages to be tried again, by class in `CLASSES`' order."""
         return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
 
     def consumer_group(self, stage: Stage) -> str:
-        """The consumer group of a stage's workers."""
+        """Return the name of the consumer group of a stage's workers."""
         return f"penstock.{self.name}.{stage}"
 
     def record_key(self, request_id: str) -> str:
-        """What is known of a request."""
+        """Return the key of a request's record."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
 
     def sessions_key(self, stage: Stage) -> str:
-        """Which sessions of a stage's workers live, and until when."""
+        """Return the key of the sessions of a stage's workers, with the time at which each expires."""
         return f"penstock:{self.name}:sessions:{stage}"
 
     def held_key(self, session: str) -> str:
-        """Which requests a session holds."""
+        """Return the key of the ids of the requests that a session holds."""
         return f"penstock:{self.name}:held:{session}"
 
     def news_key(self, session: str) -> str:
-        """What a session's worker has to hear."""
+        """Return the key of the news for a session's worker, such as cancelled requests."""
         return f"penstock:{self.name}:news:{session}"
 
     def free_key(self, stage: Stage) -> str:
-        """Which requests any worker of a stage may take, and from when on."""
+        """Return the key of the requests that any worker of a stage may take over, with the time from which it may."""
         return f"penstock:{self.name}:free:{stage}"
 
     def readers_key(self, stage: Stage) -> str:
-        """Which session reads each partition."""
+        """Return the key of the partitions of a stage's topics, with the session that reads each."""
         return f"penstock:{self.name}:readers:{stage}"
 
     def log_key(self, request_id: str) -> str:
-        """A request's token log."""
+        """Return the key of a request's token log."""
         return f"penstock:{self.name}:{{{request_id}}}:log"
 
     def live_channel(self, request_id: str) -> str:
-        """Where the events of the log are published as they are appended."""
+        """Return the channel to which the events of a token log are published as they are appended."""
         return f"penstock:{self.name}:{{{request_id}}}:live"
 
     def lease_owner(self, request_id: str) -> str:
-        """Whose the leases on a job's KV blocks are; pipelines may share a store."""
+        """Return the owner of the leases on a job's KV blocks. It names the pipeline: pipelines may share a store."""
         return f"{self.name}:{request_id}"
 
     def worker_key(self, stage: str, name: str) -> str:
-        """A worker's heartbeat."""
+        """Return the key of a worker's heartbeat."""
         return f"{self.worker_prefix}{stage}:{name}"
 
     @property
     def worker_prefix(self) -> str:
-        """What all its workers' heartbeats begin with."""
+        """The beginning of the heartbeat keys of all workers of the pipeline."""
         return f"penstock:{self.name}:worker:"
 
     def left_key(self, stage: str, name: str) -> str:
-        """A worker's goodbye: it was not lost."""
+        """Return the key that a worker sets when it leaves, so that it does not count as lost."""
         return f"penstock:{self.name}:left:{stage}:{name}"
 
     def trace_key(self, request_id: str) -> str:
-        """The spans of a request."""
+        """Return the key of a request's spans."""
         return f"penstock:{self.name}:{{{request_id}}}:trace"
 
     @property
     def requeued_key(self) -> str:
-        """How often dead requests were put back, by id."""
+        """The key of how often each dead request was put back, by id."""
         return f"penstock:{self.name}:requeued"
 
     @property
     def servers_key(self) -> str:
-        """The names of the servers that requests are spread over, a line each; on each of them."""
+        """The key of the list of servers over which requests are spread. Each of these servers stores it."""
         return f"penstock:{self.name}:servers"
 
     def meter_key(self, part: str) -> str:
-        """What metering keeps: `places`, `seen`, `reader`, `day:<YYYY-MM-DD>`."""
+        """Return a key of the usage meter; `part` is `places`, `seen`, `reader` or `day:<YYYY-MM-DD>`."""
         return f"penstock:meter:{{{self.name}}}:{part}"
 
     def shares_key(self, part: str) -> str:
-        """What tenants hold of the pipeline: `tickets`, `tokens`, `weights`."""
+        """Return a key of the tenants' shares of the pipeline; `part` is `tickets`, `tokens` or `weights`."""
         return f"penstock:shares:{{{self.name}}}:{part}"
 
     def stream_key(self, topic: str) -> str:
-        """The Redis stream that holds a topic."""
+        """Return the key of the Redis stream that holds a topic."""
         return f"penstock:bus:{{{self.name}}}:{topic}"
 
     def member_key(self, group: str, member: str) -> str:
-        """Says that a member of a group lives."""
+        """Return the key that exists while a member of a group lives."""
         return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
 
 
@@ -217,18 +217,18 @@ KEYS_KEY, TENANTS_KEY = "penstock:keys", "penstock:tenants"
 
 
 def rate_key(tenant: str) -> str:
-    """What a tenant may still ask for this minute."""
+    """Return the key of a tenant's rate limits: how much it may still send this minute."""
     return f"penstock:rate:{tenant}"
 
 
 WORKERS_KEY = "penstock:workers"
-"""The heartbeat keys of all workers of all pipelines. Each adds its own with every beat; whoever reads them takes off
-those that are gone.
+"""The key of the heartbeat keys of all workers of all pipelines. A worker adds its own with each beat; readers remove
+those that do not exist any more.
 """
 
 
 def pipeline_of_worker(key: str) -> str:
-    """The pipeline that a heartbeat key (`Pipeline.worker_key`) is of; raises `InvalidName` for any other key."""
+    """Return the pipeline of a heartbeat key (`Pipeline.worker_key`). Raise `InvalidName` for any other key."""
     match = _WORKER_KEY.fullmatch(key)
     if match is None:
         raise InvalidName(f"{key!r} is not a heartbeat key (penstock:<pipeline>:worker:<stage>:<name>)")
@@ -236,26 +236,26 @@ def pipeline_of_worker(key: str) -> str:
 
 
 def card_key(stream_id: str) -> str:
-    """What gateways know of a request that one of them took."""
+    """Return the key of what gateways know of a stream that one of them started."""
     return f"penstock:card:{stream_id}"
 
 
 GATEWAY_SECRET_KEY = "penstock:gateway:secret"
-"""What gateways make the ids of requests with an `Idempotency-Key` of."""
+"""The key of the secret with which gateways derive the ids of requests that have an `Idempotency-Key`."""
 
 
 def batch_lease_key(batch_id: str) -> str:
-    """Who works on a batch now."""
+    """Return the key of a batch's lease, which names the gateway that works on it."""
     return f"penstock:batch:{{{batch_id}}}:lease"
 
 
 def kv_key(block_key: bytes) -> str:
-    """The Redis key of a stored KV block."""
+    """Return the Redis key of a stored KV block."""
     return f"penstock:kv:{block_key.hex()}"
 
 
 KV_INDEX = tuple(f"penstock:{{kv}}:{part}" for part in ("used", "held", "sizes", "leases", "ends", "state"))
-"""What is known of the stored blocks of one server, in the order in which scripts take it."""
+"""The keys of the index of stored blocks on one server, in the order in which scripts take them."""
 
 
 # Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position, so a
@@ -265,12 +265,15 @@ START_HASH = "0" * 16
 
 
 def roll_hash(previous: str, token_id: int) -> str:
-    """The rolling hash after `token_id`: 16 hex digits over the hash before it and the token (4 bytes, big endian)."""
+    """Return the rolling hash after `token_id`: 16 hex digits of SHA-256.
+
+    It is computed over the hash before it and the token id (4 bytes, big endian).
+    """
     return hashlib.sha256(bytes.fromhex(previous) + token_id.to_bytes(4, "big")).hexdigest()[:16]
 
 
 def event_id(position: int, rolling_hash: str) -> str:
-    """The event id of the token at `position` (from 0)."""
+    """Return the event id of the token at `position` (from 0)."""
     return f"{position}-{rolling_hash}"
 
 
@@ -278,7 +281,7 @@ _EVENT_ID = re.compile(r"(0|[1-9][0-9]{0,8})-([0-9a-f]{16})")
 
 
 def parse_event_id(text: str) -> tuple[int, str]:
-    """Position and rolling hash of an event id; raises `InvalidName` for anything else."""
+    """Return position and rolling hash of an event id. Raise `InvalidName` for anything else."""
     match = _EVENT_ID.fullmatch(text)
     if match is None:
         raise InvalidName(f"{text!r} is not an event id (<position>-<16 hex digits>)")

@@ -229,7 +229,7 @@ class FollowedMessage:
     partition: str
     """The partition of the topic. Within one, messages have an order."""
     offset: str
-    """Where the message is in its partition. A follower that is opened with it as `after` goes on behind it."""
+    """The offset of the message in its partition. A follower that is opened with it as `after` goes on behind it."""
     message: Outgoing | None
     """The message; None where the log ends before the offset to go on from: the follower goes on from `offset`."""
 

@@ -1,1 +1,1 @@
-"""What people who run a pipeline ask: lag, health, dead letters, access."""
+"""Lag, health, dead letters and access, for the operators of a pipeline."""

@@ -128,7 +128,7 @@ def _find_master(url: str, variable: str) -> str | None:
     """Return the address of the master that Sentinels name; None where none of them answers."""
     address = parse_sentinels(url)
     found = find_masters(url)
-    answers = [said for said in found.values() if not isinstance(said, redis.RedisError)]
+    answers = [answer for answer in found.values() if not isinstance(answer, redis.RedisError)]
     for place in answers:
         if place is not None:
             return address.server_url(place)

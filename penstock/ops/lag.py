@@ -1,7 +1,7 @@
 """How much work waits, in tokens, and how long a new request would have to wait for its turn.
 
-The topics know how many messages are not settled (`Bus.unsettled`). Each worker's heartbeat has what it holds of them
-in tokens, the mean tokens of a message, and how fast the worker is (`penstock.worker.load`). So
+The topics know how many messages are not settled (`Bus.count_unsettled`). Each worker's heartbeat has what it holds of
+them in tokens, the mean tokens of a message, and how fast the worker is (`penstock.worker.load`). So
 
     tokens = (messages that no worker holds) x (recent mean of a message) + what the workers hold
     wait   = tokens before it / (rates of the living workers together), of the stage that takes longer

@@ -57,13 +57,13 @@ class DecodeBackpressure:
             try:
                 self.is_active = has_enough_queued(self._look())
             except (BusUnavailable, redis.RedisError) as error:
-                log.debug("nobody says what waits for decode: %s", error)
+                log.debug("the lag of decode cannot be read: %s", error)
                 self.is_active = False
             self._over.wait(POLL_INTERVAL_S)
 
 
 def has_enough_queued(lag: PipelineLag) -> bool:
-    """Return whether so much batch work waits for decode that it will not run dry."""
+    """Return whether enough batch work waits for decode to keep it busy."""
     if lag.queued_batch_s is None:
         return lag.stages["decode"]["batch"].messages > MAX_QUEUED_MESSAGES
     return lag.queued_batch_s > MAX_QUEUED_S

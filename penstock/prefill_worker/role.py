@@ -50,9 +50,9 @@ class PrefillRole:
     hands_off = True
     settle_span_name = "hand_off"
 
-    def __init__(self, pipeline: Pipeline, engine: Engine, ahead: DecodeBackpressure | None = None) -> None:
-        """`backpressure`: whether decode has enough batch work; without it that is not asked."""
-        self.pipeline, self.engine, self.backpressure = pipeline, engine, ahead
+    def __init__(self, pipeline: Pipeline, engine: Engine, backpressure: DecodeBackpressure | None = None) -> None:
+        """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
+        self.pipeline, self.engine, self.backpressure = pipeline, engine, backpressure
         self.prompt_reader = PromptTokenizer(engine.model)
 
     # 2. Claim.

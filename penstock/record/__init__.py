@@ -1,4 +1,4 @@
-"""The record of a request in Redis: who holds it, which job settles it, and everything it has said.
+"""The record of a request in Redis: its holder, the job that settles it, and the token log.
 
 `Record` is the workers' side (claim, append, finish, …), `Session` says that a worker lives, `TokenLog` is for readers.
 Each change is one Lua script under `lua/`, which says what a crash around it costs.

@@ -1,6 +1,7 @@
-"""The live side of the token streams: one pub/sub connection however many they are, for asyncio and threads.
+"""Receives live events of token streams, over one pub/sub connection for all streams, for asyncio and for threads.
 
-Pub/sub drops what nobody listens to, so each new subscription is announced: then, read the log.
+Redis does not keep what it publishes for later subscribers. So a listener is told when its subscription begins, and
+reads the log then.
 """
 
 import asyncio
@@ -18,15 +19,15 @@ from redis.backoff import NoBackoff
 from penstock.redis.client import REDIS_TIMEOUT_S, async_connection_pool, backoff_pauses
 
 Deliver = Callable[[bytes | None], None]
-"""Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
+"""Called with each event's JSON, and with None when the subscription begins, or begins again: events may be missing."""
 MAX_MAILBOX_EVENTS = 128
-"""Events that are kept for a reader that does not look. If more come they are all dropped: the log has them."""
+"""How many events are kept for a slow reader. If more come, all are dropped, and the reader has to read the log."""
 PING_AFTER_S = 5.0
-"""A connection that brought nothing in such a span is asked whether it lives, and given up after another one."""
+"""After this time without a message a PING is sent. After as long again without a reply the connection is given up."""
 
 
 class LiveFeed:
-    """Subscriptions by channel. Belongs to the event loop it was made on."""
+    """Subscribes to channels and passes their events on. Belongs to the event loop on which it was made."""
 
     def __init__(self, url: str) -> None:
         self._pool = async_connection_pool(url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0))
@@ -38,12 +39,12 @@ class LiveFeed:
         self._tasks = [asyncio.create_task(self._read_forever()), asyncio.create_task(self._send_changes())]
 
     def add_listener(self, channel: str, deliver: Deliver) -> None:
-        """Give `deliver` what the channel brings from now on."""
+        """Call `deliver` for the channel's events from now on."""
         self._listeners.setdefault(channel, []).append(deliver)
         self._changed.put_nowait(channel)
 
     def remove_listener(self, channel: str, deliver: Deliver) -> None:
-        """Give `deliver` nothing more."""
+        """Stop calling `deliver` for the channel's events."""
         listeners = self._listeners.get(channel, [])
         if deliver in listeners:
             listeners.remove(deliver)
@@ -56,13 +57,13 @@ class LiveFeed:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with suppress(redis.RedisError, OSError):  # waited for: over TLS there are words to say before the end
+        with suppress(redis.RedisError, OSError):  # awaited, as TLS exchanges messages before it closes
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 await self._connection.disconnect()
                 await self._pool.disconnect()
 
     async def _send_changes(self) -> None:
-        """Tell the server what changed. A new connection tells everything, so losing one is harmless."""
+        """Send subscriptions and unsubscriptions. One that is lost is harmless: a new connection subscribes to all."""
         while True:
             channel = await self._changed.get()
             if self._connected:
@@ -90,7 +91,7 @@ class LiveFeed:
             await self._connection.send_command("SUBSCRIBE", *self._listeners)
 
     async def _receive_messages(self) -> None:
-        """What comes, until the connection ends or is found dead."""
+        """Dispatch messages until the connection ends or is found dead."""
         is_asked = False
         while True:
             before = self._num_heard
@@ -105,7 +106,8 @@ class LiveFeed:
             is_asked = is_quiet
 
     async def _dispatch_forever(self) -> None:
-        """Until cancelled. No clock is set for each message: a thousand streams say something at every step."""
+        """Dispatch messages until cancelled."""
+        # There is no timeout for each message: a thousand streams publish one at each step.
         while True:
             message = await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
             if message is None:  # the kernel gave it up
@@ -115,14 +117,14 @@ class LiveFeed:
 
     def _dispatch_message(self, message: Any) -> None:
         if message[0] not in (b"message", b"subscribe"):
-            return  # the answer to a question, or to leaving
+            return  # the reply to PING or UNSUBSCRIBE
         _, channel, content = message
         for deliver in self._listeners.get(channel.decode(), ()):
             deliver(content if message[0] == b"message" else None)
 
 
 class LiveThread:
-    """A `LiveFeed` on a thread of its own, for callers without an event loop. Thread-safe."""
+    """Runs a `LiveFeed` on a thread of its own, for callers without an event loop. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -135,7 +137,7 @@ class LiveThread:
 
     @contextmanager
     def open_mailbox(self, channel: str) -> Iterator["Mailbox"]:
-        """What the channel brings, while the context lasts."""
+        """Yield a mailbox that gets the channel's events while the context lasts."""
         feed, box = self._feed, Mailbox()
         assert feed is not None, "the feed is made before the thread says that it has started"
         self._loop.call_soon_threadsafe(feed.add_listener, channel, box.put_event)
@@ -163,7 +165,7 @@ class LiveThread:
 
 
 class AsyncMailbox:
-    """What one listener was given and has not looked at yet, for one event loop."""
+    """Keeps the events of one listener until they are taken, on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: list[bytes] = []
@@ -174,7 +176,7 @@ class AsyncMailbox:
         self._timer: asyncio.TimerHandle | None = None
 
     def put_event(self, payload: bytes | None) -> None:
-        """Keep an event's JSON; None, or one too many, says that the log has to be read."""
+        """Keep an event's JSON. After None, or one event too many, the reader has to read the log."""
         if payload is None or len(self._waiting) >= MAX_MAILBOX_EVENTS:
             self._waiting.clear()
             self._missed = True
@@ -183,7 +185,10 @@ class AsyncMailbox:
         self._wake_taker()
 
     async def take_events(self, timeout_s: float) -> tuple[list[bytes], bool]:
-        """All that waits, and whether events before it may have been missed: also where nothing came for so long."""
+        """Return the events that wait, and whether events before them may have been missed.
+
+        Wait up to `timeout_s` for the first. If none comes, events may have been missed, too.
+        """
         if not self._waiting and not self._missed:
             self._due = self._loop.time() + timeout_s
             if self._timer is None or self._timer.when() > self._due:
@@ -195,7 +200,7 @@ class AsyncMailbox:
         return taken, missed
 
     def close(self) -> None:
-        """Nobody takes any more."""
+        """Stop the timer. Nothing may be taken after this."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -204,7 +209,7 @@ class AsyncMailbox:
             self._taker.set_result(None)
 
     def _set_timer(self) -> None:
-        """One for many waits, most of which end before: it looks when it rings whether it still is too early."""
+        # One timer serves many waits, most of which end earlier: when it fires, `_check_due` may set it again.
         self.close()
         self._timer = self._loop.call_at(self._due, self._check_due)
 
@@ -219,13 +224,13 @@ class AsyncMailbox:
 
 
 class Mailbox:
-    """The same for threads."""
+    """Keeps the events of one listener until they are taken, for threads."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
 
     def put_event(self, payload: bytes | None) -> None:
-        """Keep an event's JSON; None, or one too many, says that the log has to be read."""
+        """Keep an event's JSON. After None, or one event too many, the reader has to read the log."""
         if payload is not None and self._queue.qsize() >= MAX_MAILBOX_EVENTS:
             with suppress(Empty):
                 while True:
@@ -234,7 +239,10 @@ class Mailbox:
         self._queue.put(payload)
 
     def take_events(self, timeout_s: float) -> tuple[list[bytes], bool]:
-        """The next event, and whether events before it may have been missed: also where nothing came for so long."""
+        """Return the next event, and whether events before it may have been missed.
+
+        Wait up to `timeout_s` for it. If none comes, events may have been missed, too.
+        """
         with suppress(Empty):
             payload = self._queue.get(timeout=max(timeout_s, 0))
             return ([], True) if payload is None else ([payload], False)

@@ -1,9 +1,9 @@
 """A worker's session: one entry in Redis keeps all claims of a worker alive.
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
-    2  one that is not renewed for a lease ends as a whole: what it holds is free, and the parts of the topics that it
-       read are adopted by another worker. Any worker of the stage finds that out, after its own renewal
-    3  a worker that renews too late hears that its session is over. It lets go of all its claims, and opens another one
+    2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
+       are adopted by another worker. Any worker of the stage ends it, after its own renewal
+    3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
 What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
 """
@@ -31,7 +31,7 @@ UNLIMITED_GRACE_S = 1e6
 class Session:
     """Belongs to one worker object and one server. A thread renews it, on a connection of its own.
 
-    The worker's loop asks in each turn what the thread found out: claims that were lost or cancelled, and how many
+    In each turn the worker's loop collects what the thread learned: claims that were lost or cancelled, and how many
     requests are free. While Redis cannot be reached no claim is known to be lost; the epoch guards the log.
     """
 
@@ -123,7 +123,7 @@ class Session:
                 if not is_away(error):
                     self._failure = error
                     return
-            except Exception as error:  # for the loop, which asks for news
+            except Exception as error:  # `collect_events` raises it in the loop
                 self._failure = error
                 return
 
@@ -143,9 +143,8 @@ class Session:
         if renewed is None:
             before = self.id
             self._open_session()
-            self._record.end_expired_sessions(
-                self._stage, 0, before
-            )  # a server that forgot the last renewal believes that it lives
+            # A server that lost the last renewal would keep the old session for longer.
+            self._record.end_expired_sessions(self._stage, 0, before)
             return
         self._note_renewal(renewed)
         as_of_s = renewed.now_ms / 1000 - (self._grace_s if time.monotonic() < self._grace_until_s else 0.0)

@@ -1,14 +1,14 @@
-"""The records of requests that are spread over several servers, for a worker: `Record` and `Session`, once a server.
+"""The records of requests that are spread over several servers: a worker has a `Record` and a `Session` on each.
 
-One that is away is an outage of its own requests. What a server does that does not answer:
+A server that is away is an outage of its own requests alone. What happens when a server does not answer:
 
-    1  whoever finds it out, the loop or the thread of the session, notes that the server is away. It is asked for
-       nothing any more: claims are postponed, and everything else is as if the claims were lost
-    2  the worker hears that its claims there are lost, lets go of them, and keeps their deliveries
-    3  the session's thread goes on asking. When the server answers, the thread opens a new session and ends the one
+    1  the thread that notices it, the loop's or the session's, marks the server as away. From then on no calls are sent
+       to it: claims are postponed, and all other calls return what they return for lost claims
+    2  the worker learns that its claims there are lost, lets go of them, and keeps their deliveries
+    3  the session's thread goes on trying. When the server answers, the thread opens a new session and ends the one
        before, with all that it held. From then on requests are claimed again
 
-What a crash costs: at any of them what the death of a worker costs, on that server alone.
+A crash at any of these steps costs what the death of a worker costs, on that server alone.
 """
 
 import logging
@@ -35,26 +35,26 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SERVER_TIMEOUT_S = 0.5
-"""One of several servers that does not answer within this time counts as away: the loop waits for it, and with it the
-requests of the others. What was computed stays in the pool, so it costs little where the server was only slow."""
+"""One of several servers counts as away if it does not answer within this time. It is short, as the loop waits for it,
+and with it the requests on other servers. If a server was only slow, little is lost: computed KV stays in the pool."""
 AWAY_RETRY_S = 1.0
-"""A request of a server that is away is looked at again so much later."""
+"""After this time the claim of a request is tried again whose server is away."""
 ID_SEPARATOR = "\n"
-"""Between the ids of a worker's sessions, one for each server."""
+"""Separates the ids of a worker's sessions, one for each server, in `Sessions.id`."""
 
 
 class _Server:
-    """One of several servers, as a worker knows it. Its appends are the loop's, all else any thread's."""
+    """One of several servers, as a worker knows it. Only the loop sends tokens and collects outcomes."""
 
     def __init__(self, name: str, record: Record, keep: Callable[[], None]) -> None:
-        """`keep` has the server keep the list of all servers, see `penstock.redis.servers.keep_list`."""
+        """`keep` stores the list of all servers on this one, see `penstock.redis.servers.store_server_list`."""
         self.name, self.record, self.store_list = name, record, keep
         self.is_away = False
         self.reason = ""
         self._num_sent = 0
 
     def call_or_default(self, call: Callable[[], T], otherwise: T) -> T:
-        """What the server says; `otherwise` where it is away, or is found to be. Raises what is no outage."""
+        """Return what `call` returns; `otherwise` where the server is away. Raise errors that are no outage."""
         if self.is_away:
             return otherwise
         try:
@@ -64,7 +64,7 @@ class _Server:
             return otherwise
 
     def mark_away(self, error: redis.RedisError) -> None:
-        """Note that the server is away. Raises the error if it is no outage."""
+        """Note that the server is away. Raise the error if it is no outage."""
         if not is_outage(error):
             raise error
         if not self.is_away:
@@ -72,7 +72,7 @@ class _Server:
         self.is_away, self.reason = True, str(error)
 
     def mark_back(self) -> None:
-        """Note that it answers."""
+        """Note that the server answers."""
         if self.is_away:
             log.info("Redis %s answers again", self.name)
         self.is_away, self.reason = False, ""
@@ -83,8 +83,10 @@ class _Server:
         self.call_or_default(partial(self.record.send_tokens, entries), None)
 
     def collect_outcomes(self) -> list[AppendOutcome]:
-        """The outcomes of what was sent since the last call. They are all `FENCED` if the server was away meanwhile: of
-        some it may be unknown whether they were written, and whoever claims the requests next finds that out.
+        """Return the outcomes of all tokens sent since the last call.
+
+        They are all `FENCED` if the server was away meanwhile: it may be unknown which of them were written. The next
+        claim of a request reads its log and finds that out.
         """
         if not self._num_sent:
             return []
@@ -102,9 +104,11 @@ class _Server:
 
 
 class _SpreadRecord(Record):
-    """`Record` over several servers. Where one is away its methods give what they give when a claim is lost, or `Busy`.
+    """`Record` over several servers.
 
-    `session` is the id of a `Sessions` in all of them.
+    For requests of a server that is away, claims return `Busy`, and other methods return what they do for a lost claim.
+
+    The argument `session` of its methods is a `Sessions.id`.
     """
 
     def __init__(self, clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> None:
@@ -144,7 +148,7 @@ class _SpreadRecord(Record):
         return left
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
-        """As `Record.take_over_free`. Each call begins with another server."""
+        """Take over free requests as `Record.take_over_free` does. Each call begins with another server."""
         taken: list[TakenOver] = []
         servers = list(zip(self.servers.parts, session.split(ID_SEPARATOR), strict=True))
         self._turn = (self._turn + 1) % len(servers)
@@ -161,7 +165,7 @@ class _SpreadRecord(Record):
         self._sent_to += [self.servers[claim.id] for claim, _ in entries]
 
     def collect_outcomes(self) -> list[AppendOutcome]:
-        """As `Record.collect_outcomes`, but never raises for an outage."""
+        """Return the outcomes as `Record.collect_outcomes` does, but raise nothing for an outage."""
         sent_to, self._sent_to = self._sent_to, []
         outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
         return [next(outcomes[server.name]) for server in sent_to]
@@ -183,7 +187,7 @@ class _SpreadRecord(Record):
     def count_free(self, stage: Stage) -> int:
         return sum(server.call_or_default(partial(server.record.count_free, stage), 0) for server in self.servers.parts)
 
-    # Reading: raises where the request's server is away.
+    # Reading. These methods raise where the request's server is away.
 
     def cancel_request(self, request_id: str) -> bool:
         return self.servers[request_id].record.cancel_request(request_id)
@@ -199,7 +203,7 @@ class _SpreadRecord(Record):
             server.record.close()
 
     def _group_by_server(self, items: Sequence[T], id_of: Callable[[T], str]) -> Iterator[tuple[_Server, list[T]]]:
-        """The servers that have to do with any of the items, each with its own."""
+        """Yield the servers of the items, each with its own items."""
         dealt: dict[int, list[T]] = {}
         for item in items:
             dealt.setdefault(choose_server(self.servers.names, id_of(item)), []).append(item)
@@ -209,7 +213,7 @@ class _SpreadRecord(Record):
     def _note_on_servers(
         self, items: Sequence[T], id_of: Callable[[T], str], note: Callable[[Record, Sequence[T]], list[bool]]
     ) -> list[bool]:
-        """Whether the servers noted the items, in their order; one that is away has not."""
+        """Return for each item whether its server noted it; False where the server is away."""
         return self._ask_servers(
             items,
             id_of,
@@ -219,7 +223,7 @@ class _SpreadRecord(Record):
     def _ask_servers(
         self, items: Sequence[T], id_of: Callable[[T], str], ask: Callable[[_Server, list[T]], list[R]]
     ) -> list[R]:
-        """What the servers say of the items, in their order."""
+        """Return the servers' answers, in the order of the items."""
         answers = {server.name: iter(ask(server, mine)) for server, mine in self._group_by_server(items, id_of)}
         return [next(answers[self.servers[id_of(item)].name]) for item in items]
 
@@ -275,7 +279,7 @@ class _ServerSession(Session):
 
 
 class Sessions:
-    """A worker's sessions, one on each server of its record. As `Session`; claims are told by their request's."""
+    """A worker's sessions, one on each server of its record, with the methods of `Session`."""
 
     def __init__(
         self,
@@ -286,7 +290,7 @@ class Sessions:
         *,
         adopts: bool = False,
     ) -> None:
-        """As `Session`. What topics are made of is read, and adopted, by the one on the first server."""
+        """Open the sessions. The one on the first server names the partitions that are read, and adopts others."""
         if not isinstance(record, _SpreadRecord):
             self._sessions = ByServer[Session]([""], [Session(record, stage, name, parts, adopts=adopts)])
             return
@@ -297,12 +301,12 @@ class Sessions:
 
     @property
     def id(self) -> str:
-        """Of each server's session, in the order of the servers."""
+        """The ids of the servers' sessions, in the order of the servers."""
         return ID_SEPARATOR.join(session.id for session in self._sessions.parts)
 
     @property
     def num_free(self) -> int:
-        """How many requests of the stage any worker may take."""
+        """How many requests of the stage any worker may take over."""
         return sum(session.num_free for session in self._sessions.parts)
 
     @num_free.setter
@@ -315,7 +319,7 @@ class Sessions:
 
     @property
     def adopted_partitions(self) -> list[str]:
-        """Parts of topics that nobody reads as a member, and this worker has to."""
+        """The partitions of dead members that this worker has to read."""
         return self._sessions.parts[0].adopted_partitions
 
     def add_claim(self, claim: Claim) -> None:
@@ -323,36 +327,36 @@ class Sessions:
         self._sessions[claim.id].add_claim(claim)
 
     def remove_claim(self, claim: Claim) -> None:
-        """Forget a claim: it ended, was handed off, released or lost."""
+        """Forget a claim that ended, was handed off, released or lost."""
         self._sessions[claim.id].remove_claim(claim)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
-        """As `Session.collect_events`, of all servers; claims of one that is away are lost."""
+        """Return the events of all servers, see `Session.collect_events`. Claims on a server that is away are lost."""
         return [one for session in self._sessions.parts for one in session.collect_events()]
 
     def stop(self) -> None:
-        """Renew no more: the sessions run out."""
+        """Stop renewing, so that the sessions expire."""
         for session in self._sessions.parts:
             session.stop()
 
     def disown_partitions(self) -> None:
-        """Read nothing any more. Raises `redis.RedisError`."""
+        """Give up all partitions, as this worker leaves its group. Raise `redis.RedisError`."""
         self._sessions.parts[0].disown_partitions()
 
     def close(self) -> None:
-        """End the sessions: what they still hold is free at once."""
+        """End the sessions: the requests that they still hold are free at once."""
         for session in self._sessions.parts:
             session.close()
 
 
 def connect_servers(text: str) -> ByServer["redis.Redis"]:
-    """A worker's clients of all servers of an address list."""
+    """Return a worker's clients of the servers in a setting."""
     answer_s = {"answer_s": SERVER_TIMEOUT_S} if len(split_urls(text)) > 1 else {}
     return ByServer.from_urls(text, lambda url: redis_client(url, **answer_s))
 
 
 def open_record(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:
-    """The records of a pipeline on its servers."""
+    """Return the records of a pipeline on its servers."""
     if len(clients.parts) == 1:
         return Record(clients.parts[0], pipeline, settings)
     return _SpreadRecord(clients, pipeline, settings)

@@ -108,7 +108,7 @@ def translate_outages() -> Iterator[None]:
 
 
 def execute_pipeline(pipe: "redis.client.Pipeline") -> list[Any]:
-    """The replies to a pipeline's commands. Raises as `checked`."""
+    """Return the replies to a pipeline's commands. Raise the first error among them."""
     return raise_first_error(pipe.execute(raise_on_error=False))
 
 

@@ -58,7 +58,7 @@ class Script:
     def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the replies to commands of this script, and to others between them that only read, in one round trip.
 
-        Nothing is sent again: see `replies_once`.
+        Nothing is sent again, see `penstock.redis.client.execute_once`.
         """
         try:
             return execute_once(client, commands)

@@ -1,1 +1,1 @@
-"""Figures and traces for who runs a pipeline: meters, where they go, and what they say together."""
+"""Metrics and traces for the operators of a pipeline: how they are counted, exported and summed up."""

@@ -32,7 +32,7 @@ class Metric:
     name: str
     kind: Kind
     unit: str
-    """As UCUM writes it: `s`, `By`, or `{token}` for what is counted."""
+    """The unit in UCUM's notation: `s`, `By`, or `{token}` for things that are counted."""
     labels: tuple[str, ...]
     help: str
     source: Source

@@ -46,8 +46,12 @@ def open_telemetry(
     with ExitStack() as stack:
         stack.enter_context(record_spans(service, load_settings(TraceSettings), addresses.stream_url))
         if otlp.is_configured("metrics"):
-            told = {"service.name": service, "service.instance.id": instance, "penstock.pipeline": addresses.pipeline}
-            stack.enter_context(otlp.push_metrics(meters, Resource.create(told)))
+            attributes = {
+                "service.name": service,
+                "service.instance.id": instance,
+                "penstock.pipeline": addresses.pipeline,
+            }
+            stack.enter_context(otlp.push_metrics(meters, Resource.create(attributes)))
         if with_endpoint and settings.telemetry_port:
             try:
                 from penstock.telemetry.exposition import serve_metrics

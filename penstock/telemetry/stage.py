@@ -100,7 +100,7 @@ class StageMetrics:
             each_s = max(0.0, times.finished - times.first_token) / num_further
             self._meters.get_histogram(catalog.TIME_PER_OUTPUT_TOKEN, *about).add(each_s)
 
-    # Whenever somebody looks.
+    # Read at each collection of the metrics.
 
     def set_view(self, view: StatusView) -> None:
         """Read gauges and KV counters from `view`, from now on."""

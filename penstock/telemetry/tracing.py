@@ -4,7 +4,7 @@
                                                  └ kv.read, first_token, kv.write       └ kv.read, end
 
 What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
-says which one it is. Where nobody asked for traces the tracer does nothing and costs next to nothing.
+says which one it is. Where traces are off the tracer does nothing and costs next to nothing.
 """
 
 import random

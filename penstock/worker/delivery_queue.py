@@ -13,9 +13,7 @@ from penstock.names import PriorityClass
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
 MAX_DEFERRED = 1000
-"""With so many deferred deliveries of a class no new ones are polled: each deferred one costs a claim attempt a
-second.
-"""
+"""Once this many deliveries of a class are deferred no new ones are polled: each costs a claim attempt a second."""
 POSTPONE_S = 2.0
 """A due delivery for which there is no capacity is deferred by this long. By then a worker with capacity has taken its
 request over.

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PATIENCE_LEASES = 2.0
 """How many leases a message may wait in its worker before it is put down."""
 MAX_FREE_REQUESTS = 64
-"""With so many requests in Redis that no worker has taken yet, adopted parts are not read on."""
+"""Adopted partitions are not read on while this many free requests wait in Redis for a worker."""
 MAX_BATCH_BYTES = 4 * 2**20
 """Bytes of messages that are put down in one round trip. A larger message goes alone."""
 MAX_WAITING_BYTES = 64 * 2**20

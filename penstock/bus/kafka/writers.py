@@ -1,4 +1,4 @@
-"""What a member settles with: writers of outputs without and with transactions, and commits of offsets."""
+"""Writes the outputs of settlements, with and without transactions, and commits offsets."""
 
 import logging
 import time
