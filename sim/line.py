@@ -23,6 +23,12 @@ BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
 """A worker process rejoins when its transaction timed out. The workers here do not, so the timeout is long."""
 
 
+def run_until_running(worker: Worker, count: int = 1) -> None:
+    """Turn a worker until it runs `count` requests."""
+    while len(worker.running) < count:
+        worker.run_once()
+
+
 class InProcessPipeline:
     """A pipeline of one prefill and one decode worker, with a call for each step."""
 
@@ -77,6 +83,20 @@ class InProcessPipeline:
         """Replace a decode worker that left by a new one."""
         self.add_decode("decode-0")
 
+    def silence_worker(self, stage: Stage, num_tokens: int = 0) -> Worker:
+        """Let the current worker of a stage fall silent once it runs a request, and add another one; return the former.
+
+        Its loop stands still, and its session runs out. It stays a member of its group, which does not notice. In
+        decode its request has more than `num_tokens` tokens by then.
+        """
+        silent = self.prefill if stage == "prefill" else self.decode
+        run_until_running(silent)
+        while stage == "decode" and next(iter(silent.running.values())).claim.num_tokens <= num_tokens:
+            silent.run_once()
+        silent.session.stop()
+        (self.add_prefill if stage == "prefill" else self.add_decode)(f"{stage}-1")
+        return silent
+
     def publish_bytes(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
         """Put raw bytes in the interactive requests topic, or another."""
         self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
@@ -105,6 +125,11 @@ class InProcessPipeline:
         """Turn the prefill worker alone until it has handed off that many jobs."""
         while len(self.bus.read_all(self.pipeline.job_topic("interactive"))) < num_jobs:
             run_until_idle(self.prefill)
+
+    def run_until_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Turn the decode worker until it has appended more than that many tokens of a request."""
+        while not (request_id in self.decode.running and self.decode.running[request_id].claim.num_tokens > num_tokens):
+            self.decode.run_once()
 
     def run_until_results(self, count: int) -> list[Result]:
         """Turn both workers until the results topic has `count` messages."""

@@ -88,10 +88,7 @@ def _generate_plain(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, .
     prompt = torch.tensor([token_ids])
     with torch.inference_mode():
         output = model.module.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_tokens,
-            do_sample=False,
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False
         )
     model.module.set_attn_implementation("penstock")
     return tuple(int(token) for token in output[0, prompt.shape[1] :])

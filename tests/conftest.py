@@ -2,8 +2,9 @@
 
 import logging
 import uuid
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -21,6 +22,11 @@ from sim import forked
 from sim.servers import serve_address
 from tests.commands import Terminal
 
+if TYPE_CHECKING:  # it needs torch, which most tests do without
+    from sim.line import InProcessPipeline
+
+    MakeLine = Callable[..., InProcessPipeline]
+
 forked.preload_modules(
     "tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child"
 )
@@ -34,7 +40,7 @@ SERVER_FIXTURES = {
     "group", "server", "servers", "site", "stack", "line", "two", "embedded",
 }  # fmt: skip
 """Fixtures that start a server or worker processes."""
-SERVER_PARAMS = {"kafka", "streams", "embedded", "redis", "s3", "bus", "on_kafka"}
+SERVER_PARAMS = {"kafka", "streams", "embedded", "redis", "s3"}
 """Parameters by which a fixture chooses one of those."""
 SERVER_FOLDERS = {"pipeline", "page"}
 SLOW_FILES = {
@@ -97,6 +103,27 @@ def pipeline() -> Pipeline:
 def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
     """Where the pipeline is, on Redis alone."""
     return Addresses(pipeline=pipeline.name, stream_url=redis_url)
+
+
+@pytest.fixture
+def make_line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator["MakeLine"]:
+    """Makes pipelines in this process: `make_line(bus, record=…, kv=…)`. They are closed after the test."""
+    from sim.line import InProcessPipeline
+
+    with ExitStack() as stack:
+
+        def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
+            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+            addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka, kv_url=kv_url)
+            return stack.enter_context(InProcessPipeline(addresses, **settings))
+
+        yield make
+
+
+@pytest.fixture
+def line(make_line: "MakeLine") -> "InProcessPipeline":
+    """A pipeline of one prefill and one decode worker in this process, with Redis as the bus."""
+    return make_line()
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ _HEADERS: dict[str, Json] = {
         "pattern": r"^[0-9]+(\.[0-9]+)?$",
     },
     names.ATTEMPT_HEADER: {
-        "description": "Dead-letter topic: how often it was tried since it last said something.",
+        "description": "Dead-letter topic: how often it was tried since it last events something.",
         "pattern": "^[0-9]{1,9}$",
     },
     names.OPERATION_HEADER: {
@@ -111,8 +111,7 @@ def _make_channels() -> Json:
             _NAMES.dead_letter_topic, "Messages nobody can do anything with, as they came.", [Request, Job]
         ),
         "log": _make_stream_channel(
-            _NAMES.log_key("ID"),
-            "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2.",
+            _NAMES.log_key("ID"), "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2."
         ),
         "live": _make_stream_channel(
             _NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."
@@ -145,10 +144,7 @@ def _make_channel(address: str, server: str, description: str, models: list[type
 
 
 def _make_operations() -> Json:
-    answer = {
-        "channel": {"$ref": "#/channels/results"},
-        "messages": [{"$ref": "#/channels/results/messages/Result"}],
-    }
+    answer = {"channel": {"$ref": "#/channels/results"}, "messages": [{"$ref": "#/channels/results/messages/Result"}]}
     return {
         "accept": _make_operation("receive", "requests", [Request], "Prefill workers take requests.", "prefill")
         | {"reply": answer},
@@ -210,14 +206,14 @@ def _make_headers(payload: Json) -> Json:
 
 def make_examples() -> dict[str, dict[str, Json]]:
     """Payloads by message and name: requests as producers write them, the others as workers do."""
-    said, rolled = [], names.START_HASH
+    events, rolled = [], names.START_HASH
     for position, (token, text) in enumerate(_TOKENS):
         rolled = names.roll_hash(rolled, token)
-        said.append(TokenEvent.at_position(position, rolled, token, text))
-    answer = {"text": "".join(event.text for event in said), "token_ids": [event.token for event in said]}
+        events.append(TokenEvent.at_position(position, rolled, token, text))
+    answer = {"text": "".join(event.text for event in events), "token_ids": [event.token for event in events]}
     stages = ("published", "prefill_started", "first_token", "handed_off", "decode_started", "finished")
     timings = {stage: 1767225600.0 + step / 64 for step, stage in enumerate(stages)}
-    usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(said)}
+    usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(events)}
     end = {"finish_reason": "length", "usage": usage, "timings": timings}
     error = {"code": "prompt_too_long", "message": "This model's maximum context length is 4096 tokens. However, …"}
     first, second, third = ({"v": VERSION, "id": f"r-{number}"} for number in (1, 2, 3))
@@ -232,8 +228,8 @@ def make_examples() -> dict[str, dict[str, Json]]:
         "stop": ["\n\n"],
         "logit_bias": {"17": -5},
     }
-    likely = {"logprob": -0.105361, "text": said[0].text}
-    logprobs = likely | {"top": [likely | {"token": said[0].token}]}
+    likely = {"logprob": -0.105361, "text": events[0].text}
+    logprobs = likely | {"top": [likely | {"token": events[0].token}]}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     all_fields = {"sampling": sampling, "class": "batch", "tenant": "acme", "deadline": 1767229200.0}
     requests: dict[str, dict[str, Json]] = {
@@ -241,7 +237,7 @@ def make_examples() -> dict[str, dict[str, Json]]:
             "prompt": first | {"prompt": "In the beginning"},
             "chat": second | {"messages": turns, "sampling": {"temperature": 0}},
             "tokens": third | prompt | all_fields,
-        },
+        }
     }
     ours: dict[type[Wire], dict[str, Json]] = {
         Job: {
@@ -252,8 +248,8 @@ def make_examples() -> dict[str, dict[str, Json]]:
             "answered": first | {"class": CLASSES[0], "model": "demo"} | answer | end,
             "refused": second | {"finish_reason": "error", "error": error},
         },
-        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(said)}
-        | {"logprobs": said[0].model_dump() | {"logprobs": logprobs}},
+        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(events)}
+        | {"logprobs": events[0].model_dump() | {"logprobs": logprobs}},
         EndEvent: {"complete": end, "failed": {"finish_reason": "error", "error": error}},
     }
     return requests | {

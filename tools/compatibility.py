@@ -79,15 +79,15 @@ def _prove_architecture(architecture: str) -> None:
         reference = build_tiny_model(kind, config, seed, _CPU)
         model = make_loaded_model(architecture, copy.deepcopy(reference))
         try:
-            told = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
-            prove_engine(model, EngineSettings(), told, control=True)
+            answers = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
+            prove_engine(model, EngineSettings(), answers, control=True)
         except Inconclusive:
             if seed == NUM_SEEDS - 1:
                 raise
         else:
             break
     accelerate_model(model)
-    prove_engine(model, EngineSettings(), told)
+    prove_engine(model, EngineSettings(), answers)
 
 
 def make_loaded_model(name: str, module: Any) -> LoadedModel:

@@ -24,9 +24,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
 
-SIZES: dict[str, dict[str, Any]] = {
-    "reformer": {"axial_pos_embds_dim": [32, 32]},
-}
+SIZES: dict[str, dict[str, Any]] = {"reformer": {"axial_pos_embds_dim": [32, 32]}}
 """Sizes of the shrunken configuration that depend on each other in a way of their own."""
 
 REASONS: dict[str, str] = {

@@ -8,7 +8,7 @@ A history is a sequence of entries, each a flat JSON object with `what` and, nea
 |             |                                      | answers, and the codes of errors that may end it before       |
 | `accepted`  |                                      | it is durable, and has to be answered                         |
 | `token`     | `reader`, `event`, `token`           | a reader saw a token, under that event id                     |
-| `end`       | `reader`, `finish`, `count`, `error` | a reader saw the end, after `count` tokens (null: not told),  |
+| `end`       | `reader`, `finish`, `count`, `error` | a reader saw the end, after `count` tokens (null: unknown),   |
 |             |                                      | with the code of an error, or null                            |
 | `failed`    | `reader`, `error`, `story`           | a reader could not read on: the error's name                  |
 | `result`    | `tokens`, `text`, `finish`, `error`  | it is in the results topic, read_committed                    |
@@ -107,7 +107,7 @@ def _check_order(reader: str, seen: list[Entry]) -> BrokenPromises:
     next_one, missing, over = 0, set[int](), False
     for entry in seen:
         if over:
-            yield "duplicated", f"{reader} was told more after the end: {entry['what']}"
+            yield "duplicated", f"{reader} received more after the end: {entry['what']}"
         over = over or entry["what"] == "end"
         if entry["what"] != "token":
             continue
@@ -138,21 +138,21 @@ def _check_end_of_stream(reader: str, seen: list[Entry]) -> BrokenPromises:
 
 def _check_agreement(request: _Request) -> BrokenPromises:
     """Check that all readers and results have equal tokens, and that event ids match the tokens."""
-    said: dict[int, int] = {}
+    tokens: dict[int, int] = {}
     for reader, seen in request.readers.items():
         rolled, next_one = START_HASH, 0
         for entry in (entry for entry in seen if entry["what"] == "token"):
             position, named = parse_event_id(entry["event"])
-            if said.setdefault(position, entry["token"]) != entry["token"]:
-                yield "diverged", f"{reader} saw {entry['token']} at {position}, others {said[position]}"
+            if tokens.setdefault(position, entry["token"]) != entry["token"]:
+                yield "diverged", f"{reader} saw {entry['token']} at {position}, others {tokens[position]}"
             if position == next_one:
                 rolled, next_one = roll_hash(rolled, entry["token"]), position + 1
                 if rolled != named:
                     yield "diverged", f"{reader} saw {entry['event']}, which is no id of what it had seen"
     for result in request.results:
         for position, token in enumerate(result["tokens"]):
-            if said.setdefault(position, token) != token:
-                yield "diverged", f"a result has {token} at {position}, others {said[position]}"
+            if tokens.setdefault(position, token) != token:
+                yield "diverged", f"a result has {token} at {position}, others {tokens[position]}"
 
 
 def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:

@@ -195,13 +195,13 @@ class Clients:
 
     def _record_submitted(self, task: ClientTask) -> None:
         answer = task.answer
-        told = {
+        fields = {
             "tokens": answer.token_ids,
             "text": answer.text,
             "finish": answer.finish_reason,
             "may": task.allowed_errors,
         }
-        self._history.add_entry("submitted", id=task.request.id, **told)
+        self._history.add_entry("submitted", id=task.request.id, **fields)
 
     def _record_accepted(self, task: ClientTask) -> None:
         self.accepted_ids.add(task.request.id)
@@ -242,8 +242,8 @@ class Clients:
         """Read at most `most` events. Returns the last event id seen, and whether the stream has ended."""
         for count, event in enumerate(self._read_events(request_id, after), start=1):
             if isinstance(event, EndEvent):
-                told = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
-                self._history.add_entry("end", id=request_id, reader=reader, **told)
+                fields = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
+                self._history.add_entry("end", id=request_id, reader=reader, **fields)
                 return after, True
             after = event.id
             self._history.add_entry("token", id=request_id, reader=reader, event=event.id, token=event.token)

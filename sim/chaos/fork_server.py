@@ -60,8 +60,8 @@ class ForkServer:
     def get_status(self, pid: int) -> int | None:
         """Return the exit status of a process (minus the number of the signal that ended it), or None while it runs."""
         with self._lock:
-            told = self._statuses.get(pid)
-        return None if told is None or os.WIFSTOPPED(told) else os.waitstatus_to_exitcode(told)
+            status = self._statuses.get(pid)
+        return None if status is None or os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
 
     def is_stopped(self, pid: int) -> bool:
         """Return whether a process is stopped, as by SIGSTOP."""
@@ -71,8 +71,8 @@ class ForkServer:
     def send_signal(self, pid: int, number: int) -> None:
         """Send a signal to a process unless it has ended."""
         with self._lock:
-            told = self._statuses.get(pid)
-            if told is None or os.WIFSTOPPED(told):
+            status = self._statuses.get(pid)
+            if status is None or os.WIFSTOPPED(status):
                 self._statuses.pop(pid, None)
                 os.kill(pid, number)
 

@@ -148,11 +148,11 @@ def _knows_members(stack: ChaosStack, stage: Stage) -> bool:
 
 
 def _tend_until(stack: ChaosStack, condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
-    def look() -> bool:
+    def has_recovered() -> bool:
         stack.restart_dead()
         return condition()
 
-    wait_until(look, MAX_WAIT_S, what, every_s=every_s)
+    wait_until(has_recovered, MAX_WAIT_S, what, every_s=every_s)
 
 
 def _make_task(plan: RecoveryPlan, wave: int, number: int) -> ClientTask:

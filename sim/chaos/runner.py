@@ -170,8 +170,8 @@ def record_topics(stack: Stack, history: History) -> None:
     for message in bus.read_all(pipeline.results_topic):
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
-        told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
-        history.add_entry("result", id=result.id, **told)
+        fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+        history.add_entry("result", id=result.id, **fields)
     for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
         history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))

@@ -276,8 +276,8 @@ class ChaosStack(Stack):
         waiting = [worker for worker in self.workers if worker.child is not None and not self.is_ready(worker)]
         keys = [Pipeline(PIPELINE).worker_key(worker.stage, worker.name) for worker in waiting]
         with contextlib.suppress(redis.RedisError):
-            for worker, told in zip(waiting, self._redis.mget(keys) if keys else [], strict=True):
-                status = json.loads(told) if told else {}
+            for worker, text in zip(waiting, self._redis.mget(keys) if keys else [], strict=True):
+                status = json.loads(text) if text else {}
                 child = worker.child
                 if child is not None and (status.get("state"), status.get("pid")) == ("ready", child.pid):
                     self._lives[worker.name].ready_at = time.monotonic()

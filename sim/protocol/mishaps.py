@@ -99,7 +99,7 @@ def _restore_saved_record(state: State) -> State:
     """
     saved: RequestRecord = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
 
-    def mark(worker: Worker) -> Worker:
+    def mark_diverged(worker: Worker) -> Worker:
         run = worker.run
         if run is not None and run.tokens > len(saved.tokens):
             worker = worker._replace(run=run._replace(diverged=True))
@@ -107,7 +107,7 @@ def _restore_saved_record(state: State) -> State:
 
     return state._replace(
         rec=saved,
-        workers=tuple([mark(worker) for worker in state.workers]),
+        workers=tuple([mark_diverged(worker) for worker in state.workers]),
         left=state.left._replace(losses=state.left.losses - 1, syncs=0),
         lost=True,
     )

@@ -36,14 +36,14 @@ class Exploration(NamedTuple):
 def explore_states(first: State, rules: Rules, until: str = "") -> Exploration:
     """Visit every state that can be reached; with `until`, stop at the first state with that fault."""
     visited = _StateGraph(rules)
-    visited.see(first, 0, Step("start"))
+    visited.add_state(first, 0, Step("start"))
     for number, state in enumerate(visited.order):
         if until in visited.faults:
             break
-        visited.go_on(number, state)
+        visited.expand_state(number, state)
     else:
-        visited.look_for_stuck()
-    return visited.found()
+        visited.find_stuck_state()
+    return visited.summarize_exploration()
 
 
 class _StateGraph:
@@ -58,7 +58,7 @@ class _StateGraph:
         self._kinds: set[str] = set()
         self.faults: dict[str, list[Step]] = {}
 
-    def see(self, state: State, before: int, step: Step) -> None:
+    def add_state(self, state: State, before: int, step: Step) -> None:
         """Add a state, and the step that led to it from the state with the number `before`."""
         state = canonicalize_state(state, self._is_fenced)
         number = self._numbers.get(state)
@@ -69,17 +69,17 @@ class _StateGraph:
             self._back.append([])
         self._back[number].append(before)
 
-    def go_on(self, number: int, state: State) -> None:
+    def expand_state(self, number: int, state: State) -> None:
         """Take every step from a state, and note what each one violates."""
         for step, after in generate_steps(state, self._rules):
             self._kinds.add(describe_step(step))
             if after is not state:
                 fault = find_violation(state, step, after)
                 if fault and fault not in self.faults:
-                    self.faults[fault] = [*self._trace(number), step]
-                self.see(after, number, step)
+                    self.faults[fault] = [*self._build_trace(number), step]
+                self.add_state(after, number, step)
 
-    def look_for_stuck(self) -> None:
+    def find_stuck_state(self) -> None:
         """Note the fault `stuck` if from some state no step leads to a good end."""
         todo = [number for number, state in enumerate(self.order) if is_over(state, self._rules)]
         can = set(todo)
@@ -89,13 +89,13 @@ class _StateGraph:
             todo += fresh
         stuck = next((number for number in range(len(self.order)) if number not in can), None)
         if stuck is not None:
-            self.faults["stuck"] = self._trace(stuck)
+            self.faults["stuck"] = self._build_trace(stuck)
 
-    def found(self) -> Exploration:
+    def summarize_exploration(self) -> Exploration:
         """Return what was found."""
         return Exploration(len(self.order), self.faults, frozenset(self._kinds))
 
-    def _trace(self, number: int) -> list[Step]:
+    def _build_trace(self, number: int) -> list[Step]:
         found: list[Step] = []
         while number:
             number, step = self._came[number]

@@ -1,4 +1,4 @@
-"""Both buses, made the same way in tests and in their child processes."""
+"""Both buses, made in the same way in tests and in their child processes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from penstock.config.settings import BusSettings
 from penstock.names import Pipeline, PriorityClass
 
 SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=30.0)
-"""The broker fences who is slow in a transaction: whoever tests something else has the time for it."""
-HASTY = SETTINGS.model_copy(update={"transaction_timeout_s": 3.0})
-"""For what ends by this timeout: a write that the broker does not take."""
-ROOM: Mapping[PriorityClass, int] = {"interactive": 100, "batch": 100}
+"""The transaction timeout is long, as the broker fences a member that is slow on a loaded machine."""
+SHORT_TIMEOUT_SETTINGS = SETTINGS.model_copy(update={"transaction_timeout_s": 3.0})
+"""For tests of writes that the broker does not take, which end by this timeout."""
+CAPACITY: Mapping[PriorityClass, int] = {"interactive": 100, "batch": 100}
 
 
 def make_bus(kind: str, pipeline: Pipeline, address: str, settings: BusSettings = SETTINGS) -> Bus:
@@ -22,8 +22,8 @@ def make_bus(kind: str, pipeline: Pipeline, address: str, settings: BusSettings 
     return StreamsBus(pipeline, address, settings)
 
 
-def take(
-    member: Member, count: int, room: Mapping[PriorityClass, int] = ROOM, timeout_s: float = 30.0
+def take_deliveries(
+    member: Member, count: int, room: Mapping[PriorityClass, int] = CAPACITY, timeout_s: float = 30.0
 ) -> list[Delivery]:
     """Poll until there are `count` deliveries."""
     end = time.monotonic() + timeout_s
@@ -37,26 +37,26 @@ def take(
     return taken
 
 
-def publish(bus: Bus, messages: list[Outgoing]) -> None:
+def publish_messages(bus: Bus, messages: list[Outgoing]) -> None:
     publisher = bus.create_publisher()
     publisher.publish(messages)
     publisher.close()
 
 
-def numbered(topic: str, count: int) -> list[Outgoing]:
+def make_messages(topic: str, count: int) -> list[Outgoing]:
     return [Outgoing(topic, str(number).encode(), key=f"k{number}") for number in range(count)]
 
 
-def answered(pipeline: Pipeline, delivery: Delivery) -> Settlement:
+def make_settlement(pipeline: Pipeline, delivery: Delivery) -> Settlement:
     return Settlement(delivery, [Outgoing(pipeline.results_topic, delivery.value, delivery.key)])
 
 
-def values(messages: list[Outgoing]) -> list[bytes]:
+def list_values(messages: list[Outgoing]) -> list[bytes]:
     return sorted(message.value for message in messages)
 
 
 def work_until(bus: Bus, pipeline: Pipeline, member: Member, done: Callable[[], bool]) -> None:
-    """Settle whatever comes, with an output, until `done()`."""
+    """Settle every delivery with a result until `done()`."""
     while not done():
         for delivery in member.poll(0.1, {"interactive": 3, "batch": 3}):
-            member.settle([answered(pipeline, delivery)])
+            member.settle([make_settlement(pipeline, delivery)])

@@ -1,8 +1,8 @@
-"""Kafka in memory, for one member, as librdkafka shows it.
+"""Kafka in memory, for one member, with the behaviour of librdkafka.
 
-Pauses stay with a partition when it goes and comes back; rebalances are told of within `poll`, which waits for the
-callbacks; a message is given once unless somebody seeks. The poller runs in lockstep with the test: `turn` lets it poll
-once, and returns when it polls again.
+A partition keeps its pause when it is revoked and assigned again; rebalances happen within `poll`, which waits for the
+callbacks; a message is delivered once unless the consumer seeks. The poller runs in lockstep with the test: `turn`
+lets it poll once, and returns when it polls again.
 """
 
 import threading
@@ -30,7 +30,7 @@ def failure(code: int) -> KafkaException:
 
 
 class DoubleBus(KafkaBus):
-    """The brokers, and the way to them. A log's entry is a value, or None for a marker of a transaction."""
+    """A bus whose brokers are in memory. An entry of a log is a value, or None for a transaction marker."""
 
     def __init__(self) -> None:
         super().__init__(Pipeline("double"), "", BusSettings())
@@ -38,14 +38,14 @@ class DoubleBus(KafkaBus):
         self.commits: dict[Partition, TopicPartition] = {}
         self.written: list[Outgoing] = []
         self.commit_error: int | None = None
-        """What the brokers say instead of what was committed."""
+        """The error with which brokers answer questions for committed offsets."""
         self.commit_refusal: int | None = None
-        """What they say to commits."""
+        """The error with which brokers answer commits."""
         self.deaf: set[Partition] = set()
-        """Partitions that bring nothing, though their leader answers."""
+        """Partitions that deliver nothing though their leader answers."""
         self.leaderless: set[Partition] = set()
         self.goes_on = threading.Event()
-        """Settlements and polls wait for it."""
+        """Settlements and polls wait for this event."""
         self.goes_on.set()
         self.is_away = False
         self.lock = threading.Condition()
@@ -78,7 +78,7 @@ class DoubleBus(KafkaBus):
         self.turn()
 
     def turn(self) -> None:
-        """One turn of the poller."""
+        """Let the poller poll once."""
         assert self.reader is not None
         self.reader.turn()
 
@@ -117,7 +117,7 @@ class DoubleConsumer:
             self.is_free = True
             self.bus.lock.notify_all()
 
-    # What confluent_kafka's has.
+    # The interface of confluent_kafka's Consumer.
 
     def subscribe(self, topics: Sequence[str], on_assign: Rebalance, on_revoke: Rebalance, on_lost: Rebalance) -> None:
         self.callbacks = {"assign": on_assign, "revoke": on_revoke}
@@ -186,7 +186,7 @@ class DoubleConsumer:
         self.under_way.append(offsets)
 
     def _answer_commits(self) -> None:
-        """Before partitions are given up too."""
+        """Answer the commits that are under way."""
         while self.under_way and self.on_commit is not None:
             places, refusal = self.under_way.popleft(), self.bus.commit_refusal
             if refusal is None:

@@ -21,7 +21,7 @@ from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from sim.servers import serve_server
-from tests.bus.buses import ROOM, answered, take
+from tests.bus.buses import CAPACITY, make_settlement, take_deliveries
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -58,7 +58,7 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
     wait_until(lambda: first_offsets(control) == {2}, 60, "what is as old is deleted", every_s=0.1)
     assert first_offsets(topic) == {0}
     with bus.join_group("prefill", "a") as member:
-        assert len(take(member, 2)) == 2
+        assert len(take_deliveries(member, 2)) == 2
 
 
 def leader_of(bus: KafkaBus, topic: str) -> int:
@@ -74,9 +74,9 @@ def settle_until(bus: KafkaBus, done: Callable[[], bool]) -> None:
         with contextlib.suppress(BusUnavailable, MemberFenced), bus.join_group("prefill", "a") as member:
             tries = 0
             while tries < 5 and not done():
-                held += member.poll(0.1, ROOM)
+                held += member.poll(0.1, CAPACITY)
                 try:
-                    member.settle([answered(bus.pipeline, delivery) for delivery in held])
+                    member.settle([make_settlement(bus.pipeline, delivery) for delivery in held])
                     held, tries = [], 0
                 except DeliveryLost as error:
                     held = [delivery for delivery in held if delivery not in error.deliveries]

@@ -1,7 +1,4 @@
-"""The bus contract, held by both buses against real servers.
-
-Mostly in the decode stage, where outputs and deliveries are settled together. What prefill promises is at the end.
-"""
+"""The bus contract, on both buses and real servers, mostly in decode, which settles outputs and deliveries together."""
 
 import contextlib
 import os
@@ -25,20 +22,22 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestT
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
-from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline
+from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
 from sim.forked import fork_process
 from sim.servers import start_or_skip
 from tests.bus import worker_process
-from tests.bus.buses import HASTY, ROOM, answered, make_bus, numbered, publish, take, values, work_until
-
-
-@pytest.fixture(params=["streams", "kafka"])
-def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
-    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
-    made = make_bus(request.param, pipeline, address)
-    assert sorted(made.create_topics()) == sorted(pipeline.all_topics())
-    return made
+from tests.bus.buses import (
+    CAPACITY,
+    SHORT_TIMEOUT_SETTINGS,
+    list_values,
+    make_bus,
+    make_messages,
+    make_settlement,
+    publish_messages,
+    take_deliveries,
+    work_until,
+)
 
 
 @pytest.fixture
@@ -46,7 +45,8 @@ def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[st
     children: list[Child] = []
 
     def start(name: str, mode: str) -> Child:
-        kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", address_of(bus))
+        assert isinstance(bus, KafkaBus | StreamsBus)
+        kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", bus.url)
         log = tmp_path / f"{name}.log"
         child = fork_process(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
         children.append(child)
@@ -55,11 +55,6 @@ def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[st
     yield start
     for child in children:
         child.kill()
-
-
-def address_of(bus: Bus) -> str:
-    assert isinstance(bus, StreamsBus)
-    return bus.url
 
 
 def test_check_and_create_again(bus: Bus) -> None:
@@ -73,9 +68,9 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         Outgoing(topic, "büß".encode(), "key-1", {"penstock-tenant": "ü", "traceparent": "00-x"}),
         Outgoing(topic, b"\x00\xff", None, {}),
     ]
-    publish(bus, sent)
+    publish_messages(bus, sent)
     with bus.join_group("decode", "a") as member:
-        taken = take(member, 2)
+        taken = take_deliveries(member, 2)
         assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
             (m.value, m.key, tuple(m.headers.items())) for m in sent
         }
@@ -83,40 +78,41 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
         assert len({d.position for d in taken}) == 2
         assert member.count_held() == 2
-        member.settle([answered(pipeline, d) for d in taken])
+        member.settle([make_settlement(pipeline, d) for d in taken])
         assert member.count_held() == 0
-        assert member.poll(0.0, ROOM) == []
+        assert member.poll(0.0, CAPACITY) == []
     found = bus.read_all(pipeline.results_topic)
     assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
 
 
-def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
-    with bus.join_group("decode", "a") as member:
-        done, fresh = take(member, 2)
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
+    publish_messages(bus, make_messages(pipeline.input_topics(stage)["interactive"], 2))
+    with bus.join_group(stage, "a") as member:
+        done, fresh = take_deliveries(member, 2)
         member.settle([Settlement(done)])
         with pytest.raises(DeliveryLost) as lost:
-            member.settle([answered(pipeline, done), answered(pipeline, fresh)])
+            member.settle([make_settlement(pipeline, done), make_settlement(pipeline, fresh)])
         assert lost.value.deliveries == [done]
         assert bus.read_all(pipeline.results_topic) == []
-        assert member.count_held() == 1
-        member.settle([answered(pipeline, fresh)])
-    assert values(bus.read_all(pipeline.results_topic)) == [fresh.value]
+        assert (member.is_holding(fresh), member.count_held()) == (True, 1)
+        member.settle([make_settlement(pipeline, fresh)])
+    assert list_values(bus.read_all(pipeline.results_topic)) == [fresh.value]
 
 
 def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
     topic = pipeline.job_topic("batch")
     largest = MAX_MESSAGE_BYTES - 1
-    publish(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
+    publish_messages(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
     with pytest.raises(RequestTooLarge):
-        publish(bus, [Outgoing(topic, b"small"), Outgoing(topic, b"z" * (largest + 1), "k")])
+        publish_messages(bus, [Outgoing(topic, b"small"), Outgoing(topic, b"z" * (largest + 1), "k")])
     with bus.join_group("decode", "a") as member:
-        taken = take(member, 2)
+        taken = take_deliveries(member, 2)
         assert sorted(len(d.value) for d in taken) == [10_000_000, largest]
         with pytest.raises(RequestTooLarge):
             member.settle([Settlement(taken[0], [Outgoing(pipeline.results_topic, b"z" * (largest + 2))])])
         assert member.count_held() == 2
-        member.settle([answered(pipeline, d) for d in taken])
+        member.settle([make_settlement(pipeline, d) for d in taken])
     assert sorted(len(m.value) for m in bus.read_all(pipeline.results_topic)) == [10_000_000, largest]
 
 
@@ -129,48 +125,53 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
         assert (first.result(30), last.result(30)) == (None, None)
         with pytest.raises(RequestTooLarge):
             large.result(30)
-    assert values(bus.read_all(topic)) == [b"first", b"last"]
+    assert list_values(bus.read_all(topic)) == [b"first", b"last"]
 
 
-def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.job_topic("interactive"), 30))
-    with bus.join_group("decode", "a") as member:
-        taken = sorted(take(member, 30), key=lambda d: int(d.value))
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
+    """What was finished is committed before the partitions are given up, beyond what is not finished too."""
+    topic = pipeline.input_topics(stage)["interactive"]
+    publish_messages(bus, make_messages(topic, 30))
+    with bus.join_group(stage, "a") as member:
+        taken = sorted(take_deliveries(member, 30), key=lambda d: int(d.value))
         for d in taken[::-3]:
-            member.settle([answered(pipeline, d)])
+            member.settle([make_settlement(pipeline, d)])
+            assert not member.is_holding(d)
         unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
-    with bus.join_group("decode", "b") as member:
-        again = take(member, len(unfinished))
+        assert member.count_held() == len(unfinished)
+    with bus.join_group(stage, "b") as member:
+        again = take_deliveries(member, len(unfinished))
         assert {d.value for d in again} == unfinished
-        member.settle([answered(pipeline, d) for d in again])
-        assert member.poll(0.3, ROOM) == []
-    assert len(values(bus.read_all(pipeline.results_topic))) == 30
+        member.settle([make_settlement(pipeline, d) for d in again])
+        assert member.poll(0.3, CAPACITY) == []
+    assert len(list_values(bus.read_all(pipeline.results_topic))) == 30
 
 
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.job_topic("batch"), 200))
+    publish_messages(bus, make_messages(pipeline.job_topic("batch"), 200))
     with bus.join_group("decode", "a") as member:
-        held = take(member, 2, {"interactive": 5, "batch": 2})
+        held = take_deliveries(member, 2, {"interactive": 5, "batch": 2})
         # Longer than the session timeout without room for batch: the member stays, and interactive passes.
         assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
-        publish(bus, numbered(pipeline.job_topic("interactive"), 3))
-        assert [d.klass for d in take(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
-        publish(bus, numbered(pipeline.job_topic("interactive"), 3))
-        first = take(member, 3, {"interactive": 3, "batch": 0})
+        publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
+        assert [d.klass for d in take_deliveries(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
+        publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
+        first = take_deliveries(member, 3, {"interactive": 3, "batch": 0})
         assert [d.klass for d in first] == ["interactive"] * 3
-        held += take(member, 198, {"interactive": 5, "batch": 198})
+        held += take_deliveries(member, 198, {"interactive": 5, "batch": 198})
         assert len({d.value for d in held}) == 200
         member.settle([Settlement(d) for d in held])
 
 
-def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipeline: Pipeline) -> None:
-    bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
+def test_a_member_that_was_away_asks_what_it_still_holds(streams_bus: Bus, pipeline: Pipeline) -> None:
+    bus = streams_bus
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     with bus.join_group("decode", "a") as away, bus.join_group("decode", "b") as other:
         assert isinstance(away, StreamsMember)
-        (delivery,) = take(away, 1)
+        (delivery,) = take_deliveries(away, 1)
         away._client.delete(away._key)  # as it runs out while a process stands still
-        (same,) = take(other, 1)
+        (same,) = take_deliveries(other, 1)
         away._beat_at = time.monotonic() - 60
         away._note_beat(time.monotonic())
         assert not away.is_holding(delivery)
@@ -179,9 +180,9 @@ def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipelin
 
 
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.job_topic("batch"), b"bad", "k", {"penstock-tenant": "t"})])
+    publish_messages(bus, [Outgoing(pipeline.job_topic("batch"), b"bad", "k", {"penstock-tenant": "t"})])
     with bus.join_group("decode", "a") as member:
-        (d,) = take(member, 1)
+        (d,) = take_deliveries(member, 1)
         letter = build_dead_letter(pipeline, d, "cannot be read")
         member.settle([Settlement(d, [letter, Outgoing(pipeline.results_topic, b"error")])])
     (dead,) = bus.read_all(pipeline.dead_letter_topic)
@@ -194,77 +195,77 @@ def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline)
         ORIGIN_HEADER: d.topic,
         ATTEMPT_HEADER: "1",
     }
-    assert values(bus.read_all(pipeline.results_topic)) == [b"error"]
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"error"]
 
 
 def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipeline) -> None:
     """At once, while it finishes what it has; of that nothing is done twice."""
     topic = pipeline.job_topic("interactive")
-    publish(bus, numbered(topic, 12))
+    publish_messages(bus, make_messages(topic, 12))
     with bus.join_group("decode", "a") as leaver:
-        (held,) = take(leaver, 1, {"interactive": 1})
+        (held,) = take_deliveries(leaver, 1, {"interactive": 1})
         leaver.stop_consuming()
         with bus.join_group("decode", "b") as stayer:
             rest: list[Delivery] = []
             while len({delivery.value for delivery in rest} - {held.value}) < 11:  # what is held may come among them
-                rest += take(stayer, 1)
-            stayer.settle([answered(pipeline, delivery) for delivery in rest if delivery.value != held.value])
+                rest += take_deliveries(stayer, 1)
+            stayer.settle([make_settlement(pipeline, delivery) for delivery in rest if delivery.value != held.value])
             leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results_topic, b"more", "m")])])
             if leaver.is_holding(held):
-                leaver.settle([answered(pipeline, held)])
+                leaver.settle([make_settlement(pipeline, held)])
             else:
                 with pytest.raises(DeliveryLost):
-                    leaver.settle([answered(pipeline, held)])
+                    leaver.settle([make_settlement(pipeline, held)])
                 again = [delivery for delivery in rest if delivery.value == held.value]
-                again = again or take(stayer, 1)
-                stayer.settle([answered(pipeline, delivery) for delivery in again])
-    found = values(bus.read_all(pipeline.results_topic))
+                again = again or take_deliveries(stayer, 1)
+                stayer.settle([make_settlement(pipeline, delivery) for delivery in again])
+    found = list_values(bus.read_all(pipeline.results_topic))
     assert sorted(found) == sorted([b"more", *[str(n).encode() for n in range(12)]])
 
 
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 2))
     with bus.join_group("decode", "a") as old:
-        taken = take(old, 2)
+        taken = take_deliveries(old, 2)
         with bus.join_group("decode", "a") as new:
             with pytest.raises((MemberFenced, DeliveryLost)):
-                old.settle([answered(pipeline, d) for d in taken])
+                old.settle([make_settlement(pipeline, d) for d in taken])
             assert bus.read_all(pipeline.results_topic) == []
             old.close()
-            again = take(new, 2)
-            new.settle([answered(pipeline, d) for d in again])
-    assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
+            again = take_deliveries(new, 2)
+            new.settle([make_settlement(pipeline, d) for d in again])
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
 def test_redelivery_after_a_crash(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     victim = spawn("victim", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.read_log_tail()}")
     with bus.join_group("decode", "b") as member:
-        assert member.poll(0.0, ROOM) == []
+        assert member.poll(0.0, CAPACITY) == []
         victim.kill()
-        (d,) = take(member, 1)
-        member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
+        (d,) = take_deliveries(member, 1)
+        member.settle([make_settlement(pipeline, d)])
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_who_slept_too_long_cannot_settle(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     sleeper = spawn("sleeper", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.read_log_tail()}")
     sleeper.send_signal(signal.SIGSTOP)
     with bus.join_group("decode", "b") as member:
-        (d,) = take(member, 1)
+        (d,) = take_deliveries(member, 1)
         (tmp_path / "go").touch()
         sleeper.send_signal(signal.SIGCONT)
         wait_until((tmp_path / "outcome").exists, 30.0, "the sleeper tried to settle")
         assert (tmp_path / "outcome").read_text() == "DeliveryLost"
-        member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
+        member.settle([make_settlement(pipeline, d)])
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pipeline: Pipeline) -> None:
@@ -272,7 +273,7 @@ def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pip
     bus = make_bus("kafka", pipeline, kafka)
     bus.create_topics()
     topic, total = pipeline.job_topic("interactive"), 4 * MAX_BUFFERED_MESSAGES
-    publish(bus, numbered(topic, total))
+    publish_messages(bus, make_messages(topic, total))
     found: list[bytes] = []
     with bus.join_group("decode", "a") as stayer:
         assert isinstance(stayer, KafkaMember)
@@ -290,7 +291,7 @@ def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pip
 
 def work_off(member: Member, found: list[bytes]) -> bool:
     """Settle what comes in a moment; whether anything came."""
-    taken = member.poll(0.5, ROOM)
+    taken = member.poll(0.5, CAPACITY)
     member.settle([Settlement(delivery) for delivery in taken])
     found += [delivery.value for delivery in taken]
     return bool(taken)
@@ -302,7 +303,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
 ) -> None:
     total = 400
     topic = pipeline.job_topic("interactive")
-    publish(bus, numbered(topic, total // 2))
+    publish_messages(bus, make_messages(topic, total // 2))
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -328,7 +329,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
         victim = spawn("victim", "work")
         wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.2)
         second.start()
-        publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
+        publish_messages(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
         wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.2)
         os.kill(victim.pid, signal.SIGKILL)
         leave.set()
@@ -344,17 +345,17 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
 
 
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
-    bus = make_bus("kafka", pipeline, kafka, HASTY)
+    bus = make_bus("kafka", pipeline, kafka, SHORT_TIMEOUT_SETTINGS)
     bus.create_topics()
-    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     with bus.join_group("decode", "a") as member:
-        (d,) = take(member, 1)
+        (d,) = take_deliveries(member, 1)
         with pytest.raises(BusUnavailable):
             member.settle([Settlement(d, [Outgoing(pipeline.results_topic, b"seen"), Outgoing("no-such-topic", b"")])])
         assert bus.read_all(pipeline.results_topic) == []
         assert member.count_held() == 1
-        member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
+        member.settle([make_settlement(pipeline, d)])
+    assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_no_server_at_the_address(pipeline: Pipeline) -> None:
@@ -370,117 +371,68 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
     server = start_or_skip(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
     bus.create_topics()
-    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 2))
     with server, bus.join_group("decode", "a") as member:
-        held = take(member, 1, {"interactive": 1})
+        held = take_deliveries(member, 1, {"interactive": 1})
         server.kill()
         with pytest.raises(BusUnavailable):
-            member.poll(1.0, ROOM)
+            member.poll(1.0, CAPACITY)
         with pytest.raises(BusUnavailable):
-            member.settle([answered(pipeline, held[0])])
+            member.settle([make_settlement(pipeline, held[0])])
         server.start()
-        held += take(member, 1)
-        member.settle([answered(pipeline, d) for d in held])
-        assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
+        held += take_deliveries(member, 1)
+        member.settle([make_settlement(pipeline, d) for d in held])
+        assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
-def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
-    bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.job_topic("interactive"), 3))
+def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None:
+    bus = streams_bus
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
     with bus.join_group("decode", "a") as member:
         assert isinstance(member, StreamsMember)
-        (held,) = take(member, 1, {"interactive": 1})
+        (held,) = take_deliveries(member, 1, {"interactive": 1})
         # What the server counts as delivered while the reply did not reach us.
         stream = pipeline.stream_key(pipeline.job_topic("interactive"))
         member._client.xreadgroup(pipeline.consumer_group("decode"), member._consumer, {stream: ">"}, count=1)
         member._recovering = True
-        rest = take(member, 2)
+        rest = take_deliveries(member, 2)
         assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}
-        member.settle([answered(pipeline, d) for d in (held, *rest)])
+        member.settle([make_settlement(pipeline, d) for d in (held, *rest)])
 
 
 @pytest.mark.server
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
     server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
-    bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
+    bus = make_bus("kafka", pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
     bus.create_topics()
-    publish(bus, numbered(pipeline.job_topic("interactive"), 3))
+    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
     with server, bus.join_group("decode", "a") as member:
-        held = take(member, 3)
-        member.settle([answered(pipeline, held[0])])
+        held = take_deliveries(member, 3)
+        member.settle([make_settlement(pipeline, held[0])])
         server.kill()
         with pytest.raises(BusUnavailable):
-            member.settle([answered(pipeline, held[1])])
+            member.settle([make_settlement(pipeline, held[1])])
         server.start()
 
         def settled() -> bool:
             """Its transaction is still being aborted at first; and the group may have to be joined anew."""
-            fresh = {d.value: d for d in [*held[1:], *member.poll(0.1, ROOM)]}
+            fresh = {d.value: d for d in [*held[1:], *member.poll(0.1, CAPACITY)]}
             for d in fresh.values():
                 try:
-                    member.settle([answered(pipeline, d)])
+                    member.settle([make_settlement(pipeline, d)])
                 except (BusUnavailable, DeliveryLost):
                     continue
             return len(bus.read_all(pipeline.results_topic)) == 3
 
         wait_until(settled, 60.0, "all is settled")
-        assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
+        assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
 
 
-@pytest.fixture
-def requests(bus: Bus, pipeline: Pipeline) -> list[Outgoing]:
-    sent = numbered(pipeline.request_topic("interactive"), 30)
-    publish(bus, sent)
-    return sent
-
-
-def test_prefill_hands_off_out_of_order_and_a_restart_repeats_nothing(
-    bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
-) -> None:
-    """What was finished is committed before the partitions are given up, beyond what is not finished too."""
+def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline) -> None:
+    publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
     with bus.join_group("prefill", "a") as member:
-        taken = sorted(take(member, 30), key=lambda d: int(d.value))
-        for d in taken[::-3]:
-            member.settle([handed_off(pipeline, d)])
-            assert not member.is_holding(d)
-        unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
-        assert member.count_held() == len(unfinished)
-    with bus.join_group("prefill", "b") as member:
-        again = take(member, len(unfinished))
-        assert {d.value for d in again} == unfinished
-        member.settle([handed_off(pipeline, d) for d in again])
-        assert member.poll(0.3, ROOM) == []
-    assert len(bus.read_all(pipeline.job_topic("interactive"))) == 30
-    wait_until(lambda: not bus.count_unsettled()[pipeline.request_topic("interactive")], 30, "all of it is committed")
-
-
-def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipeline, requests: list[Outgoing]) -> None:
-    with bus.join_group("prefill", "a") as member:
-        done, fresh = take(member, 30)[:2]
-        member.settle([Settlement(done)])
-        with pytest.raises(DeliveryLost) as lost:
-            member.settle([handed_off(pipeline, done), handed_off(pipeline, fresh)])
-        assert lost.value.deliveries == [done]
-        assert bus.read_all(pipeline.job_topic("interactive")) == []
-        assert member.is_holding(fresh)
-
-
-def test_what_was_taken_over_without_its_place_is_not_held(bus: Bus, pipeline: Pipeline) -> None:
-    """Workers ask that of all they run when they leave."""
-    publish(bus, [Outgoing(pipeline.request_topic("interactive"), b"1")])
-    with bus.join_group("prefill", "a") as member:
-        (taken,) = take(member, 1)
-        assert member.is_holding(taken)
-        assert not member.is_holding(replace(taken, is_held=False))
-        assert not member.is_holding(replace(taken, position="", is_held=False))
-
-
-def test_prefill_finishes_nothing_whose_outputs_are_not_out(
-    bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
-) -> None:
-    with bus.join_group("prefill", "a") as member:
-        (d, *_) = take(member, 30)
+        (d,) = take_deliveries(member, 1)
         with pytest.raises(RequestTooLarge):
             member.settle([Settlement(d, [Outgoing(pipeline.job_topic("batch"), b"z" * (MAX_MESSAGE_BYTES + 1))])])
         assert member.is_holding(d)
@@ -488,7 +440,3 @@ def test_prefill_finishes_nothing_whose_outputs_are_not_out(
             with pytest.raises(BusUnavailable):
                 member.settle([Settlement(d, [Outgoing("no-such-topic", b"")])])
             assert member.is_holding(d)
-
-
-def handed_off(pipeline: Pipeline, delivery: Delivery) -> Settlement:
-    return Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), delivery.value, delivery.key)])

@@ -10,28 +10,19 @@ import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, Producer
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
-from penstock.bus.streams.bus import StreamsBus
-from penstock.config.settings import BusSettings
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
-from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
+from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
 
 NUM_GOOD = 40
 """Messages after which the interpreter has replaced the code that reads headers by its faster form."""
 BYTES = b"\xff\xfe215"
 """No UTF-8."""
-
-
-@pytest.fixture
-def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
-    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
-    made.create_topics()
-    return made
 
 
 class RawProducer:
@@ -68,53 +59,44 @@ def raw(kafka: str) -> Iterator[RawProducer]:
     made.close()
 
 
-def test_header_names_that_are_no_text_stop_nobody(bus: KafkaBus, raw: RawProducer, pipeline: Pipeline) -> None:
+def test_header_names_that_are_no_text_stop_nobody(kafka_bus: KafkaBus, raw: RawProducer, pipeline: Pipeline) -> None:
     """Neither a member, nor who reads for a dead one, nor who follows or reads all, when many were read before it."""
     topic = pipeline.request_topic("interactive")
-    publish(bus, [Outgoing(topic, b"good", "k", {"a": "b"})] * NUM_GOOD)
+    publish_messages(kafka_bus, [Outgoing(topic, b"good", "k", {"a": "b"})] * NUM_GOOD)
     raw.produce(topic, b"bad", [b"\xff\xfe", b"good", b"\xff"])
-    orphans = KafkaOrphanReader(pipeline, "prefill", bus.clients)
+    orphans = KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients)
     found: list[Delivery] = []
     while len(found) <= NUM_GOOD:
         found += orphans.read_orphans([f"{topic}:0"], 10)
     orphans.close()
-    follower = bus.follow_topic(topic, {})
+    follower = kafka_bus.follow_topic(topic, {})
     followed: list[Outgoing] = []
     while len(followed) <= NUM_GOOD:
         followed += [one.message for one in follower.read_messages(1.0) if one.message is not None]
     follower.close()
-    with bus.join_group("prefill", "a") as member:
-        taken = take(member, NUM_GOOD + 1)
-        member.settle([answered(pipeline, delivery) for delivery in taken])
-    for messages in (found, taken, followed, bus.read_all(topic)):
+    with kafka_bus.join_group("prefill", "a") as member:
+        taken = take_deliveries(member, NUM_GOOD + 1)
+        member.settle([make_settlement(pipeline, delivery) for delivery in taken])
+    for messages in (found, taken, followed, kafka_bus.read_all(topic)):
         assert [(m.value, m.headers) for m in messages] == [(b"good", {"a": "b"})] * NUM_GOOD + [(b"bad", {})]
 
 
-@pytest.mark.parametrize("kind", ["kafka", "streams"])
-def test_bytes_in_key_and_headers_come_back_as_they_were(
-    kind: str, request: pytest.FixtureRequest, pipeline: Pipeline
-) -> None:
-    """In a dead letter, and in what a claim keeps of a message."""
-    made: KafkaBus | StreamsBus
-    if kind == "kafka":
-        made = KafkaBus(pipeline, request.getfixturevalue("kafka"), SETTINGS)
-    else:
-        made = StreamsBus(pipeline, request.getfixturevalue("redis_url"), SETTINGS)
-    made.create_topics()
+def test_bytes_in_key_and_headers_come_back_as_they_were(bus: Bus, pipeline: Pipeline) -> None:
+    """In a dead letter, and in the message that a claim keeps."""
     sent = Outgoing(
         pipeline.request_topic("batch"), b"", BYTES.decode(errors="surrogateescape"), {"h": "\udcff\udcfe1"}
     )
-    publish(made, [sent])
-    with made.join_group("prefill", "a") as member:
-        (taken,) = take(member, 1)
+    publish_messages(bus, [sent])
+    with bus.join_group("prefill", "a") as member:
+        (taken,) = take_deliveries(member, 1)
         kept = deserialize_delivery(serialize_delivery(taken))
         assert (kept.key, kept.headers) == (taken.key, taken.headers)
         member.settle([Settlement(taken, [build_dead_letter(pipeline, taken, "unreadable")])])
-    (letter,) = made.read_all(pipeline.dead_letter_topic)
+    (letter,) = bus.read_all(pipeline.dead_letter_topic)
     assert letter.key == sent.key
     assert letter.headers["h"] == sent.headers["h"]
-    if isinstance(made, KafkaBus):
-        consumer = Consumer(made.clients | {"group.id": f"{pipeline.dead_letter_topic}.tool"})
+    if isinstance(bus, KafkaBus):
+        consumer = Consumer(bus.clients | {"group.id": f"{pipeline.dead_letter_topic}.tool"})
         consumer.assign([confluent_kafka.TopicPartition(pipeline.dead_letter_topic, number, 0) for number in range(2)])
         (message,) = consumer.consume(1, 10)
         consumer.close()
@@ -133,70 +115,62 @@ class LateCommit(Consumer):
 
 
 def test_all_of_a_topic_is_what_is_being_committed_too(
-    bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    kafka_bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who committed may read before the brokers let readers see it."""
-    publish(bus, [Outgoing(pipeline.results_topic, b"1")])
-    producer = Producer(bus.clients | {"transactional.id": pipeline.name})
+    publish_messages(kafka_bus, [Outgoing(pipeline.results_topic, b"1")])
+    producer = Producer(kafka_bus.clients | {"transactional.id": pipeline.name})
     producer.init_transactions(10)
     producer.begin_transaction()
     producer.produce(pipeline.results_topic, b"2")
     producer.flush(10)
     monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
     monkeypatch.setattr("penstock.bus.kafka.bus.Consumer", LateCommit)
-    assert values(bus.read_all(pipeline.results_topic)) == [b"1", b"2"]
+    assert list_values(kafka_bus.read_all(pipeline.results_topic)) == [b"1", b"2"]
 
 
-def publish_around_damage(bus: KafkaBus, topic: str) -> None:
+def publish_around_damage(kafka_bus: KafkaBus, topic: str) -> None:
     """Publish a message, a batch of three that is 3 KB on the wire and more than the client unpacks, and a message."""
-    publish(bus, [Outgoing(topic, b"before")])
+    publish_messages(kafka_bus, [Outgoing(topic, b"before")])
     packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
-    producer = Producer(bus.clients | packed)
+    producer = Producer(kafka_bus.clients | packed)
     for value in (b"beside", b"a" * 70_000_000, b"beside"):
         producer.produce(topic, value)
     assert producer.flush(30) == 0
-    publish(bus, [Outgoing(topic, b"behind")])
+    publish_messages(kafka_bus, [Outgoing(topic, b"behind")])
 
 
-def test_who_reads_for_a_dead_member_passes_a_batch_that_cannot_be_unpacked(bus: KafkaBus, pipeline: Pipeline) -> None:
-    """Else all that is behind it waits until a member that lives long enough owns the partition."""
+def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
+    """By a member, and by the reader for a dead one. Messages in a batch with one that is too large go with it."""
     topic = pipeline.request_topic("interactive")
-    publish_around_damage(bus, topic)
-    with contextlib.closing(KafkaOrphanReader(pipeline, "prefill", bus.clients)) as orphans:
+    publish_around_damage(kafka_bus, topic)
+    with contextlib.closing(KafkaOrphanReader(pipeline, "prefill", kafka_bus.clients)) as orphans:
         found = orphans.read_orphans([f"{topic}:0"], 10)
         while len(found) < 2:
             found += orphans.read_orphans([f"{topic}:0"], 10)
     assert [delivery.value for delivery in found] == [b"before", b"behind"]
-    with bus.join_group("prefill", "a") as member:
-        assert [delivery.value for delivery in take(member, 2)] == [b"before", b"behind"]
-        member.poll(0.0, ROOM)
-    assert len(bus.read_all(pipeline.dead_letter_topic)) == 3
-
-
-def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
-    """What is in one batch with a message that is too large goes with it."""
-    topic = pipeline.request_topic("interactive")
-    publish_around_damage(bus, topic)
-    with bus.join_group("prefill", "a") as member:
-        taken = take(member, 2)
+    with kafka_bus.join_group("prefill", "a") as member:
+        taken = take_deliveries(member, 2)
         assert [delivery.value for delivery in taken] == [b"before", b"behind"]
-        member.poll(0.0, ROOM)
-        letters = bus.read_all(pipeline.dead_letter_topic)
+        member.poll(0.0, CAPACITY)
+        letters = kafka_bus.read_all(pipeline.dead_letter_topic)
         assert [(letter.value, letter.headers[ORIGIN_HEADER]) for letter in letters] == [(b"", topic)] * 3
         reasons = [letter.headers[REASON_HEADER] for letter in letters]
         assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
-        member.settle([answered(pipeline, delivery) for delivery in taken])
-    wait_until(lambda: not bus.count_unsettled()[topic], 10, "the group is behind them")
-    with bus.join_group("prefill", "b") as member:
-        assert member.poll(0.5, ROOM) == []
-    assert len(bus.read_all(pipeline.dead_letter_topic)) == 3
+        member.settle([make_settlement(pipeline, delivery) for delivery in taken])
+    wait_until(lambda: not kafka_bus.count_unsettled()[topic], 10, "the group is behind them")
+    with kafka_bus.join_group("prefill", "b") as member:
+        assert member.poll(0.5, CAPACITY) == []
+    assert len(kafka_bus.read_all(pipeline.dead_letter_topic)) == 3
 
 
-def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: KafkaBus, pipeline: Pipeline) -> None:
+def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(
+    kafka_bus: KafkaBus, pipeline: Pipeline
+) -> None:
     topic = pipeline.request_topic("interactive")
-    producer = Producer(bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
+    producer = Producer(kafka_bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
     producer.produce(topic, b"a" * 40_000_000)
     assert producer.flush(30) == 0
-    with bus.join_group("prefill", "a") as member:
-        (delivery,) = take(member, 1)
+    with kafka_bus.join_group("prefill", "a") as member:
+        (delivery,) = take_deliveries(member, 1)
         assert len(delivery.value) == MAX_MESSAGE_BYTES

@@ -8,21 +8,12 @@ from confluent_kafka.cimpl import NewPartitions
 from penstock.bus.contract import Bus, FollowedMessage, Follower, Outgoing, Settlement
 from penstock.bus.kafka import follower as kafka_follower
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.client import client_settings, producer_settings
+from penstock.bus.kafka.client import producer_settings
 from penstock.bus.streams import bus as streams
-from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
-from tests.bus.buses import answered, make_bus, numbered, publish, take
-
-
-@pytest.fixture(params=["streams", "kafka"])
-def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
-    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
-    made = make_bus(request.param, pipeline, address)
-    made.create_topics()
-    return made
+from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
 
 def read(follower: Follower, count: int, most: int = 500) -> list[FollowedMessage]:
@@ -42,9 +33,11 @@ def value_of(followed: FollowedMessage) -> bytes:
 
 
 def settle(bus: Bus, pipeline: Pipeline, count: int, first: int = 0) -> None:
-    publish(bus, [Outgoing(pipeline.job_topic("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)])
+    publish_messages(
+        bus, [Outgoing(pipeline.job_topic("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)]
+    )
     with bus.join_group("decode", "d") as member:
-        member.settle([answered(pipeline, delivery) for delivery in take(member, count)])
+        member.settle([make_settlement(pipeline, delivery) for delivery in take_deliveries(member, count)])
 
 
 def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline) -> None:
@@ -64,11 +57,9 @@ def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline)
     follower.close()
 
 
-def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipeline) -> None:
-    bus = make_bus("kafka", pipeline, kafka)
-    bus.create_topics()
-    assert isinstance(bus, KafkaBus)
-    producer = Producer(producer_settings(client_settings(kafka)) | {"transactional.id": f"{pipeline.name}-odd"})
+def test_what_a_transaction_takes_back_is_never_seen(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
+    bus = kafka_bus
+    producer = Producer(producer_settings(bus.clients) | {"transactional.id": f"{pipeline.name}-odd"})
     producer.init_transactions(30)
     producer.begin_transaction()
     for number in range(4):
@@ -77,25 +68,22 @@ def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipel
     follower = bus.follow_topic(pipeline.results_topic, {})
     assert follower.read_messages(0.5) == []
     producer.abort_transaction(30)
-    publish(bus, numbered(pipeline.results_topic, 4))
+    publish_messages(bus, make_messages(pipeline.results_topic, 4))
     assert {value_of(one) for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
     follower.close()
 
 
 @pytest.fixture
-def logs(kafka: str, pipeline: Pipeline) -> KafkaBus:
+def logs(kafka_bus: KafkaBus, pipeline: Pipeline) -> KafkaBus:
     """Kafka, with 50 results in the one partition of their topic."""
-    bus = make_bus("kafka", pipeline, kafka, BusSettings(partitions=1))
-    bus.create_topics()
-    publish(bus, numbered(pipeline.results_topic, 50))
-    assert isinstance(bus, KafkaBus)
-    return bus
+    publish_messages(kafka_bus, make_messages(pipeline.results_topic, 50))
+    return kafka_bus
 
 
 def test_a_log_that_ends_before_the_place_is_followed_from_its_end(logs: KafkaBus, pipeline: Pipeline) -> None:
     follower = logs.follow_topic(pipeline.results_topic, {"0": "60"})
     assert read(follower, 1) == [FollowedMessage("0", "49", None)]
-    publish(logs, [Outgoing(pipeline.results_topic, b"new")])
+    publish_messages(logs, [Outgoing(pipeline.results_topic, b"new")])
     assert [(one.offset, value_of(one)) for one in read(follower, 1)] == [("50", b"new")]
     follower.close()
 
@@ -131,18 +119,17 @@ def test_partitions_that_are_added_are_followed(
 
 
 def test_what_is_not_counted_is_not_trimmed(
-    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    streams_bus: Bus, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.bus.streams.client.MAX_KEPT_ENTRIES", 50)
-    bus = make_bus("streams", pipeline, redis_url)
-    bus.create_topics()
+    bus = streams_bus
     client, key = redis_client(redis_url), pipeline.stream_key(pipeline.results_topic)
-    client.hset(pipeline.meter_key("places"), streams.STREAM_PARTITION, "0")  # somebody counts, and has not begun
+    client.hset(pipeline.meter_key("places"), streams.STREAM_PARTITION, "0")  # a meter has not begun
 
     def settle_large(count: int) -> None:
-        publish(bus, [Outgoing(pipeline.job_topic("batch"), b"x" * 1000) for _ in range(count)])
+        publish_messages(bus, [Outgoing(pipeline.job_topic("batch"), b"x" * 1000) for _ in range(count)])
         with bus.join_group("decode", "d") as member:
-            for delivery in take(member, count, {"interactive": 0, "batch": count}):
+            for delivery in take_deliveries(member, count, {"interactive": 0, "batch": count}):
                 member.settle([Settlement(delivery, [Outgoing(pipeline.results_topic, delivery.value)])])
 
     settle_large(300)
@@ -151,7 +138,7 @@ def test_what_is_not_counted_is_not_trimmed(
     assert len(found) == 300
     client.hset(pipeline.meter_key("places"), streams.STREAM_PARTITION, found[199].offset)
     settle_large(1)
-    assert 101 <= client.xlen(key) < 120  # some more than what is not counted: whole nodes go
+    assert 101 <= client.xlen(key) < 120  # more than what is not counted, as whole nodes are trimmed
     client.hset(pipeline.meter_key("places"), streams.STREAM_PARTITION, read(follower, 1)[-1].offset)
     settle_large(1)
     assert 50 <= client.xlen(key) < 70

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.bus.contract import Delivery, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup
+from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets
 from penstock.bus.kafka.position_lookup import PositionLookup
@@ -22,7 +23,7 @@ from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
-from tests.bus.buses import ROOM
+from tests.bus.buses import CAPACITY
 from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 
 NAMES = Pipeline("double")
@@ -170,11 +171,11 @@ def test_one_partition_whose_commits_are_not_stable_holds_up_neither_the_others_
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(lambda: member.poll(0.0, ROOM), "the first partition is read")
+        bus.turn_until(lambda: member.poll(0.0, CAPACITY), "the first partition is read")
         bus.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
         bus.give(OTHER)
         bus.publish(ONE, b"2")
-        bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read on")
+        bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it is read on")
         assert member.list_partitions() == [f"{ONE[0]}:0"]
         assert bus.reader is not None
         bus.reader.free()
@@ -210,17 +211,13 @@ def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
     with joined(bus) as member:
         bus.give(ONE)
         with pytest.raises(BusUnavailable, match="check its access"):
-            member.poll(PATIENCE_S, ROOM)
+            member.poll(PATIENCE_S, CAPACITY)
 
 
 def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
     """Whoever has it now finds in the record that it was handed off: nobody waits, and nothing is done again here."""
-    bus = DoubleBus()
-    bus.publish(ONE, b"1")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.list_prefetched, "it is read")
-        (delivery,) = member.poll(0.0, ROOM)
+    with reading(b"1") as (bus, member):
+        (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         thread = threading.Thread(target=member.settle, args=([Settlement(delivery)],))
         thread.start()
@@ -234,12 +231,8 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
 
 
 def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
-    bus = DoubleBus()
-    bus.publish(ONE, b"1", b"2", b"3")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(lambda: len(member.list_prefetched()) == 3, "all is read")
-        first, second, third = member.poll(0.0, ROOM)
+    with reading(b"1", b"2", b"3") as (bus, member):
+        first, second, third = member.poll(0.0, CAPACITY)
         bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
         member.settle([Settlement(third)])
         bus.turn_until(lambda: member._commits._error, "it is refused")
@@ -252,16 +245,23 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
 
 
 @contextmanager
+def reading(*values: bytes, partition: Partition = ONE) -> Iterator[tuple[DoubleBus, KafkaMember]]:
+    """A bus with messages in one partition, and a member that has fetched them all."""
+    bus = DoubleBus()
+    bus.publish(partition, *values)
+    with joined(bus, "decode" if partition == JOBS else "prefill") as member:
+        bus.give(partition)
+        bus.turn_until(lambda: len(member.list_prefetched()) == len(values), "all is fetched")
+        yield bus, member
+
+
+@contextmanager
 def refused_commit(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DoubleBus, KafkaMember]]:
     """A bus that refuses the commit of what its member has finished, once the member has noticed."""
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
-    bus = DoubleBus()
-    bus.commit_refusal = code
-    bus.publish(ONE, b"1")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.list_prefetched, "it is read")
-        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+    with reading(b"1") as (bus, member):
+        bus.commit_refusal = code
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         bus.turn_until(lambda: "were not committed" in member.current_problem, "it is noticed")
         yield bus, member
 
@@ -298,12 +298,8 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
 
 def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", 0.05)
-    bus = DoubleBus()
-    bus.publish(JOBS, b"1")
-    with joined(bus, "decode") as member:
-        bus.give(JOBS)
-        bus.turn_until(member.list_prefetched, "it is read")
-        (delivery,) = member.poll(0.0, ROOM)
+    with reading(b"1", partition=JOBS) as (bus, member):
+        (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
         outcomes: list[BaseException] = []
         thread = threading.Thread(target=settle, args=(member, delivery, outcomes))
@@ -312,7 +308,7 @@ def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyP
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
-            member.poll(0.0, ROOM)
+            member.poll(0.0, CAPACITY)
         bus.goes_on.set()
         thread.join()
         assert isinstance(outcomes[0], BusUnavailable), "whether it was done is not known"
@@ -336,7 +332,7 @@ def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: p
         wait_until(lambda: "nothing was read" in member.current_problem, PATIENCE_S, "it is noticed")
         assert member.list_partitions() == []
         with pytest.raises(BusUnavailable, match="made anew"):
-            wait_until(lambda: member.poll(0.0, ROOM), PATIENCE_S, "whoever polls is told")
+            wait_until(lambda: member.poll(0.0, CAPACITY), PATIENCE_S, "a poll raises")
 
 
 def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +365,7 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
             bus.turn_until(lambda: asked.get(ONE, 0.0) - member._progress._moved_s[ONE] > 0.1, "it is asked for long")
             assert member.current_problem == ""
         bus.deaf.clear()
-        bus.turn_until(lambda: member.poll(0.0, ROOM), "it moves again")
+        bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it moves again")
         assert member.current_problem == ""
 
 
@@ -381,7 +377,7 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(lambda: len(member.list_prefetched()) == 2, "all is read")
-        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
     assert bus.commits[ONE].offset == 2
 
 
@@ -394,8 +390,8 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
         bus.give(ONE)
         bus.turn_until(lambda: len(member.list_prefetched()) == 1, "all is read")
         for _ in range(3):
-            bus.turn()  # the end of the partition is told, too
-        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+            bus.turn()  # the consumer reports the end of the partition, too
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         end = 1 + ends_in_a_marker
         bus.turn_until(lambda: ONE in bus.commits and bus.commits[ONE].offset == end, "all is committed")
         assert bus.commits[ONE].leader_epoch == (None if ends_in_a_marker else EPOCH)
@@ -403,17 +399,13 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
 
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
-    bus = DoubleBus()
-    bus.publish(ONE, b"1", b"2", b"3")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(lambda: len(member.list_prefetched()) == 3, "all is read")
+    with reading(b"1", b"2", b"3") as (bus, member):
         del bus.logs[ONE][1:]
         assert bus.reader is not None
         bus.reader.free()
         wait_until(lambda: member._failure is not None, PATIENCE_S, "it is noticed")
         with pytest.raises(BusUnavailable, match="lost its tail"):
-            member.poll(0.0, ROOM)
+            member.poll(0.0, CAPACITY)
 
 
 def test_a_topic_that_may_not_be_read_shows() -> None:
@@ -427,7 +419,7 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
         assert "does not let this worker read" in member.current_problem
         assert member.list_partitions() == []
         bus.publish(ONE, b"1")
-        bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read again")
+        bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it is read again")
         assert member.current_problem == ""
 
 
@@ -442,9 +434,28 @@ def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.Monke
         bus.turn_until(member.count_held, "it is read")
         bus.is_away = True
         with pytest.raises(BusUnavailable):
-            member.poll(0.0, ROOM)
+            member.poll(0.0, CAPACITY)
         bus.is_away = False
-        member.poll(0.0, ROOM)
+        member.poll(0.0, CAPACITY)
         assert [message.topic for message in bus.written] == [NAMES.dead_letter_topic]
         assert ORIGIN_HEADER in bus.written[0].headers
         assert member.count_held() == 0
+
+
+def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
+    """Else the marker behind the last message would look like work that nobody does."""
+    topic = NAMES.job_topic("interactive")
+    holdings = PrefetchBuffer(NAMES, "decode")
+    holdings.assign_partition((topic, 0), 0, "")
+    holdings.add_message(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))
+    found = holdings.hand_out({"interactive": 1})
+    commits = holdings.build_commits(found)
+    assert commits == [((topic, 0), 1, "")]
+    holdings.reach_end((topic, 0), 2)
+    holdings.finish_deliveries(found)
+    holdings.note_committed(commits)
+    again = holdings.build_commits()
+    assert again == [((topic, 0), 2, "")]
+    holdings.note_committed(again)
+    assert holdings.build_commits() == []
+    holdings.check_integrity()

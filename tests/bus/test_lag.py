@@ -6,50 +6,41 @@ from penstock.bus.contract import Bus, Member, Outgoing, Settlement
 from penstock.bus.kafka import offsets
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
-from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values
+from tests.bus.buses import (
+    CAPACITY,
+    list_values,
+    make_bus,
+    make_messages,
+    make_settlement,
+    publish_messages,
+    take_deliveries,
+)
 
 
-@pytest.fixture(params=["streams", "kafka"])
-def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
-    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
-    made = make_bus(request.param, pipeline, address)
-    made.create_topics()
-    return made
-
-
-@pytest.fixture
-def narrow(kafka: str, pipeline: Pipeline) -> KafkaBus:
-    """One partition a topic: one request is before all others."""
-    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
-    made.create_topics()
-    return made
-
-
-def lags(bus: Bus, topic: str, count: int) -> None:
-    """What a transaction has committed is seen by all a moment later."""
+def wait_for_lag(bus: Bus, topic: str, count: int) -> None:
+    """Wait until `count` messages of a topic are unsettled: a transaction is seen a moment after its commit."""
     wait_until(
         lambda: bus.count_unsettled()[topic] == count, 30, f"{count} in {topic}, not {bus.count_unsettled()[topic]}"
     )
 
 
-def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline) -> None:
+def test_what_is_not_settled_counts_with_and_without_a_holder(bus: Bus, pipeline: Pipeline) -> None:
     requests, jobs = pipeline.request_topic("batch"), pipeline.job_topic("batch")
     assert set(bus.count_unsettled().values()) == {0}
-    publish(bus, numbered(requests, 30))
-    lags(bus, requests, 30)
+    publish_messages(bus, make_messages(requests, 30))
+    wait_for_lag(bus, requests, 30)
     with bus.join_group("prefill", "p") as prefill, bus.join_group("decode", "d") as decode:
-        taken = sorted(take(prefill, 30), key=lambda delivery: int(delivery.value))
-        lags(bus, requests, 30)
+        taken = sorted(take_deliveries(prefill, 30), key=lambda delivery: int(delivery.value))
+        wait_for_lag(bus, requests, 30)
         for done in taken[5:]:  # out of order, each in a settlement of its own
             prefill.settle([Settlement(done, [Outgoing(jobs, done.value)])])
-        lags(bus, requests, 5)
-        given = take(decode, 25)
+        wait_for_lag(bus, requests, 5)
+        given = take_deliveries(decode, 25)
         assert bus.count_unsettled()[jobs] >= 25
-        decode.settle([answered(pipeline, delivery) for delivery in given])
+        decode.settle([make_settlement(pipeline, delivery) for delivery in given])
         prefill.settle([Settlement(delivery) for delivery in taken[:5]])
 
         def is_empty() -> bool:
@@ -72,57 +63,57 @@ def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytes
             make_bus(kind, pipeline, address).count_unsettled()
 
 
-def answer(member: Member, pipeline: Pipeline, count: int) -> None:
+def answer_messages(member: Member, pipeline: Pipeline, count: int) -> None:
     """Take and settle that many deliveries, some hundred at a time."""
     while count:
         taken = member.poll(30.0, {"interactive": min(count, 300)})
         assert taken, f"{count} more do not come"
-        member.settle([answered(pipeline, delivery) for delivery in taken])
+        member.settle([make_settlement(pipeline, delivery) for delivery in taken])
         count -= len(taken)
 
 
-def test_a_request_that_never_finishes_holds_up_nobody(narrow: KafkaBus, pipeline: Pipeline) -> None:
+def test_a_request_that_never_finishes_holds_up_nobody(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
     """Thousands finish behind it; they do not lag, and a restart repeats none of them."""
     topic, count = pipeline.request_topic("interactive"), 3000
-    publish(narrow, numbered(topic, count))
-    with narrow.join_group("prefill", "a") as member:
-        (slow,) = take(member, 1, {"interactive": 1})
-        answer(member, pipeline, count - 1)
-        lags(narrow, topic, 1)
-    with narrow.join_group("prefill", "b") as member:
-        (again,) = take(member, 1)
+    publish_messages(kafka_bus, make_messages(topic, count))
+    with kafka_bus.join_group("prefill", "a") as member:
+        (slow,) = take_deliveries(member, 1, {"interactive": 1})
+        answer_messages(member, pipeline, count - 1)
+        wait_for_lag(kafka_bus, topic, 1)
+    with kafka_bus.join_group("prefill", "b") as member:
+        (again,) = take_deliveries(member, 1)
         assert again.value == slow.value
-        assert member.poll(1.0, ROOM) == []
-        lags(narrow, topic, 1)
-        member.settle([answered(pipeline, again)])
-        lags(narrow, topic, 0)
+        assert member.poll(1.0, CAPACITY) == []
+        wait_for_lag(kafka_bus, topic, 1)
+        member.settle([make_settlement(pipeline, again)])
+        wait_for_lag(kafka_bus, topic, 0)
     assert (
-        len(set(values(narrow.read_all(pipeline.results_topic))))
-        == len(narrow.read_all(pipeline.results_topic))
+        len(set(list_values(kafka_bus.read_all(pipeline.results_topic))))
+        == len(kafka_bus.read_all(pipeline.results_topic))
         == count
     )
 
 
 def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
-    narrow: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    kafka_bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only that one: the other class goes on, and so does this one once the request is done. Two lives of a worker."""
     monkeypatch.setattr(offsets, "MAX_OFFSETS_AHEAD", 1000)
     topic, count = pipeline.request_topic("interactive"), 2500
-    publish(narrow, numbered(topic, count))
+    publish_messages(kafka_bus, make_messages(topic, count))
     seen: set[bytes] = set()
     for life in range(2):
-        with narrow.join_group("prefill", f"life-{life}") as member:
+        with kafka_bus.join_group("prefill", f"life-{life}") as member:
             assert isinstance(member, KafkaMember)
-            (slow,) = take(member, 1, {"interactive": 1})
+            (slow,) = take_deliveries(member, 1, {"interactive": 1})
             seen.add(slow.value)
-            answer(member, pipeline, 0 if life else 999)
-            assert member.poll(0.5, ROOM) == []
-            lags(narrow, topic, count - 999)
-            publish(narrow, numbered(pipeline.request_topic("batch"), 1))
-            member.settle([Settlement(delivery) for delivery in take(member, 1)])
+            answer_messages(member, pipeline, 0 if life else 999)
+            assert member.poll(0.5, CAPACITY) == []
+            wait_for_lag(kafka_bus, topic, count - 999)
+            publish_messages(kafka_bus, make_messages(pipeline.request_topic("batch"), 1))
+            member.settle([Settlement(delivery) for delivery in take_deliveries(member, 1)])
     assert len(seen) == 1
-    with narrow.join_group("prefill", "last") as member:
-        answer(member, pipeline, count - 999)
-        lags(narrow, topic, 0)
-    assert sorted(int(message.value) for message in narrow.read_all(pipeline.results_topic)) == list(range(count))
+    with kafka_bus.join_group("prefill", "last") as member:
+        answer_messages(member, pipeline, count - 999)
+        wait_for_lag(kafka_bus, topic, 0)
+    assert sorted(int(message.value) for message in kafka_bus.read_all(pipeline.results_topic)) == list(range(count))

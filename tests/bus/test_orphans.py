@@ -1,48 +1,41 @@
-"""Partitions whose member died, read by somebody who is not their owner, on a real Kafka."""
+"""Partitions of a dead member, read by another worker, on a real Kafka."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.bus.contract import Delivery, OrphanReader
+from penstock.bus.contract import Bus, Delivery, OrphanReader
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from tests.bus.buses import answered, make_bus, numbered, publish, take
+from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
 
 @pytest.fixture
-def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
-    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
-    made.create_topics()
-    return made
-
-
-@pytest.fixture
-def reader(bus: KafkaBus) -> Iterator[OrphanReader]:
-    made = KafkaOrphanReader(bus.pipeline, "prefill", bus.clients)
+def reader(kafka_bus: KafkaBus) -> Iterator[OrphanReader]:
+    made = KafkaOrphanReader(kafka_bus.pipeline, "prefill", kafka_bus.clients)
     yield made
     made.close()
 
 
-def seen(deliveries: list[Delivery]) -> list[int]:
+def list_numbers(deliveries: list[Delivery]) -> list[int]:
     return [int(delivery.value) for delivery in deliveries]
 
 
 def read(reader: OrphanReader, parts: list[str], count: int, most: int = 100) -> list[Delivery]:
-    """As many as that, however many looks it takes."""
+    """Read until there are `count` deliveries."""
     found: list[Delivery] = []
     while len(found) < count:
         found += reader.read_orphans(parts, most)
     return found
 
 
-def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.request_topic("interactive"), 1))
-    with bus.join_group("prefill", "a") as member:
-        take(member, 1)
+def test_a_member_says_what_it_reads_of_what_is_interactive(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
+    publish_messages(kafka_bus, make_messages(pipeline.request_topic("interactive"), 1))
+    with kafka_bus.join_group("prefill", "a") as member:
+        take_deliveries(member, 1)
         assert member.list_partitions() == [f"{pipeline.request_topic('interactive')}:0"]
         member._away = "cut off"
         assert member.list_partitions() == []
@@ -66,51 +59,49 @@ def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) 
 
 
 def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
-    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+    kafka_bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
     """Also what is finished beyond the committed offset is left out: the commit's metadata has it."""
     topic = pipeline.request_topic("interactive")
     part = [f"{topic}:0"]
-    publish(bus, numbered(topic, 10))
-    with bus.join_group("prefill", "a") as member:
-        taken = take(member, 10)
-        member.settle([answered(pipeline, taken[number]) for number in (0, 1, 4, 5)])
-        wait_until(lambda: bus.count_unsettled()[topic] == 6, 30, "that is committed")
+    publish_messages(kafka_bus, make_messages(topic, 10))
+    with kafka_bus.join_group("prefill", "a") as member:
+        taken = take_deliveries(member, 10)
+        member.settle([make_settlement(pipeline, taken[number]) for number in (0, 1, 4, 5)])
+        wait_until(lambda: kafka_bus.count_unsettled()[topic] == 6, 30, "that is committed")
         first = read(reader, part, 3, most=3)
-        assert seen(first) == [2, 3, 6]
-        assert seen(read(reader, part, 3)) == [7, 8, 9]
+        assert list_numbers(first) == [2, 3, 6]
+        assert list_numbers(read(reader, part, 3)) == [7, 8, 9]
         assert not any(delivery.is_held for delivery in first)
         assert (first[0].key, first[0].topic, first[0].klass) == (taken[2].key, topic, "interactive")
         assert first[0].timestamp_s == taken[2].timestamp_s
         assert reader.read_orphans(part, 100) == []
-        publish(bus, [*numbered(topic, 12)[10:]])
-        assert seen(read(reader, part, 2)) == [10, 11]
+        publish_messages(kafka_bus, [*make_messages(topic, 12)[10:]])
+        assert list_numbers(read(reader, part, 2)) == [10, 11]
         assert reader.read_orphans([], 100) == []
-        assert seen(read(reader, part, 8)) == [2, 3, 6, 7, 8, 9, 10, 11]
-        member.settle([answered(pipeline, delivery) for delivery in taken[2:4]])  # nothing was taken from its owner
+        assert list_numbers(read(reader, part, 8)) == [2, 3, 6, 7, 8, 9, 10, 11]
+        member.settle([make_settlement(pipeline, delivery) for delivery in taken[2:4]])  # its owner lost nothing
 
 
 def test_a_group_that_never_committed_is_read_from_the_beginning(
-    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+    kafka_bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
     topic = pipeline.request_topic("interactive")
-    publish(bus, numbered(topic, 3))
-    assert seen(read(reader, [f"{topic}:0"], 3)) == [0, 1, 2]
+    publish_messages(kafka_bus, make_messages(topic, 3))
+    assert list_numbers(read(reader, [f"{topic}:0"], 3)) == [0, 1, 2]
 
 
 def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
-    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+    kafka_bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
     topic = pipeline.request_topic("interactive")
-    publish(bus, numbered(topic, 1))
+    publish_messages(kafka_bus, make_messages(topic, 1))
     parts = [f"{topic}:0", f"{topic}:7", "penstock.elsewhere.requests.interactive:0"]
-    assert seen(read(reader, parts, 1)) == [0]
+    assert list_numbers(read(reader, parts, 1)) == [0]
     assert reader.read_orphans(parts, 100) == []
 
 
-def test_where_members_share_nobody_reads_for_another(redis_url: str, pipeline: Pipeline) -> None:
-    bus = make_bus("streams", pipeline, redis_url)
-    bus.create_topics()
-    with bus.join_group("prefill", "a") as member:
+def test_where_members_share_nobody_reads_for_another(streams_bus: Bus) -> None:
+    with streams_bus.join_group("prefill", "a") as member:
         assert member.create_orphan_reader() is None
         assert member.list_partitions() == []

@@ -6,7 +6,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
@@ -23,7 +23,7 @@ from penstock.errors import BusUnavailable
 from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from tests.bus.buses import numbered, publish, take, values
+from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
 NUM = 4
 
@@ -54,7 +54,7 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
                     client.submit(f"turn {turn} of {session}", session=f"s{session}", tenant=f"t{session % 2}")
     found: defaultdict[str, set[int]] = defaultdict(set)
     with bus.join_group("prefill", "a") as member:
-        taken = take(member, 72)
+        taken = take_deliveries(member, 72)
         for delivery in taken:
             request = decode_message(Request, delivery.value)
             assert delivery.key == request.id
@@ -67,13 +67,13 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
 
 
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.request_topic("batch"), 12))
+    publish_messages(bus, make_messages(pipeline.request_topic("batch"), 12))
     topic = pipeline.job_topic("batch")
     with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as after:
-        taken = take(member, 12)
+        taken = take_deliveries(member, 12)
         outputs = [Outgoing(topic, d.value, d.key, {}, f"a{number % 3}") for number, d in enumerate(taken)]
         member.settle([Settlement(d, [o]) for d, o in zip(taken, outputs, strict=True)])
-        where = {d.value: partition(d) for d in take(after, 12)}
+        where = {d.value: partition(d) for d in take_deliveries(after, 12)}
     assert where == {o.value: rank_partitions(o.affinity or "", NUM)[0] for o in outputs}
 
 
@@ -84,9 +84,9 @@ def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pip
         producer.produce(topic, str(number), key=f"k{number}")
     producer.produce(topic, b"put there", key="k", partition=3)
     assert producer.flush(15) == 0
-    publish(bus, [Outgoing(topic, b"with", "k0", {}, "a"), Outgoing(topic, b"without", "k0")])
+    publish_messages(bus, [Outgoing(topic, b"with", "k0", {}, "a"), Outgoing(topic, b"without", "k0")])
     with bus.join_group("prefill", "a") as member:
-        taken = {d.value: d for d in take(member, 43)}
+        taken = {d.value: d for d in take_deliveries(member, 43)}
         assert {partition(d) for d in taken.values()} == set(range(NUM))
         assert partition(taken[b"put there"]) == 3
         assert partition(taken[b"with"]) == rank_partitions("a", NUM)[0]
@@ -100,7 +100,7 @@ def test_partitions_that_are_added_are_used(
     moves = next(key for key in map(str, range(1000)) if rank_partitions(key, NUM + 1)[0] == NUM)
     with closing(bus.create_publisher()) as publisher, bus.join_group("prefill", "a") as member:
         publisher.publish([Outgoing(topic, b"before", "k", {}, moves)])
-        assert partition(take(member, 1)[0]) == rank_partitions(moves, NUM)[0]
+        assert partition(take_deliveries(member, 1)[0]) == rank_partitions(moves, NUM)[0]
         admin = AdminClient(client_settings(kafka))
         admin.create_partitions([NewPartitions(topic, NUM + 1)])[topic].result(15)
         seen: set[int] = set()
@@ -113,40 +113,16 @@ def test_partitions_that_are_added_are_used(
         wait_until(arrived, 30, "the new partition is used")
 
 
-def test_a_topic_that_is_made_later_is_found_soon(
-    kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.05)
-    partitions = Partitioner(Producer(client_settings(kafka)))
-    message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
-    assert partitions.choose_partition(message) == ANY_PARTITION
-    KafkaBus(pipeline, kafka, BusSettings(partitions=NUM)).create_topics()
-    wait_until(
-        lambda: partitions.choose_partition(message) == rank_partitions("a", NUM)[0], 30, "its partitions are known"
-    )
-
-
-def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
-    bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.05)
-    partitions = Partitioner(Producer(client_settings(kafka)))
-    message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
-    with monkeypatch.context() as patch:
-        patch.setattr(partitioner, "LEADERS_TIMEOUT_S", 0.0)
-        assert partitions.choose_partition(message) == ANY_PARTITION
-    wait_until(
-        lambda: partitions.choose_partition(message) == rank_partitions("a", NUM)[0], 30, "its partitions are known"
-    )
-
-
 class Brokers:
     """Stands for a producer: says which partitions of any topic have a leader, as librdkafka does."""
 
     def __init__(self, leaders: list[int]) -> None:
         self.leaders = leaders
+        self.failure: Exception | None = None
 
     def list_topics(self, topic: str, _timeout_s: float) -> SimpleNamespace:
+        if self.failure is not None:
+            raise self.failure
         partitions = {number: SimpleNamespace(leader=leader) for number, leader in enumerate(self.leaders)}
         return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
 
@@ -154,6 +130,19 @@ class Brokers:
 def among(leaders: list[int]) -> tuple[Partitioner, Brokers]:
     brokers = Brokers(leaders)
     return Partitioner(brokers), brokers  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failure", [KeyError("unknown topic"), KafkaException(KafkaError(KafkaError._TIMED_OUT))])
+def test_brokers_that_do_not_know_a_topic_or_do_not_answer_are_asked_again_soon(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.0)
+    partitions, brokers = among([0] * NUM)
+    message = Outgoing("requests", b"", "k", {}, "a")
+    brokers.failure = failure
+    assert partitions.choose_partition(message) == ANY_PARTITION
+    brokers.failure = None
+    assert partitions.choose_partition(message) == rank_partitions("a", NUM)[0]
 
 
 def test_no_message_is_put_in_a_partition_without_leader() -> None:
@@ -203,4 +192,4 @@ def test_a_message_that_the_brokers_refuse_fails_alone(
         assert (good.result(30), after.result(30)) == (None, None)
         with pytest.raises(BusUnavailable):
             bad.result(30)
-    assert values(bus.read_all(topic)) == [b"0", b"1", b"2"]
+    assert list_values(bus.read_all(topic)) == [b"0", b"1", b"2"]

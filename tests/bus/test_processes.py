@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.local import processes
 from penstock.local.processes import start_child
 from penstock.waiting import wait_until
 
@@ -22,7 +21,7 @@ made[0].wait(600)
 """
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -31,14 +30,14 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux only")
 def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
-    parent = start_child([sys.executable, "-c", PARENT, str(told)], name="parent", log=tmp_path / "log")
-    wait_until(lambda: told.exists() and told.read_text(), 20.0, "the child runs")
-    pid = int(told.read_text())
-    assert runs(pid)
+    pid_file = tmp_path / "pid"
+    parent = start_child([sys.executable, "-c", PARENT, str(pid_file)], name="parent", log=tmp_path / "log")
+    wait_until(lambda: pid_file.exists() and pid_file.read_text(), 20.0, "the child runs")
+    pid = int(pid_file.read_text())
+    assert is_running(pid)
     assert parent.is_alive()
     parent.kill()
-    wait_until(lambda: not runs(pid), 30, "the child ended too")
+    wait_until(lambda: not is_running(pid), 30, "the child ended too")
 
 
 def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
@@ -53,11 +52,3 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
         child.wait(0.01)
     assert child.stop(0.1) == -signal.SIGKILL
     assert not child.is_alive()
-
-
-def test_who_ended_by_itself_is_not_remembered() -> None:
-    child = start_child([sys.executable, "-c", ""], name="short")
-    assert child in processes._children
-    wait_until(lambda: not child.is_alive(), 30, "it ended")
-    assert child not in processes._children
-    assert child.returncode == 0

@@ -10,15 +10,15 @@ from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError
 from penstock.names import Pipeline, PriorityClass
 from penstock.waiting import wait_until
-from tests.bus.buses import HASTY, make_bus
+from tests.bus.buses import SHORT_TIMEOUT_SETTINGS, make_bus
 
-ROOM: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
+CAPACITY: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
 
 
 def work(bus: Bus, pipeline: Pipeline, member: Member) -> None:
     """Settle for ever."""
     while True:
-        taken = member.poll(1.0, ROOM)
+        taken = member.poll(1.0, CAPACITY)
         try:
             member.settle([Settlement(d, [Outgoing(pipeline.results_topic, d.value, d.key)]) for d in taken])
         except BusError as error:
@@ -44,7 +44,7 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
 def main(kind: str, address: str, name: str, member_name: str, mode: str, folder: Path) -> None:
     """Run one member of the pipeline `name`, on the bus of the kind `kafka` or `streams`."""
     pipeline = Pipeline(name)
-    bus = make_bus(kind, pipeline, address, HASTY)  # killed in the middle: others wait for this timeout
+    bus = make_bus(kind, pipeline, address, SHORT_TIMEOUT_SETTINGS)  # others wait for it after a kill
     with bus.join_group("decode", member_name) as member:
         if mode == "work":
             work(bus, pipeline, member)

@@ -42,25 +42,25 @@ def test_nothing_is_lost_doubled_or_wrong(bus: Bus, fork_server: ForkServer, tmp
 
 
 def test_a_seed_says_what_happens() -> None:
-    def said(seed: int) -> list[object]:
+    def list_plans(seed: int) -> list[object]:
         workers = ["prefill-0", "decode-0"]
-        fates = [plan_kill(seed, "kafka", "decode", "decode-0", life) for life in range(50)]
+        plans = [plan_kill(seed, "kafka", "decode", "decode-0", life) for life in range(50)]
         return [
-            *fates,
+            *plans,
             *islice(generate_faults(seed, "kafka", workers), 50),
             *islice(generate_system_faults(seed, "kafka"), 50),
         ]
 
-    assert said(3) == said(3)
-    assert said(3) != said(4)
+    assert list_plans(3) == list_plans(3)
+    assert list_plans(3) != list_plans(4)
 
 
 @pytest.mark.parametrize("bus", BUSES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_point_has_its_turn(bus: Bus, stage: str) -> None:
     kind = next(known for known in STAGES if known == stage)
-    fates = {plan_kill(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
-    assert fates == {*list_failpoints(kind, bus), ANY_TIME}
+    plans = {plan_kill(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
+    assert plans == {*list_failpoints(kind, bus), ANY_TIME}
 
 
 @pytest.mark.parametrize("bus", BUSES)

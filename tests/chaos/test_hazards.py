@@ -31,7 +31,7 @@ def stack(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
     """One worker of each stage, which nobody kills."""
     directory = tmp_path_factory.mktemp("hazards")
 
-    def fate(worker: WorkerSlot, life: int) -> KillPlan:
+    def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
         return KillPlan(ANY_TIME, 1, math.inf)
 
     with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
@@ -41,7 +41,7 @@ def stack(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
             fork_server,
             history,
             servers,
-            fate,
+            plan_kill,
             (1, 2),
             fork_server.disk.make_settings(),
             away={"decode-1"},

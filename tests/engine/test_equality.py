@@ -23,8 +23,7 @@ KERNELS = pytest.mark.skipif(library.load_library() is None, reason="the kernels
 
 
 @pytest.fixture(
-    scope="module",
-    params=["plain", pytest.param("float32", marks=KERNELS), pytest.param("bfloat16", marks=KERNELS)],
+    scope="module", params=["plain", pytest.param("float32", marks=KERNELS), pytest.param("bfloat16", marks=KERNELS)]
 )
 def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedModel]:
     """The demo model as transformers runs it in float32, and on the native kernels in two dtypes."""

@@ -91,12 +91,7 @@ def test_no_layer_of_a_model_in_32_bits_is_taken(demo: LoadedModel) -> None:
 
 @pytest.mark.parametrize(
     ("softcap", "sinks", "window", "found"),
-    [
-        (None, None, None, 0),
-        (None, None, 7, 7),
-        (30.0, None, None, None),
-        (None, torch.zeros(4), None, None),
-    ],
+    [(None, None, None, 0), (None, None, 7, 7), (30.0, None, None, None), (None, torch.zeros(4), None, None)],
 )
 def test_what_a_layer_may_have(
     demo: LoadedModel,

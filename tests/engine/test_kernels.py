@@ -118,8 +118,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("activation", "function"),
-    [(Activation.SILU, silu), (Activation.GELU_TANH, lambda x: gelu(x, approximate="tanh"))],
+    ("activation", "function"), [(Activation.SILU, silu), (Activation.GELU_TANH, lambda x: gelu(x, approximate="tanh"))]
 )
 def test_gate_and_up_are_multiplied_as_the_modules_do(
     native: Library, dtype: torch.dtype, activation: Activation, function: nn.Module

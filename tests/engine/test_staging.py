@@ -110,9 +110,7 @@ def test_blocks_committed_for_a_waiting_sequence_are_not_staged_again(demo: Load
     assert seq.output_token_ids == output
 
 
-def test_batch_stages_no_blocks_that_its_waiting_sequences_need_and_interactive_does(
-    demo: LoadedModel,
-) -> None:
+def test_batch_stages_no_blocks_that_its_waiting_sequences_need_and_interactive_does(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     keys = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks)]
     engine.add_sequence(sequence([5] * 40, NUM_NEW, klass="batch"))

@@ -1,4 +1,4 @@
-"""What a client and the results topic saw, held against the promises."""
+"""Checks of what a client and the results topic saw against the promises."""
 
 import threading
 from collections import Counter
@@ -32,19 +32,19 @@ class Streams:
             self._done.release()
 
     def wait_for(self, count: int) -> None:
-        """Until `count` more streams have ended."""
+        """Wait until `count` more streams have ended."""
         for _ in range(count):
             assert self._done.acquire(timeout=self._timeout_s), "a stream does not end"
 
     def finish(self) -> None:
-        """Until all have ended; raises what any reader raised."""
+        """Wait until all streams have ended; raise what any reader raised."""
         for future in self._futures:
             future.result(self._timeout_s)
         self._pool.shutdown()
 
 
 def results_of(addresses: Addresses) -> list[Result]:
-    """All results now visible in the pipeline's results topic."""
+    """Return all results in the pipeline's results topic."""
     bus = connect_bus(addresses, BusSettings())
     return [
         decode_message(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results_topic)
@@ -52,7 +52,7 @@ def results_of(addresses: Addresses) -> list[Result]:
 
 
 def check_streams(streams: Streams, expected: dict[str, ExpectedAnswer]) -> None:
-    """Every position once, in order, with the right event id; the tokens and texts of the undivided model."""
+    """Check that each stream has every position once, in order, with the expected event ids, tokens and texts."""
     for request_id, events in streams.events.items():
         *tokens, end = events
         assert isinstance(end, EndEvent), request_id
@@ -61,14 +61,14 @@ def check_streams(streams: Streams, expected: dict[str, ExpectedAnswer]) -> None
             assert isinstance(event, TokenEvent)
             rolled = roll_hash(rolled, event.token)
             assert event.id == event_id(position, rolled), request_id
-        said = [event.token for event in tokens if isinstance(event, TokenEvent)]
-        assert said == expected[request_id].token_ids, request_id
+        token_ids = [event.token for event in tokens if isinstance(event, TokenEvent)]
+        assert token_ids == expected[request_id].token_ids, request_id
         assert "".join(event.text for event in events) == expected[request_id].text, request_id
         assert end.finish_reason == expected[request_id].finish_reason, request_id
 
 
 def check_results(results: Sequence[Result], expected: dict[str, ExpectedAnswer]) -> None:
-    """Exactly one result for each id, with the tokens and text of the undivided model."""
+    """Check that each id has exactly one result, with the expected tokens and text."""
     counts = Counter(result.id for result in results if result.id in expected)
     assert counts == Counter(expected.keys())
     for result in results:

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 def main(stage: Stage) -> None:
     """Run workers whose engine dies in a step with a poisoned request of its stage.
 
-    In prefill that is one named so, in decode any that has said three tokens.
+    In prefill that is one named so, in decode any with three output tokens.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     right: Any = Engine._forward

@@ -3,16 +3,14 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.config.addresses import Addresses
 from penstock.messages import Request, Sampling
-from penstock.names import Pipeline
 from sim.line import InProcessPipeline
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -65,10 +63,8 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)) as made:
-        yield made
+def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(request.param)
 
 
 def test_each_bad_input_has_its_error_and_good_ones_go_on(line: InProcessPipeline) -> None:

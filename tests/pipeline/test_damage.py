@@ -1,6 +1,6 @@
 """A damaged KV block is a miss, and the answer is right; without the checksum it would not be."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,12 @@ def kv_server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 @pytest.fixture
 def line(
-    request: pytest.FixtureRequest, redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
-) -> Iterator[InProcessPipeline]:
+    request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline], kv_server: ValkeyServer, tmp_path: Path
+) -> InProcessPipeline:
     """A pipeline whose workers hand over through one tier."""
     sizes = dict.fromkeys((f"{name}_mb" for name in TIERS), 0) | {f"{request.param}_mb": 64}
     kv = KVSettings(shared_dir=str(tmp_path), disk_dir=str(tmp_path / "disk"), **sizes)  # type: ignore[arg-type]
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
-    with InProcessPipeline(addresses, kv=kv) as made:
-        yield made
+    return make_line(kv_url=kv_server.url, kv=kv)
 
 
 def place_of(line: InProcessPipeline, directory: Path) -> Place:

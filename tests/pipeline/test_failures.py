@@ -1,4 +1,4 @@
-"""Requests whose work fails, or that kill their workers: the others are answered right, they end with a typed error."""
+"""Requests that fail or kill their workers end with a typed error, and all others are answered."""
 
 import contextlib
 import os
@@ -35,18 +35,9 @@ from tests.record.play import alive
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
 
-@contextlib.contextmanager
-def line_on(
-    redis_url: str, pipeline: Pipeline, kafka: str = "", record: RecordSettings = RECORD
-) -> Iterator[InProcessPipeline]:
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka), record) as made:
-        yield made
-
-
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    with line_on(redis_url, pipeline) as made:
-        yield made
+def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(record=RECORD)
 
 
 def poison(name: str = "poison", max_tokens: int = 8) -> Request:
@@ -60,7 +51,7 @@ GOOD = Request(id="good", prompt="In the beginning", sampling=Sampling(max_token
 def breaks(
     line: InProcessPipeline, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000
 ) -> None:
-    """Let the steps of a worker fail, so often, that have a poisoned request with so many tokens of output."""
+    """Let steps of a worker fail, `times` times, that have a poisoned request with `output` or more output tokens."""
     engine = (line.prefill if stage == "prefill" else line.decode).engine
     right, left = engine._forward, [times]
 
@@ -76,7 +67,7 @@ def breaks(
 def check(
     line: InProcessPipeline, work: list[Request], results: list[Result], num_errors: int = 1
 ) -> dict[str, Result]:
-    """All but so many have the answer of the undivided model, each one result. Gives those that have not."""
+    """Check that each request has one result, those in `work` with the right answer. Return the others."""
     assert len({result.id for result in results}) == len(results) == len(work) + num_errors
     expected = compute_answers(work)
     found = {result.id: result for result in results}
@@ -89,23 +80,23 @@ def check(
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_who_makes_steps_fail_ends_alone(stage: Stage, redis_url: str, pipeline: Pipeline, kafka: str) -> None:
-    with line_on(redis_url, pipeline, kafka) as line:
-        work, output = make_requests(8, pipeline.name), 0 if stage == "prefill" else 3
-        breaks(line, stage, lambda: ZeroDivisionError("a bug"), output)
-        line.send_requests(*work[:4], poison(), *work[4:])
-        result = check(line, work, line.run_until_results(9))["poison"]
-        assert result.error is not None
-        assert (result.error.code, result.error.message) == ("model_error", "ZeroDivisionError: a bug")
-        assert len(result.token_ids) == output
-        (dead,) = line.run_until_dead(1)
-        assert dead.key == "poison"
-        assert dead.headers[names.REASON_HEADER] == "model_error: ZeroDivisionError: a bug"
-        assert dead.headers[names.STACK_HEADER].rstrip().endswith("ZeroDivisionError: a bug")
-        assert "in broken" in dead.headers[names.STACK_HEADER]
-        assert dead.headers[names.ORIGIN_HEADER] == line.pipeline.input_topics(stage)["interactive"]
-        assert dead.headers[names.ATTEMPT_HEADER] == "3"  # of decode without the one that said something
-        assert abs(int(dead.headers[names.BURIED_HEADER]) / 1000 - time.time()) < 60
+def test_who_makes_steps_fail_ends_alone(stage: Stage, make_line: Callable[..., InProcessPipeline]) -> None:
+    line = make_line("kafka", record=RECORD)
+    work, output = make_requests(8, line.pipeline.name), 0 if stage == "prefill" else 3
+    breaks(line, stage, lambda: ZeroDivisionError("a bug"), output)
+    line.send_requests(*work[:4], poison(), *work[4:])
+    result = check(line, work, line.run_until_results(9))["poison"]
+    assert result.error is not None
+    assert (result.error.code, result.error.message) == ("model_error", "ZeroDivisionError: a bug")
+    assert len(result.token_ids) == output
+    (dead,) = line.run_until_dead(1)
+    assert dead.key == "poison"
+    assert dead.headers[names.REASON_HEADER] == "model_error: ZeroDivisionError: a bug"
+    assert dead.headers[names.STACK_HEADER].rstrip().endswith("ZeroDivisionError: a bug")
+    assert "in broken" in dead.headers[names.STACK_HEADER]
+    assert dead.headers[names.ORIGIN_HEADER] == line.pipeline.input_topics(stage)["interactive"]
+    assert dead.headers[names.ATTEMPT_HEADER] == "3"  # in decode without the attempt that appended tokens
+    assert abs(int(dead.headers[names.BURIED_HEADER]) / 1000 - time.time()) < 60
 
 
 @pytest.mark.timeout(60)
@@ -145,11 +136,8 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
 @pytest.mark.timeout(60)
 def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> None:
     """It has no delivery to keep: it is taken over again, until it ends."""
-    silent = line.prefill
     line.send_requests(poison())
-    wait_until(lambda: silent.run_once() or silent.running, 30, "a claim", 0)
-    silent.session.stop()
-    line.add_prefill("prefill-1")
+    silent = line.silence_worker("prefill")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
 
     def is_dead() -> bool:
@@ -167,24 +155,23 @@ def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> Non
 
 
 @pytest.mark.timeout(60)
-def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipeline: Pipeline) -> None:
-    with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4)) as line:
-        silent = line.prefill
-        line.send_requests(poison())
-        wait_until(lambda: silent.run_once() or silent.running, 20, "a claim", 0)
-        silent.session.stop()
-        line.add_prefill("prefill-1")
-        breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-        key, free = pipeline.record_key("poison"), pipeline.free_key("prefill")
+def test_what_was_taken_over_waits_before_it_is_tried_again(
+    make_line: Callable[..., InProcessPipeline], pipeline: Pipeline
+) -> None:
+    line = make_line(record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4))
+    line.send_requests(poison())
+    silent = line.silence_worker("prefill")
+    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+    key, free = pipeline.record_key("poison"), pipeline.free_key("prefill")
 
-        def is_left_alone() -> bool:
-            line.prefill.run_once()
-            return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
+    def is_left_alone() -> bool:
+        line.prefill.run_once()
+        return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
 
-        wait_until(is_left_alone, 20, "it failed, and is given back", 0)
-        assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
-        assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
-        silent.close()
+    wait_until(is_left_alone, 20, "it failed, and is given back", 0)
+    assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
+    assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
+    silent.close()
 
 
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
@@ -210,12 +197,12 @@ def test_a_job_that_cannot_be_read_has_a_result(line: InProcessPipeline) -> None
 
 
 def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: InProcessPipeline) -> None:
-    """A job ends; a parcel of another version is left to its delivery."""
+    """A job ends; a kept message of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.job_topic("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    who_died = alive(record, "decode", "who died")
-    record.claim_decode("bad", who_died, "j1", serialize_delivery(job))
-    record.claim_decode("other", who_died, "j2", b"of another version")
+    dead_session = alive(record, "decode", "dead")
+    record.claim_decode("bad", dead_session, "j1", serialize_delivery(job))
+    record.claim_decode("other", dead_session, "j2", b"of another version")
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
@@ -248,8 +235,8 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
     monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    who_died = alive(line.prefill.record, "prefill", "who died")
-    line.prefill.record.claim_prefill(GOOD.id, who_died, compute_body_hash(GOOD), serialize_delivery(delivery))
+    dead_session = alive(line.prefill.record, "prefill", "dead")
+    line.prefill.record.claim_prefill(GOOD.id, dead_session, compute_body_hash(GOOD), serialize_delivery(delivery))
 
     def is_handed_off() -> bool:
         line.prefill.run_once()
@@ -260,29 +247,27 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     assert (result.id, result.error) == (GOOD.id, None)
 
 
-def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) -> None:
-    """The record is left alone for them, and the worker keeps the delivery."""
+def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipeline]) -> None:
+    """Nobody may claim the record meanwhile, and the worker keeps the delivery."""
     settings = RecordSettings(fail_attempts=9, retry_first_s=2.0, retry_factor=3.0, retry_cap_s=10.0)
-    with line_on(redis_url, pipeline, record=settings) as line:
-        breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-        waits = []
-        for number in range(3):
-            request = poison(f"poison-{number}")
-            for _ in range(number):
-                claim = line.prefill.record.claim_prefill(
-                    request.id, line.prefill.session.id, compute_body_hash(request)
-                )
-                assert isinstance(claim, Claim)
-                line.prefill.record.release_claim(claim, failed=True)
-            line.send_requests(request)
-            wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
-            busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
-            assert isinstance(busy, Busy)
-            waits.append(busy.wait_s)
-        assert waits == pytest.approx([2, 6, 10], abs=1.5)
-        assert line.prefill.member.count_held() == 3
-        line.send_requests(GOOD)
-        wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
+    line = make_line(record=settings)
+    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+    waits = []
+    for number in range(3):
+        request = poison(f"poison-{number}")
+        for _ in range(number):
+            claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+            assert isinstance(claim, Claim)
+            line.prefill.record.release_claim(claim, failed=True)
+        line.send_requests(request)
+        wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
+        busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+        assert isinstance(busy, Busy)
+        waits.append(busy.wait_s)
+    assert waits == pytest.approx([2, 6, 10], abs=1.5)
+    assert line.prefill.member.count_held() == 3
+    line.send_requests(GOOD)
+    wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
 
 
 def hands_off(line: InProcessPipeline, request_id: str) -> bool:
@@ -396,4 +381,4 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     letters = {message.key: message.headers for message in bus.read_all(pipeline.dead_letter_topic)}
     assert set(letters) == set(errors)
     assert [headers[names.ATTEMPT_HEADER] for headers in letters.values()] == ["3", "3"]
-    assert deaths == {"prefill": 3, "decode": 4}  # in decode once with what it had said first
+    assert deaths == {"prefill": 3, "decode": 4}  # in decode once more, with the first tokens

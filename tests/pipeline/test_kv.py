@@ -1,4 +1,4 @@
-"""What the pipeline makes of its KV store: prefixes, answers, leases, and jobs whose blocks are gone."""
+"""The pipeline and its KV store: cached prefixes and answers, leases, and jobs whose blocks are gone."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings
 from penstock.kvstore.block import ReadRequest, hash_blocks
 from penstock.kvstore.connector import Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
-from penstock.names import Pipeline
 from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, run_until_running
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 BLOCK = ENGINE_SETTINGS.block_size
@@ -22,11 +20,11 @@ GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline, tmp_path: Path) -> Iterator[InProcessPipeline]:
+def line(make_line: Callable[..., InProcessPipeline], tmp_path: Path) -> InProcessPipeline:
     """Workers of one host: shared memory, and the disk behind it."""
-    kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), disk_mb=64, disk_dir=str(tmp_path / "disk"), redis_mb=0)
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), kv=kv) as made:
-        yield made
+    return make_line(
+        kv=KVSettings(shared_mb=64, shared_dir=str(tmp_path), disk_mb=64, disk_dir=str(tmp_path / "disk"), redis_mb=0)
+    )
 
 
 def prompt_of(length: int, line: InProcessPipeline) -> Request:
@@ -48,7 +46,7 @@ def tokens_alone(request: Request) -> list[int]:
 
 
 def empty_pools(line: InProcessPipeline) -> None:
-    """As if both workers had just been started."""
+    """Evict all blocks of both workers, as if they had just been started."""
     for worker in (line.prefill, line.decode):
         pool = worker.engine.pool
         pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))
@@ -69,23 +67,22 @@ def test_a_prompt_asked_again_is_found(line: InProcessPipeline, length: int) -> 
 
 
 def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
-    redis_url: str, pipeline: Pipeline, tmp_path: Path
+    make_line: Callable[..., InProcessPipeline], tmp_path: Path
 ) -> None:
-    """What is fetched for one is not put out by what is fetched for the next."""
+    """Blocks that were fetched for one request are not evicted by those for the next."""
     kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), redis_mb=0)
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    with InProcessPipeline(addresses, kv=kv, engine=ENGINE_SETTINGS.model_copy(update={"pool_mb": 3})) as line:
-        longest = prompt_of(10**6, line).token_ids or []
-        prompts = [longest[n : n + 12 * BLOCK] for n in range(8)]
-        for turn in ("first", "again"):
-            empty_pools(line)
-            for n, prompt in enumerate(prompts):
-                request = Request(id=f"{turn}-{n}", token_ids=prompt, sampling=Sampling(temperature=0, max_tokens=2))
-                line.send_requests(request)
-            found = line.run_until_results(len(prompts) * (1 if turn == "first" else 2))
-        again = [result for result in found if result.id.startswith("again")]
-        assert [result.usage.cached_tokens for result in again] == [11 * BLOCK] * len(prompts)
-        assert line.decode.store.stats.recomputed_jobs == 0
+    line = make_line(kv=kv, engine=ENGINE_SETTINGS.model_copy(update={"pool_mb": 3}))
+    longest = prompt_of(10**6, line).token_ids or []
+    prompts = [longest[n : n + 12 * BLOCK] for n in range(8)]
+    for turn in ("first", "again"):
+        empty_pools(line)
+        for n, prompt in enumerate(prompts):
+            request = Request(id=f"{turn}-{n}", token_ids=prompt, sampling=Sampling(temperature=0, max_tokens=2))
+            line.send_requests(request)
+        found = line.run_until_results(len(prompts) * (1 if turn == "first" else 2))
+    again = [result for result in found if result.id.startswith("again")]
+    assert [result.usage.cached_tokens for result in again] == [11 * BLOCK] * len(prompts)
+    assert line.decode.store.stats.recomputed_jobs == 0
 
 
 def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
@@ -93,14 +90,14 @@ def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
     first = prompt_of(3 * BLOCK + 5, line)
     answer = ask(line, first, "turn-1")
     assert first.token_ids is not None
-    told = first.token_ids + answer.token_ids
-    second = first.model_copy(update={"token_ids": [*told, *first.token_ids[:9]]})
+    conversation = first.token_ids + answer.token_ids
+    second = first.model_copy(update={"token_ids": [*conversation, *first.token_ids[:9]]})
     expected = tokens_alone(second)
     empty_pools(line)
     result = ask(line, second, "turn-2")
     assert result.token_ids == expected
     # the KV of the answer's last token was never computed
-    assert result.usage.cached_tokens == (len(told) - 1) // BLOCK * BLOCK > len(first.token_ids)
+    assert result.usage.cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK > len(first.token_ids)
 
 
 def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: InProcessPipeline) -> None:
@@ -144,8 +141,7 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: InProcessPipeline, monke
     request = prompt_of(30 * BLOCK + 2, line)
     line.send_requests(request)
     line.run_prefill(1)
-    while not line.decode.running:
-        line.decode.run_once()
+    run_until_running(line.decode)
     num_hashed = 0
 
     def counted(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
@@ -184,8 +180,8 @@ def test_tenants_share_nothing(line: InProcessPipeline) -> None:
     assert ask(line, request, "three").usage.cached_tokens == 5 * BLOCK
 
 
-def held_up(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Reading blocks waits: one event says that it has begun, the other lets it go on."""
+def hold_up_reads(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let reads of blocks wait. Return an event that is set when one has begun, and one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
     load: Callable[[Sequence[ReadRequest]], list[int]] = store.load_blocks
 
@@ -202,7 +198,7 @@ def held_up(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.
 def test_cancelled_while_its_blocks_are_fetched(
     line: InProcessPipeline, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end comes at once; the fetch ends later, and its room goes back to the pool."""
+    """The request ends at once; the fetch ends later, and its blocks go back to the pool."""
     request = prompt_of(4 * BLOCK + 2, line)
     ask(line, request, "first")
     empty_pools(line)
@@ -211,7 +207,7 @@ def test_cancelled_while_its_blocks_are_fetched(
         line.send_requests(request.model_copy(update={"id": "second"}))
         line.run_prefill(1)
         empty_pools(line)
-    begun, go_on = held_up(worker.store, monkeypatch)
+    begun, go_on = hold_up_reads(worker.store, monkeypatch)
     if stage == "prefill":
         line.send_requests(request.model_copy(update={"id": "second"}))
     while not begun.is_set():
@@ -233,11 +229,11 @@ def test_no_step_waits_for_a_tier(line: InProcessPipeline, monkeypatch: pytest.M
     line.send_requests(slow.model_copy(update={"id": "slow"}))
     while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}:
         run_until_idle(line.prefill)
-    begun, go_on = held_up(line.decode.store, monkeypatch)
+    begun, go_on = hold_up_reads(line.decode.store, monkeypatch)
     while not begun.is_set():
         line.decode.run_once()
-    said = line.decode.running["quick"].log_events
-    while len(said) < GREEDY.max_tokens:
+    events = line.decode.running["quick"].log_events
+    while len(events) < GREEDY.max_tokens:
         line.decode.run_once()
     assert "slow" in line.decode.running
     go_on.set()

@@ -2,17 +2,15 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from penstock import names
 from penstock.client.sync import Client
-from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
-from penstock.names import Pipeline
 from penstock.record import compute_body_hash
 from penstock.waiting import wait_until
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
@@ -20,11 +18,8 @@ from sim.line import InProcessPipeline
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with InProcessPipeline(addresses, RecordSettings(max_attempts=2, retry_first_s=0.05)) as made:
-        yield made
+def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(request.param, record=RecordSettings(max_attempts=2, retry_first_s=0.05))
 
 
 def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
@@ -63,11 +58,10 @@ def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProc
 
 
 def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
-    """The stream ends within a step or two, with what was said until then, and the blocks are free again."""
+    """The stream ends within a step or two, with what was tokens until then, and the blocks are free again."""
     line.send_requests(ask("cut", max_tokens=800))
     line.run_prefill(1)
-    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
-        line.decode.run_once()
+    line.run_until_tokens("cut", 5)
     assert line.decode.record.cancel_request("cut")
     (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
@@ -100,11 +94,6 @@ def test_sent_many_times_is_prefilled_once_and_not_given_up(line: InProcessPipel
     results = line.run_until_results(2)
     assert [result.error for result in results] == [None, None]
     assert line.read_dead_letters() == []
-
-
-def unsettled(line: InProcessPipeline) -> int:
-    run_until_idle(line.prefill)
-    return line.bus.count_unsettled()[line.pipeline.request_topic("interactive")]
 
 
 def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
@@ -193,9 +182,9 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: InProcessPipel
         line.renew_decode()
         (result,) = line.run_until_results(1)
         rest = list(events)
-    said = [event.token for event in [*first, *rest] if hasattr(event, "token")]
-    assert said == result.token_ids
-    assert len(said) == 60
+    tokens = [event.token for event in [*first, *rest] if hasattr(event, "token")]
+    assert tokens == result.token_ids
+    assert len(tokens) == 60
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline_exceeded"])

@@ -1,23 +1,11 @@
 """Answers that may fill the context: they end with it, and explicit limits that do not fit are refused."""
 
-from collections.abc import Iterator
-
-import pytest
-
-from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings
 from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
-from penstock.names import Pipeline
 from sim.line import InProcessPipeline
 from sim.workload import load_demo_model
 
 NO_LIMIT = 2**31 - 1
-
-
-@pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
-        yield made
 
 
 def ask(name: str, length: int, max_tokens: int, *, fits: bool = True) -> Request:
@@ -36,8 +24,8 @@ def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(li
     )
     results = {result.id: result for result in line.run_until_results(5)}
     ends = {name: (result.finish_reason, len(result.token_ids)) for name, result in results.items()}
-    said = {"open": 20, "limited": 7, "last": 1}
-    assert ends == {name: ("length", count) for name, count in said.items()} | dict.fromkeys(
+    lengths = {"open": 20, "limited": 7, "last": 1}
+    assert ends == {name: ("length", count) for name, count in lengths.items()} | dict.fromkeys(
         ("full", "explicit"), ("error", 0)
     )
     assert {results[name].error.code for name in ("full", "explicit")} == {"prompt_too_long"}  # type: ignore[union-attr]
@@ -45,7 +33,7 @@ def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(li
 
 
 def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: InProcessPipeline) -> None:
-    """First that of decode alone is, then that of both."""
+    """First the pool of decode alone is smaller, then both are."""
     block = EngineSettings().block_size
     line.send_requests(ask("decode", 100, NO_LIMIT))
     line.run_prefill(1)
@@ -67,16 +55,15 @@ def test_a_change_of_workers_changes_nothing(line: InProcessPipeline) -> None:
     (whole,) = line.run_until_results(1)
     line.send_requests(ask("cut", context - 20, NO_LIMIT))
     line.run_prefill(1)
-    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 10):
-        line.decode.run_once()
+    line.run_until_tokens("cut", 10)
     line.decode.close()
     line.renew_decode()
     cut = next(result for result in line.run_until_results(2) if result.id == "cut")
     assert (cut.finish_reason, cut.token_ids) == ("length", whole.token_ids)
 
 
-def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:
-    """Expected are as many tokens as answers lately had; before the first one ended, as many as the default limit."""
+def test_the_reported_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:
+    """Workers expect as many tokens as recent answers had, and the default limit before the first answer."""
     line.send_requests(ask("first", 20, NO_LIMIT))
     line.run_prefill(1)
     prefill = line.prefill.report_load()["interactive"]
@@ -84,17 +71,15 @@ def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: InP
     assert prefill["mean_output_tokens"] == DEFAULT_MAX_TOKENS
 
     def left() -> object:
-        told = line.decode.report_load()["interactive"]
-        assert isinstance(told, dict)
-        return told["output_tokens"]
+        load = line.decode.report_load()["interactive"]
+        assert isinstance(load, dict)
+        return load["output_tokens"]
 
-    while "first" not in line.decode.running or line.decode.running["first"].claim.num_tokens < 6:
-        line.decode.run_once()
+    line.run_until_tokens("first", 5)
     task = line.decode.running["first"]
     assert left() == DEFAULT_MAX_TOKENS - task.claim.num_tokens
     line.decode.load.mean_output_tokens["interactive"].add(40)
     assert left() == 40 - task.claim.num_tokens
-    while task.claim.num_tokens < 45:
-        line.decode.run_once()
+    line.run_until_tokens("first", 44)
     assert left() == 1
     assert line.decode.load.mean_output_tokens["interactive"].value == 40

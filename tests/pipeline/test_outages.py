@@ -24,8 +24,8 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import check_health
 from penstock.worker.loop import WorkerLoop
-from sim.line import InProcessPipeline
-from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
+from sim.line import InProcessPipeline, run_until_running
+from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, answers, hanging, leave, site_on, streaming, work
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -46,12 +46,11 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
         line.send_requests(*work())
         workers = (line.prefill, line.decode)
         for worker in workers:
-            while not worker.running:
-                worker.run_once()
+            run_until_running(worker)
         server.kill()
         for worker in workers:
             with pytest.raises((redis.ConnectionError, BusUnavailable)):
-                turn_for_ever(worker)
+                run_forever(worker)
             worker.abandon()
             assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
             assert not worker.engine.staging.count_pins()
@@ -63,7 +62,7 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
         assert {result.error for result in line.run_until_results(2 * NUM_REQUESTS)} == {None}
 
 
-def turn_for_ever(worker: WorkerLoop) -> NoReturn:
+def run_forever(worker: WorkerLoop) -> NoReturn:
     while True:
         worker.run_once()
 
@@ -71,7 +70,7 @@ def turn_for_ever(worker: WorkerLoop) -> NoReturn:
 def test_redis_hangs(embedded: Site) -> None:
     with streaming(embedded), hanging(embedded.redis.pid):
         assert check_health(embedded.stack.addresses, BusSettings()).state == "down"
-        time.sleep(LONG_S)
+        time.sleep(OUTAGE_S)
 
 
 def test_redis_is_killed_and_comes_back_with_what_it_had(embedded: Site) -> None:

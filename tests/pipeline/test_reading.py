@@ -1,11 +1,10 @@
 """Long messages are read beside the engine's steps, and nothing of the protocol changes by that."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
-from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline
@@ -40,10 +39,8 @@ class Reader(PromptTokenizer):
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    settings = RecordSettings(lease_s=0.4, retry_first_s=0.01)
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), settings) as made:
-        yield made
+def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(record=RecordSettings(lease_s=0.4, retry_first_s=0.01))
 
 
 @pytest.fixture
@@ -93,16 +90,16 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
     assert reader.begun.count("long") == 1
 
 
-def test_what_is_being_read_counts_against_room(line: InProcessPipeline, work: list[Request]) -> None:
+def test_what_is_being_read_counts_against_capacity(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
     line.prefill.load.mean_prompt_tokens["interactive"].add(1)
     line.prefill.run_once()
-    room = line.prefill.load.capacities["interactive"]
-    assert room > 1
+    capacity = line.prefill.load.capacities["interactive"]
+    assert capacity > 1
     publish_long(line, work[-1])
     turn_until(line.prefill, "long", reader)
     line.prefill.run_once()
-    assert line.prefill.load.capacities["interactive"] == room - 1
+    assert line.prefill.load.capacities["interactive"] == capacity - 1
     assert not line.prefill.is_settled()
     reader.is_let.set()
     line.run_until_results(1)
@@ -120,14 +117,9 @@ def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: InProcessPipe
 
 
 def taking_over(line: InProcessPipeline, request: Request) -> tuple[Worker, Reader]:
-    """A worker that took a request over and is reading its message. Who had it before stands still."""
+    """A silent worker, and the reader of the worker that took its request over and is reading the message."""
     publish_long(line, request)
-    silent = line.prefill
-    while not silent.running:
-        silent.run_once()
-    silent.session.stop()
-    line.add_prefill("prefill-1")
-    reader = slowed(line.prefill)
+    silent, reader = line.silence_worker("prefill"), slowed(line.prefill)
     turn_until(line.prefill, "long", reader)
     return silent, reader
 

@@ -1,14 +1,11 @@
 """Penalties and log probabilities through the whole pipeline, and through a change of workers in the middle."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from penstock.client.sync import Client
-from penstock.config.addresses import Addresses
 from penstock.messages import Logprobs, Request, Sampling, TokenEvent
-from penstock.names import Pipeline
 from sim.line import InProcessPipeline
 
 NUM_TOKENS = 30
@@ -19,14 +16,8 @@ SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
-        yield made
-
-
-def _values(told: Logprobs) -> list[float]:
-    return [told.logprob, *(entry.logprob for entry in told.top)]
+def _values(logprobs: Logprobs) -> list[float]:
+    return [logprobs.logprob, *(entry.logprob for entry in logprobs.top)]
 
 
 def ask(name: str, **changes: Any) -> Request:
@@ -38,8 +29,7 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProc
     (whole,) = line.run_until_results(1)
     line.send_requests(ask("cut"))
     line.run_prefill(1)
-    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > NUM_TOKENS // 2):
-        line.decode.run_once()
+    line.run_until_tokens("cut", NUM_TOKENS // 2)
     line.decode.close()
     line.renew_decode()
     cut = next(result for result in line.run_until_results(2) if result.id == "cut")
@@ -47,9 +37,9 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProc
     assert cut.token_ids == whole.token_ids
     assert cut.logprobs is not None
     assert whole.logprobs is not None
-    assert [len(told.top) for told in cut.logprobs] == [3] * NUM_TOKENS
+    assert [len(one.top) for one in cut.logprobs] == [3] * NUM_TOKENS
     for ours, theirs in zip(cut.logprobs, whole.logprobs, strict=True):
-        # The new worker computes the KV of the tokens said in one go: the model's own sums may round differently.
+        # The new worker computes the KV of the earlier tokens at once: the model's own sums may round differently.
         assert [entry.token for entry in ours.top] == [entry.token for entry in theirs.top]
         assert _values(ours) == pytest.approx(_values(theirs), abs=1e-4)
     with Client(line.addresses) as client:
@@ -61,15 +51,15 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProc
 
 
 def test_only_who_asks_gets_logprobs_and_penalties(line: InProcessPipeline) -> None:
-    """They are not the neighbours', and being told about the tokens does not change them."""
+    """Other requests get neither, and log probabilities do not change the tokens."""
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
     line.send_requests(ask("penalised"), ask("plain", **plain), ask("silent", logprobs=None))
     results = {result.id: result for result in line.run_until_results(3)}
     assert results["silent"].token_ids == results["penalised"].token_ids != results["plain"].token_ids
     assert results["silent"].logprobs is None
     assert 13 not in results["penalised"].token_ids
-    said = line.decode.record.read_log("silent")
-    assert all(event.logprobs is None for event in said if isinstance(event, TokenEvent))
+    events = line.decode.record.read_log("silent")
+    assert all(event.logprobs is None for event in events if isinstance(event, TokenEvent))
 
 
 def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: InProcessPipeline) -> None:

@@ -16,7 +16,7 @@ from penstock.redis.servers import ByServer, choose_server, store_server_lists
 from penstock.telemetry.timeline import read_timeline
 from penstock.waiting import wait_until
 from tests.pipeline.checks import Streams, check_results, check_streams
-from tests.pipeline.site import Site, answers, hanging, results_when_all_there, site_on, submit, work
+from tests.pipeline.site import Site, answers, hanging, site_on, submit, wait_for_results, work
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -74,7 +74,7 @@ def test_requests_of_the_other_server_go_on(
             assert all("right is away" in status["reason"] for status in read_worker_status(addresses))
         streams.finish()
     check_streams(streams, expected)
-    check_results(results_when_all_there(two, expected), expected)
+    check_results(wait_for_results(two.stack.addresses, expected), expected)
     assert two.pids() == before
 
 

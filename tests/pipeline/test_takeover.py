@@ -1,8 +1,8 @@
-"""A worker falls silent: another goes on without a delivery, and when the first one wakes up it does no harm."""
+"""A worker falls silent: another one continues without a delivery, and the first one does no harm when it wakes up."""
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,25 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.kafka import KafkaServer
-from penstock.messages import EndEvent, Request, Sampling, TokenEvent
+from penstock.messages import Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.forked import fork_process, run_penstock
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 LEASE_S = 0.4
+RECORD = RecordSettings(lease_s=LEASE_S)
 NUM_PARTITIONS = BusSettings().partitions
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
-    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as made:
-        yield made
+def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(request.param, record=RECORD)
 
 
 def long(max_tokens: int) -> Request:
@@ -40,18 +38,14 @@ def long(max_tokens: int) -> Request:
     return make_requests(4, "any")[-1].model_copy(update={"id": "long", "sampling": sampling})
 
 
-def silence(worker: Worker) -> None:
-    """Its loop stands still and its session runs out; it stays a member of its group, which knows nothing of it."""
-    worker.session.stop()
-
-
-def goes_on(line: InProcessPipeline, request_id: str, *workers: Worker) -> list[TokenEvent | EndEvent]:
-    """Turn workers until the stream of a request has its end; the whole stream, as a client reads it."""
-    events: list[TokenEvent | EndEvent] = []
+def read_tokens(line: InProcessPipeline, request_id: str, *workers: Worker) -> list[int]:
+    """Turn workers until a client has read the stream of a request to its end; return its tokens."""
+    tokens: list[int] = []
 
     def read() -> None:
         with Client(line.addresses) as client:
-            events.extend(client.stream(request_id, timeout_s=60))
+            events = client.stream(request_id, timeout_s=60)
+            tokens.extend(event.token for event in events if isinstance(event, TokenEvent))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -62,27 +56,16 @@ def goes_on(line: InProcessPipeline, request_id: str, *workers: Worker) -> list[
         return not reader.is_alive()
 
     wait_until(has_ended, 60, "the stream's end", 0)
-    return events
-
-
-def fallen_silent(line: InProcessPipeline, request: Request) -> Worker:
-    """The worker that began to decode the request; another is there now."""
-    line.send_requests(request)
-    line.run_prefill(1)
-    silent = line.decode
-    while not (silent.running and silent.running["long"].claim.num_tokens > 5):
-        silent.run_once()
-    silence(silent)
-    line.add_decode("decode-1")
-    return silent
+    return tokens
 
 
 def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: InProcessPipeline) -> None:
     request = long(40)
-    zombie = fallen_silent(line, request)
-    events = goes_on(line, "long", line.decode)
+    line.send_requests(request)
+    line.run_prefill(1)
+    zombie = line.silence_worker("decode", num_tokens=5)
     expected = compute_answers([request])["long"].token_ids
-    assert [event.token for event in events if isinstance(event, TokenEvent)] == expected
+    assert read_tokens(line, "long", line.decode) == expected
     if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
         assert line.read_results() == []  # the delivery is the zombie's, and nobody else settles it
     while not line.read_results():
@@ -99,11 +82,7 @@ def test_another_prefill_worker_goes_on(line: InProcessPipeline) -> None:
     """It hands off what it computed; when the first one wakes up, its request is bound, and settled without output."""
     request = long(12)
     line.send_requests(request)
-    zombie = line.prefill
-    while not zombie.running:
-        zombie.run_once()
-    silence(zombie)
-    line.add_prefill("prefill-1")
+    zombie = line.silence_worker("prefill")
     line.run_prefill(1)
     run_until_idle(line.decode)
     expected = compute_answers([request])["long"].token_ids
@@ -116,27 +95,25 @@ def test_another_prefill_worker_goes_on(line: InProcessPipeline) -> None:
     zombie.close()
 
 
-def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(redis_url: str, pipeline: Pipeline) -> None:
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    engine = ENGINE_SETTINGS.model_copy(update={"max_step_tokens": 8})
-    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S), engine=engine) as line:
-        silent, first = line.prefill, long(4)
-        assert len(first.token_ids or ()) > MAX_WAITING_STEPS * 8
-        line.send_requests(first)
-        while not silent.running:
-            silent.run_once()
-        silence(silent)
-        line.add_prefill("prefill-1")
-        line.send_requests(first.model_copy(update={"id": "another"}))
-        line.run_prefill(2)  # the second of them knows how long the first one was
-        silent.close()
+def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(
+    make_line: Callable[..., InProcessPipeline],
+) -> None:
+    line = make_line(record=RECORD, engine=ENGINE_SETTINGS.model_copy(update={"max_step_tokens": 8}))
+    first = long(4)
+    assert len(first.token_ids or ()) > MAX_WAITING_STEPS * 8
+    line.send_requests(first)
+    silent = line.silence_worker("prefill")
+    line.send_requests(first.model_copy(update={"id": "another"}))
+    line.run_prefill(2)
+    silent.close()
 
 
 def test_a_delivery_that_comes_to_who_took_over_settles_there(line: InProcessPipeline) -> None:
     request = long(60)
-    silent = fallen_silent(line, request)
-    while "long" not in line.decode.running:
-        line.decode.run_once()
+    line.send_requests(request)
+    line.run_prefill(1)
+    silent = line.silence_worker("decode", num_tokens=5)
+    run_until_running(line.decode)
     if not line.addresses.kafka:  # there who joins may get the delivery before it takes over
         assert not line.decode.running["long"].delivery.is_held
     silent.member.close()  # now its group knows
@@ -145,36 +122,31 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: InProcessPip
     assert line.decode.member.count_held() == 0
 
 
-def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_url: str, pipeline: Pipeline) -> None:
-    """A worker left, another runs its long answers, and the deliveries came to one that has begun since."""
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    engine = ENGINE_SETTINGS.model_copy(update={"max_batch": 2})
-    with InProcessPipeline(addresses, RecordSettings(lease_s=0.4), engine=engine) as line:
-        first = line.decode
-        answers = [long(300).model_copy(update={"id": f"long-{n}"}) for n in range(2)]
-        line.send_requests(*answers)
-        line.run_prefill(2)
-        while len(first.running) < 2:
-            first.run_once()
-        silence(first)
-        line.add_decode("decode-1")
-        heir = line.decode
-        while len(heir.running) < 2:
-            heir.run_once()
-        first.member.close()
-        line.add_decode("decode-2")
-        while len(line.decode.queue) < 2:
-            line.decode.run_once()
-        line.send_requests(long(4).model_copy(update={"id": "new"}))
-        line.run_prefill(3)
+def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(
+    make_line: Callable[..., InProcessPipeline],
+) -> None:
+    """A worker left, a second one runs its long answers, and the deliveries came to a third."""
+    line = make_line(record=RECORD, engine=ENGINE_SETTINGS.model_copy(update={"max_batch": 2}))
+    line.send_requests(*[long(300).model_copy(update={"id": f"long-{n}"}) for n in range(2)])
+    line.run_prefill(2)
+    run_until_running(line.decode, 2)
+    first = line.silence_worker("decode")
+    heir = line.decode
+    run_until_running(heir, 2)
+    first.member.close()
+    line.add_decode("decode-2")
+    while len(line.decode.queue) < 2:
+        line.decode.run_once()
+    line.send_requests(long(4).model_copy(update={"id": "new"}))
+    line.run_prefill(3)
 
-        def has_answered() -> bool:
-            line.decode.run_once()
-            return [result.id for result in line.read_results()] == ["new"]
+    def has_answered() -> bool:
+        line.decode.run_once()
+        return [result.id for result in line.read_results()] == ["new"]
 
-        wait_until(has_answered, 30, "the new request's result", 0)
-        assert len(heir.running) == len(line.decode.queue) == 2
-        heir.close()
+    wait_until(has_answered, 30, "the new request's result", 0)
+    assert len(heir.running) == len(line.decode.queue) == 2
+    heir.close()
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +163,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
     work = make_requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 120)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as line:
+    with InProcessPipeline(addresses, RECORD) as line:
         if stage == "decode":
             line.decode.close()
             line.send_requests(*work)
@@ -199,7 +171,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
         else:
             line.prefill.close()
             line.send_requests(*work)
-        log, environment = tmp_path / "victim.log", environment_of(addresses)
+        log, environment = tmp_path / "victim.log", make_environment(addresses)
         victim = fork_process("victim", log, run_penstock, "worker", stage, environment=environment)
 
         def waiting() -> list[str]:
@@ -225,8 +197,8 @@ def test_what_waited_in_a_killed_worker_goes_on(
         wait_until(all_ended, 90, "those that had waited have their answers", 0)
         expected = compute_answers([request for request in work if request.id in left])
         for name in left:
-            said = [event.token for event in line.prefill.record.read_log(name) if isinstance(event, TokenEvent)]
-            assert said == expected[name].token_ids
+            events = line.prefill.record.read_log(name)
+            assert [event.token for event in events if isinstance(event, TokenEvent)] == expected[name].token_ids
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -236,10 +208,10 @@ def test_what_arrives_for_a_killed_worker_goes_on(
     """All partitions are a dead member's for 45 s, and another worker answers what is put there now."""
     work = make_requests(6, pipeline.name, max_tokens=8)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as line:
+    with InProcessPipeline(addresses, RECORD) as line:
         (line.decode if stage == "decode" else line.prefill).close()
         victim = fork_process(
-            "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=environment_of(addresses)
+            "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=make_environment(addresses)
         )
         wait_until(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
         victim.kill()
@@ -247,21 +219,19 @@ def test_what_arrives_for_a_killed_worker_goes_on(
         line.send_requests(*work)
         expected = compute_answers(work)
         for request in work:
-            events = goes_on(line, request.id, line.prefill, line.decode)
-            said = [event.token for event in events if isinstance(event, TokenEvent)]
-            assert said == expected[request.id].token_ids
-        assert "victim" in members(patient_kafka, pipeline.consumer_group(stage))  # as the brokers still believe
+            assert read_tokens(line, request.id, line.prefill, line.decode) == expected[request.id].token_ids
+        assert "victim" in list_members(patient_kafka, pipeline.consumer_group(stage))  # as the brokers still believe
 
 
-def members(kafka: str, group: str) -> list[str]:
-    """Who is in a group, by the brokers."""
+def list_members(kafka: str, group: str) -> list[str]:
+    """Return the client ids of a group's members, as the brokers know them."""
     admin = AdminClient({"bootstrap.servers": kafka})
     described = admin.describe_consumer_groups([group])[group].result(30)
     return [member.client_id for member in described.members]
 
 
-def environment_of(addresses: Addresses) -> dict[str, str]:
-    """For a worker process with room for one request at a time, that takes a while for it."""
+def make_environment(addresses: Addresses) -> dict[str, str]:
+    """Return the environment of a worker process that runs one request at a time, slowly."""
     return {
         **os.environ,
         "PENSTOCK_PIPELINE": addresses.pipeline,

@@ -17,13 +17,6 @@ def client(redis_url: str) -> Iterator["redis.Redis"]:
 
 
 @pytest.fixture
-def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
-    made = Record(client, pipeline, RecordSettings(lease_s=30))
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def hasty(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
     """The same records, with the shortest lease."""
     made = Record(client, pipeline, RecordSettings(lease_s=0.2, max_attempts=2))

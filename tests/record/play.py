@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def alive(record: Record, stage: Stage, owner: str) -> str:
-    """The id of the session of a worker that lives, for a lease from now on."""
+    """Renew the session of a worker for a lease, and return its id."""
     session = f"{owner}/1"
     assert record.renew_session(stage, session) is not None
     return session
 
 
 def die(record: Record, stage: Stage, owner: str) -> None:
-    """The session of a worker is over."""
+    """End the session of a worker."""
     record.end_expired_sessions(stage, 0, f"{owner}/1")
 
 
@@ -36,7 +36,7 @@ def decode(record: Record, request_id: str = "r1", owner: str = "d1", job: str =
 
 
 def say(record: Record, claim: Claim, tokens: Sequence[int]) -> list[AppendOutcome]:
-    """Append tokens one call each, so that each builds on the one before."""
+    """Append tokens with one call each, and return the outcomes."""
     return [record.append_tokens([(claim, claim.next_event(token, f"<{token}>"))])[0] for token in tokens]
 
 
@@ -45,7 +45,7 @@ def end(finish_reason: str = "stop") -> EndEvent:
 
 
 def wait_for(attempt: Callable[[], T | Busy], patience_s: float = 10.0) -> T:
-    """Ask again, as soon as asked to, until the answer is not `Busy`."""
+    """Try again until the answer is not `Busy`, and return it."""
     over = time.monotonic() + patience_s
     while time.monotonic() < over:
         outcome = attempt()

@@ -1,25 +1,15 @@
-"""Who may hold a request: claims, taking over, binding, cancelling."""
+"""Who may hold a request. `tests/protocol/test_replay.py` compares every script with a model of it."""
 
 import time
 
-import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings
 from penstock.names import START_HASH, Pipeline, Stage
-from penstock.record import (
-    Bound,
-    Busy,
-    Claim,
-    Conflict,
-    Record,
-    RequestStatus,
-    UnclaimedMessage,
-    compute_body_hash,
-)
+from penstock.record import Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage, compute_body_hash
 from penstock.waiting import wait_until
-from tests.record.play import alive, decode, die, end, prefill, say
+from tests.record.play import alive, die, end, prefill, say
 
 
 def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
@@ -40,7 +30,7 @@ def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
 
 
 def test_requests_that_are_claimed_together_have_each_their_outcome(record: Record) -> None:
-    """In their order; in decode each with its log."""
+    """In the order of the requests; in decode each with its log."""
     prefill(record)
     asked = [
         UnclaimedMessage("r2", "b", "", b"m"),
@@ -62,23 +52,6 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert record.claim_all("prefill", "nobody/1", []) == []
 
 
-def test_a_held_request_is_busy_for_a_lease_at_most(record: Record) -> None:
-    prefill(record)
-    outcome = record.claim_prefill("r1", alive(record, "prefill", "p2"), "b")
-    assert isinstance(outcome, Busy)
-    assert 0 < outcome.wait_s <= record.lease_s
-    claim = decode(record)
-    assert isinstance(record.claim_decode("r1", alive(record, "decode", "d2"), "j1"), Busy)
-    assert claim.num_tokens == 0
-
-
-def test_only_a_session_that_lives_claims(record: Record) -> None:
-    assert isinstance(record.claim_prefill("r1", "nobody/1", "b"), Busy)
-    record.put_down("prefill", [UnclaimedMessage("r1", "b", "", b"message")])
-    assert record.take_over_free("prefill", "nobody/1", 9) == []
-    assert record.count_free("prefill") == 1
-
-
 def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, client: "redis.Redis") -> None:
     claim = prefill(record)
     client.script_flush()
@@ -90,8 +63,8 @@ def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, clie
 # Taking over
 
 
-def message_of(record: Record, stage: Stage, name: str = "r1", message: bytes = b"message") -> Claim:
-    """Claimed by a worker that lives, with a message that others can go on with."""
+def claim_with_message(record: Record, stage: Stage, name: str = "r1", message: bytes = b"message") -> Claim:
+    """Claim a request for a living worker, with a message that others can continue with."""
     session = alive(record, stage, "w1")
     claim = (
         record.claim_prefill(name, session, "b", message)
@@ -103,7 +76,7 @@ def message_of(record: Record, stage: Stage, name: str = "r1", message: bytes = 
 
 
 def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) -> None:
-    dead = message_of(record, "decode")
+    dead = claim_with_message(record, "decode")
     say(record, dead, [7, 8])
     other = alive(record, "decode", "w2")
     assert record.take_over_free("decode", other, 9) == []  # it lives
@@ -123,7 +96,7 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) 
 
 def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> None:
     for number in range(5):
-        message_of(record, "decode", f"r{number}")
+        claim_with_message(record, "decode", f"r{number}")
     die(record, "decode", "w1")
     assert record.count_free("decode") == 5
     one, other = alive(record, "decode", "w2"), alive(record, "decode", "w3")
@@ -131,41 +104,21 @@ def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> N
     assert sorted(taken) == [f"r{number}" for number in range(5)]
 
 
-def test_what_was_taken_over_and_is_given_back_can_be_taken_over_at_once(record: Record) -> None:
-    message_of(record, "prefill")
-    die(record, "prefill", "w1")
-    session = alive(record, "prefill", "w2")
-    (first,) = record.take_over_free("prefill", session, 9)
-    assert record.release_claim(first.claim, delivered=False)
-    (second,) = record.take_over_free("prefill", session, 9)
-    assert (second.claim.attempts, second.message) == (first.claim.attempts, b"message")
-
-
 def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> None:
-    """Whoever gets the delivery has a lease's time for that, and may die in it."""
-    assert hasty.release_claim(message_of(hasty, "prefill"))
+    """The one who gets the delivery has a lease's time to claim it, and may die in it."""
+    assert hasty.release_claim(claim_with_message(hasty, "prefill"))
     wait_until(lambda: hasty.count_free("prefill") == 1, 10, "a lease is over", 0.01)
     (taken,) = hasty.take_over_free("prefill", alive(hasty, "prefill", "w2"), 9)
     assert (taken.claim.attempts, taken.message) == (1, b"message")
 
 
-@pytest.mark.parametrize("delivered", [True, False])
-def test_what_is_to_be_tried_later_is_left_alone(record: Record, delivered: bool) -> None:
-    claim = message_of(record, "prefill")
-    assert record.release_claim(claim, failed=True, delivered=delivered, wait_s=25)
-    outcome = record.claim_prefill("r1", alive(record, "prefill", "w2"), "b", b"message")
-    assert isinstance(outcome, Busy)
-    assert 20 < outcome.wait_s <= 25
-    assert record.take_over_free("prefill", alive(record, "prefill", "w2"), 9) == []
-
-
 def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    """An hour ago it was an hour later: by those times a dead worker lives, and what waits has to wait."""
-    message_of(record, "decode", "r1")
-    record.release_claim(message_of(record, "prefill", "r2"), wait_s=1)
-    record.release_claim(message_of(record, "prefill", "r3"), wait_s=1)
+    """All stored times lie an hour ahead: by them a dead worker lives, and waiting requests have to wait."""
+    claim_with_message(record, "decode", "r1")
+    record.release_claim(claim_with_message(record, "prefill", "r2"), wait_s=1)
+    record.release_claim(claim_with_message(record, "prefill", "r3"), wait_s=1)
     for key in (pipeline.sessions_key("decode"), pipeline.free_key("prefill")):
         for name in client.zrange(key, 0, -1):
             client.zincrby(key, 3_600_000, str(name, "utf-8"))  # type: ignore[arg-type]
@@ -205,14 +158,9 @@ def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.
 def test_an_id_is_remembered_as_long_again_as_its_request_took(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    """A copy that was published beside it may be as far back in its topic."""
+    """A copy of the request may be as far back in its topic."""
     now, keep_s = time.time(), record.settings.keep_s
-    for name, published, more_s in (
-        ("late", now - 900, 900),
-        ("unknown", 0.0, 0),
-        ("odd", -1.0, 0),
-        ("new", now + 9, 0),
-    ):
+    for name, published, more_s in (("late", now - 900, 900), ("none", 0.0, 0), ("odd", -1.0, 0), ("new", now + 9, 0)):
         timings = Timings(published=published, finished=now)
         assert record.finish_request(prefill(record, name), EndEvent(finish_reason="stop", timings=timings))
         assert keep_s + more_s - 60 < client.ttl(pipeline.record_key(name)) <= keep_s + more_s

@@ -1,6 +1,7 @@
-"""Messages that nobody works on are put down, whatever fails meanwhile."""
+"""Messages that no worker works on are put down, whatever fails meanwhile."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 
 import pytest
 import redis
@@ -16,12 +17,12 @@ def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -
     return Delivery("topic", name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
 
 
-def whose(found: Delivery) -> UnclaimedMessage:
+def read_message(found: Delivery) -> UnclaimedMessage:
     return UnclaimedMessage(found.key or "", "body", "", found.value)
 
 
 class Member:
-    """What a rescue asks of a member: messages that wait in it, and others' that it can read."""
+    """A member with messages that wait in it, and messages of others' partitions that it can read."""
 
     def __init__(self, waiting: Sequence[Delivery], others: Mapping[str, Sequence[Delivery]]) -> None:
         self._waiting, self._others = list(waiting), {part: list(found) for part, found in others.items()}
@@ -42,6 +43,12 @@ class Member:
         pass
 
 
+def start_rescuer(
+    record: Record, session: Session, member: Member, read: Callable[[Delivery], UnclaimedMessage] = read_message
+) -> AbstractContextManager[Rescuer]:
+    return closing(Rescuer(record, "prefill", session, member, member, read))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def session(hasty: Record) -> Iterator[Session]:
     with Session(hasty, "prefill", "p1", adopts=True) as made:
@@ -50,17 +57,16 @@ def session(hasty: Record) -> Iterator[Session]:
 
 def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
-    rescue = Rescuer(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
-    wait_until(lambda: hasty.count_free("prefill") == 2, 20, "both are free")
-    assert hasty.read_status("b1") is None
-    assert {taken.claim.id for taken in hasty.take_over_free("prefill", session.id, 9)} == {"r1", "r2"}
-    rescue.put_down_waiting()
-    assert hasty.count_free("prefill") == 0
-    rescue.close()
+    with start_rescuer(hasty, session, member) as rescuer:
+        wait_until(lambda: hasty.count_free("prefill") == 2, 20, "both are free")
+        assert hasty.read_status("b1") is None
+        assert {taken.claim.id for taken in hasty.take_over_free("prefill", session.id, 9)} == {"r1", "r2"}
+        rescuer.put_down_waiting()
+        assert hasty.count_free("prefill") == 0
 
 
 class Full(Record):
-    """A server that does not take it the first time, and never more than so much at once."""
+    """A record that refuses the first batch, and checks the size of each."""
 
     failures = 1
 
@@ -74,7 +80,7 @@ class Full(Record):
 
 
 class Half(Record):
-    """One of its two servers is away at first: that of `r1` and `r3`."""
+    """A record on two servers, of which that of `r1` and `r3` is away at first."""
 
     is_away = True
 
@@ -83,21 +89,19 @@ class Half(Record):
         return left + super().put_down(stage, [one for one in waiting if one not in left])
 
 
-def test_what_is_a_server_s_that_is_away_is_put_down_when_it_answers(
+def test_messages_of_a_server_that_is_away_are_put_down_when_it_answers(
     client: "redis.Redis", pipeline: Pipeline, hasty: Record
 ) -> None:
-    """Both what waits here and what was read for others; what is another server's does not wait for it."""
+    """Both those that wait here and those read for others. Messages of another server do not wait."""
     hasty.renew_session("prefill", "dead/1", 0, ["topic:0"])
     hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Half(client, pipeline, hasty.settings)
-    with Session(record, "prefill", "p1", adopts=True) as session:
-        member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
-        rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
+    with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
         wait_until(lambda: record.count_free("prefill") == 2, 20, "those of the other server are free")
         assert {taken.claim.id for taken in record.take_over_free("prefill", session.id, 9)} == {"r2", "r4"}
         record.is_away = False
         wait_until(lambda: record.count_free("prefill") == 2, 20, "these are free, too")
-        rescue.close()
 
 
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
@@ -108,33 +112,29 @@ def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
     hasty.renew_session("prefill", "dead/1", 0, ["topic:0"])
     hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Full(client, pipeline, hasty.settings)
-    with Session(record, "prefill", "p1", adopts=True) as session:
-        member = Member([], {"topic:0": others})
-        rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    member = Member([], {"topic:0": others})
+    with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
         wait_until(lambda: record.count_free("prefill") == 4, 20, "all are free")
         assert not record.failures
-        rescue.close()
     record.close()
 
 
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> None:
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
-    rescue = Rescuer(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
-    wait_until(lambda: rescue._failure is not None, 20, "it fails")
-    with pytest.raises(ZeroDivisionError):
-        rescue.raise_failure()
-    rescue.close()
+    with start_rescuer(hasty, session, member) as rescuer:
+        wait_until(lambda: rescuer._failure is not None, 20, "it fails")
+        with pytest.raises(ZeroDivisionError):
+            rescuer.raise_failure()
 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
     def read(found: Delivery) -> UnclaimedMessage:
         if found.key == "r1":
             raise ZeroDivisionError("a bug")
-        return whose(found)
+        return read_message(found)
 
     member = Member([delivery("r1"), delivery("r2")], {})
-    rescue = Rescuer(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
-    wait_until(lambda: hasty.count_free("prefill") == 1, 20, "the other is free")
-    rescue.raise_failure()
-    rescue.close()
+    with start_rescuer(hasty, session, member, read) as rescuer:
+        wait_until(lambda: hasty.count_free("prefill") == 1, 20, "the other is free")
+        rescuer.raise_failure()

@@ -1,4 +1,4 @@
-"""Workers that say that they live: what a session keeps, what its end frees, and who reads for whom."""
+"""Sessions of workers: what a session keeps, what its end frees, and who reads which partitions."""
 
 import os
 import signal
@@ -29,47 +29,47 @@ def session(hasty: Record) -> Iterator[Session]:
         yield made
 
 
-def held_by(session: Session, record: Record, request_id: str = "r1") -> Claim:
+def claim_for(session: Session, record: Record, request_id: str = "r1") -> Claim:
     claim = record.claim_decode(request_id, session.id, "j1", b"message")
     assert isinstance(claim, Claim), claim
     session.add_claim(claim)
     return claim
 
 
-def living(client: "redis.Redis", pipeline: Pipeline) -> set[str]:
+def list_living(client: "redis.Redis", pipeline: Pipeline) -> set[str]:
     """The sessions of decode workers that are not over."""
     return {str(name, "utf-8") for name in client.zrange(pipeline.sessions_key("decode"), 0, -1)}  # type: ignore[arg-type]
 
 
-def seen(look: Callable[[], bool], what: str) -> None:
-    wait_until(look, 20, what, MOMENT_S)
+def wait_soon(condition: Callable[[], bool], what: str) -> None:
+    wait_until(condition, 20, what, MOMENT_S)
 
 
 def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None:
-    kept = held_by(session, hasty)
+    kept = claim_for(session, hasty)
     for number in range(3):
         silent = Session(hasty, "decode", "silent")
-        held_by(silent, hasty, f"s{number}")
+        claim_for(silent, hasty, f"s{number}")
         silent.stop()
-        seen(lambda number=number: hasty.count_free("decode") > number, "the other's is over")  # type: ignore[misc]
+        wait_soon(lambda number=number: hasty.count_free("decode") > number, "the other's is over")  # type: ignore[misc]
     assert session.collect_events() == []
     status = hasty.read_status("r1")
     assert status is not None
     assert (status.session, status.epoch) == (session.id, kept.epoch)
 
 
-def test_what_it_holds_and_is_to_end_is_told_while_it_is_held(session: Session, hasty: Record) -> None:
-    one, other = held_by(session, hasty, "r1"), held_by(session, hasty, "r2")
+def test_a_cancelled_claim_is_reported_as_long_as_it_is_held(session: Session, hasty: Record) -> None:
+    one, other = claim_for(session, hasty, "r1"), claim_for(session, hasty, "r2")
     assert hasty.cancel_request("r1")
-    seen(lambda: session.collect_events() == [(one, ClaimEvent.CANCELLED)], "it hears")
+    wait_soon(lambda: session.collect_events() == [(one, ClaimEvent.CANCELLED)], "it hears")
     assert session.collect_events() == [(one, ClaimEvent.CANCELLED)]
     session.remove_claim(one)
     assert session.collect_events() == []
     session.remove_claim(other)
 
 
-def test_who_is_late_hears_that_all_is_lost_and_begins_anew(session: Session, hasty: Record) -> None:
-    claims = {held_by(session, hasty, name) for name in ("r1", "r2")}
+def test_a_late_worker_learns_that_all_is_lost_and_opens_another_session(session: Session, hasty: Record) -> None:
+    claims = {claim_for(session, hasty, name) for name in ("r1", "r2")}
     before = session.id
     hasty.end_expired_sessions("decode", 0, before)
     found: set[tuple[Claim, ClaimEvent]] = set()
@@ -78,7 +78,7 @@ def test_who_is_late_hears_that_all_is_lost_and_begins_anew(session: Session, ha
         found.update(session.collect_events())
         return len(found) == 2
 
-    seen(has_heard, "both are lost")
+    wait_soon(has_heard, "both are lost")
     assert found == {(claim, ClaimEvent.LOST) for claim in claims}
     assert session.id != before
     (taken,) = hasty.take_over_free("decode", session.id, 1)
@@ -88,22 +88,22 @@ def test_who_is_late_hears_that_all_is_lost_and_begins_anew(session: Session, ha
 def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
     session: Session, hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    """It forgot that the request was given back: by its record a worker that lives holds it, and nobody would ask."""
-    claim = held_by(session, hasty)
+    """It forgot that the request was given back: by its record a living worker holds it, so nobody takes it over."""
+    claim = claim_for(session, hasty)
     keys = [pipeline.record_key("r1"), pipeline.held_key(session.id), pipeline.sessions_key("decode")]
     written = {key: client.dump(key) or b"" for key in keys}
     session.remove_claim(claim)
     before = session._last.until_ms
-    seen(lambda: session._last.until_ms > before, "it renews")
+    wait_soon(lambda: session._last.until_ms > before, "it renews")
     assert hasty.finish_request(claim, end())
     for key, value in written.items():
         client.restore(key, 0, value, replace=True)
-    seen(lambda: hasty.count_free("decode") == 1, "it is free")
+    wait_soon(lambda: hasty.count_free("decode") == 1, "it is free")
 
 
 def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     with Session(record, "decode", "d1") as session:
-        held_by(session, record)
+        claim_for(session, record)
         assert record.count_free("decode") == 0
     assert record.count_free("decode") == 1
     left = [key.decode() for key in client.scan_iter(f"penstock:{pipeline.name}:*")]
@@ -115,25 +115,25 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
         raise ZeroDivisionError("a bug")
 
     session = Session(hasty, "decode", "d1", parts)
-    seen(lambda: session._failure is not None, "it fails")
+    wait_soon(lambda: session._failure is not None, "it fails")
     with pytest.raises(ZeroDivisionError):
         session.collect_events()
     session.stop()
 
 
-# Standing still.
+# Pauses and clocks
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("still_s", [1.4, 2.4])
 def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, still_s: float) -> None:
-    """By its clock all sessions are over when it goes on, and whoever comes first could end the others'."""
+    """By its clock all sessions are over when it continues, and the first worker could end those of the others."""
     with ValkeyServer(tmp_path) as server, ExitStack() as stack:
         client, pipeline = redis_client(server.url), Pipeline("x")
         record = Record(client, pipeline, RecordSettings(lease_s=2.0))
         sessions = [stack.enter_context(Session(record, "decode", f"d{number}")) for number in range(3)]
-        claims = [held_by(session, record, f"r{number}") for number, session in enumerate(sessions)]
-        seen(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
+        claims = [claim_for(session, record, f"r{number}") for number, session in enumerate(sessions)]
+        wait_soon(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
         before = [session.id for session in sessions]
         slow = record.renew_session("decode", "slow/1")
         record.renew_session("decode", "dead/1")
@@ -141,13 +141,13 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         assert server.pid is not None
         pause_process(server.pid)
         until_s = time.monotonic() + still_s
-        seen(lambda: time.monotonic() > until_s, "the moment is over")
+        wait_soon(lambda: time.monotonic() > until_s, "the moment is over")
         os.kill(server.pid, signal.SIGCONT)
         for _ in range(2):
             now_ms = sessions[0]._last.now_ms
-            seen(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]
+            wait_soon(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]
         assert record.renew_session("decode", "slow/1", slow.until_ms) is not None
-        seen(lambda: "dead/1" not in living(client, pipeline), "who died is found out")
+        wait_soon(lambda: "dead/1" not in list_living(client, pipeline), "who died is found out")
         assert [session.id for session in sessions] == before
         assert [session.collect_events() for session in sessions] == [[]] * 3
         assert say(record, claims[0], [1]) == [1]
@@ -156,23 +156,23 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
 def test_a_clock_that_is_put_forward_ends_nobodys_session(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    """Who looks gives the time of its own last renewal, before that. Here the others' times are put back instead."""
+    """A worker ends sessions by the time of its own last renewal. Here the others' times are put back instead."""
     key = pipeline.sessions_key("decode")
     alive(hasty, "decode", "other")
     with Session(hasty, "decode", "d1") as session:
-        seen(lambda: time.monotonic() > session._grace_until_s, "it may end others")
+        wait_soon(lambda: time.monotonic() > session._grace_until_s, "it may end others")
         now_ms = session._last.now_ms
         client.zadd(key, {"other/1": now_ms + 50})
         hasty.end_expired_sessions("decode", now_ms)
         assert client.zscore(key, "other/1") is not None
-        seen(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
+        wait_soon(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
 
 @pytest.mark.parametrize("step_ms", [1_000, 20_000, 40_000, 3_600_000])
 def test_a_clock_that_went_back_ends_nobodys_session(
     record: Record, client: "redis.Redis", pipeline: Pipeline, step_ms: int
 ) -> None:
-    """Whoever looks first finds times that lie too far ahead. Here these are put forward instead."""
+    """The first worker finds times too far ahead. Here these are put forward instead."""
     key = pipeline.sessions_key("decode")
     one, dead = record.renew_session("decode", "one/1"), record.renew_session("decode", "dead/1")
     assert one is not None
@@ -189,7 +189,7 @@ def test_a_clock_that_went_back_ends_nobodys_session(
     assert lasts <= renewed.now_ms + 2 * lease_ms  # it ends, though somewhat later
 
 
-# Who reads what.
+# Readers of partitions
 
 
 def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
@@ -237,7 +237,7 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
         goes_on.set()
         leaving.join()
         until_ms = session._last.until_ms
-        seen(lambda: session._last.until_ms > until_ms, "it renews")
+        wait_soon(lambda: session._last.until_ms > until_ms, "it renews")
         assert client.hgetall(pipeline.readers_key("decode")) == {}
 
 
@@ -249,8 +249,8 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
         Session(hasty, "decode", "stuck", lambda: list(parts)),
         Session(hasty, "decode", "other", adopts=True) as other,
     ):
-        seen(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
+        wait_soon(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
         parts.pop()
-        seen(lambda: other.adopted_partitions == ["topic:1"], "another reads it")
+        wait_soon(lambda: other.adopted_partitions == ["topic:1"], "another reads it")
         parts.append("topic:1")
-        seen(lambda: other.adopted_partitions == [], "it reads again")
+        wait_soon(lambda: other.adopted_partitions == [], "it reads again")

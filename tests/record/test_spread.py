@@ -1,4 +1,4 @@
-"""Requests spread over two servers: each keeps its own, and one that is away is an outage of its own alone."""
+"""Requests on two servers: each keeps its own, and one that is away is an outage of its requests alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
     servers: tuple[ValkeyServer, ValkeyServer], spread: Record, sessions: Sessions, how: str
 ) -> None:
     """Its tokens are refused and its claims lost, and nothing is raised; all else goes on. When it answers its requests
-    are claimed again, with all that was said.
+    are claimed again, with all their tokens.
     """
     mine, others = claimed(spread, sessions, LEFT[6]), claimed(spread, sessions, RIGHT[6])
     assert say(spread, mine, [1, 2]) + say(spread, others, [1, 2]) == [AppendOutcome.OK] * 4

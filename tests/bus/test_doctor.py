@@ -1,0 +1,87 @@
+"""What `penstock doctor` finds on a real Kafka: settings that may lose requests, and transactions that nobody ends."""
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+
+from penstock.bus.kafka.admin_lookups import StuckPartition, find_stuck_partitions
+from penstock.bus.kafka.bus import KafkaBus, find_wrong_settings
+from penstock.config.settings import BusSettings
+from penstock.names import Pipeline
+from tests.commands import Terminal
+
+pytestmark = pytest.mark.timeout(120)
+
+DAY_MS = 86_400_000
+
+
+def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> None:
+    """Set a topic's settings, as Kafka's own tools would."""
+    entries = [
+        ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in settings.items()
+    ]
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
+    admin = AdminClient(bus.clients)
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(15)
+
+
+def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
+    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings())
+    bus.create_topics()
+    assert find_wrong_settings(bus) == {}
+    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
+    topic, kept = pipeline.request_topic("batch"), pipeline.job_topic("batch")
+    set_topic_settings(bus, topic, {"message.timestamp.type": "CreateTime", "retention.bytes": "1000000"})
+    set_topic_settings(bus, kept, {"retention.ms": "-1", "max.message.bytes": "33554432"})
+    report = terminal("doctor", **servers)
+    assert f"fail  topic settings      {topic}: " in report.stdout
+    assert "message.timestamp.type is CreateTime" in report.stdout
+    assert kept not in report.stdout, "longer and larger is as good"
+    (command,) = (line for line in report.stdout.splitlines() if "kafka-configs.sh" in line)
+    assert f"--bootstrap-server {kafka} --alter --entity-type topics --entity-name {topic} " in command
+    set_topic_settings(bus, topic, dict(pair.split("=") for pair in command.split("--add-config ")[1].split(",")))
+    assert find_wrong_settings(bus) == {}
+    assert "ok    topic settings" in terminal("doctor", **servers).stdout
+
+
+def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
+    kafka: str, redis_url: str, pipeline: Pipeline, terminal: Terminal
+) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings())
+    bus.create_topics()
+    topic = pipeline.job_topic("batch")
+    producer = Producer(
+        {
+            "bootstrap.servers": kafka,
+            "transactional.id": pipeline.name,
+            "transaction.timeout.ms": 60_000,
+            "log_level": 0,
+        }
+    )
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for value in ("one", "two"):
+        producer.produce(topic, value, partition=2)
+    assert producer.flush(30) == 0
+    assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == [StuckPartition(topic, 2, 0, 2)]
+
+    servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
+    report = terminal("doctor", **servers, PENSTOCK_BUS_TRANSACTION_TIMEOUT_S="1")
+    assert (
+        f"fail  transactions        {topic} partition 2: readers wait at offset 0, the log ends at 2" in report.stdout
+    )
+    assert "kafka-transactions.sh" in report.stdout
+    assert report.returncode == 1
+
+    producer.commit_transaction(30)
+    assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == []
+    assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout
