@@ -42,7 +42,7 @@ def test_the_package_knows_nothing_of_tools_and_tests() -> None:
         ("penstock.client.aio", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.bus.kafka.bus", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.retry", ("torch", "transformers", "numpy", "penstock.local")),
-        ("penstock.worker.reconnect", ("torch", "transformers", "numpy", "penstock.local")),
+        ("penstock.worker.loop", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.cli.main", ("torch", "transformers", "numpy")),
         ("penstock.cli.worker", ("penstock.local",)),
         ("penstock.ingest.gateway.server", ("torch", "transformers", "penstock.local")),

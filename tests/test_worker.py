@@ -24,8 +24,7 @@ from penstock.redis.client import is_outage
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
-from penstock.worker.loop import StopSignal
-from penstock.worker.reconnect import Reconnector
+from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.settler import Settler
 
 Fetch = Callable[[int], list[Delivery]]

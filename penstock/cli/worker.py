@@ -30,8 +30,7 @@ from penstock.telemetry.meters import Meters
 from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
-from penstock.worker.loop import StopSignal
-from penstock.worker.reconnect import Reconnector
+from penstock.worker.loop import Reconnector, StopSignal
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Appending tokens to their logs: they are sent in batches, and their outcomes collected later."""
+"""Appends tokens to their logs: sends them in batches, and collects their outcomes later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import redis
 from redis.exceptions import NoScriptError
 
 from penstock.messages import TokenEvent
-from penstock.record import scripts
 from penstock.record.claim import AppendOutcome, Claim
-from penstock.redis.scripts import Script
+from penstock.redis.scripts import load_script
 
+APPEND = load_script("penstock.record", "append")
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
 
@@ -24,16 +24,17 @@ class _Sent:
 
 
 class TokenAppender:
-    """Runs `append.lua` for batches of tokens over one connection. Belongs to one thread."""
+    """Runs `append.lua` for batches of tokens, over a connection of its own. Belongs to one thread."""
 
     def __init__(self, client: "redis.Redis") -> None:
-        self._link = ScriptConnection(client, scripts.APPEND)
+        self._pool = client.connection_pool
+        self._connection: Any = None
         self._in_flight: list[_Sent] = []
         self._outcomes: list[AppendOutcome] = []
         self._broken = False
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
-        """Send a batch and return. `collect_outcomes` opens a connection anew that fails here."""
+        """Send a batch and return. If the connection fails, `collect_outcomes` opens it again."""
         batch = []
         for claim, event in entries:
             place, _, rolled = event.id.partition("-")
@@ -45,7 +46,7 @@ class TokenAppender:
         self._in_flight += batch
         if batch and not self._broken:
             try:
-                self._link.send_commands(b"".join(sent.packed for sent in batch))
+                self._write_commands(batch)
             except _GONE:
                 self._broken = True
 
@@ -60,26 +61,29 @@ class TokenAppender:
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
-        return self._broken or not self._in_flight or self._link.can_read(timeout_s)
+        return self._broken or not self._in_flight or self._can_read(timeout_s)
 
     def forget_sent(self) -> None:
         """Give up the tokens that were sent, and their outcomes."""
-        self._link.close()
+        self.close()
         self._in_flight, self._outcomes, self._broken = [], [], False
 
     def close(self) -> None:
-        """Free the connection."""
-        self._link.close()
+        """Free the connection. The next batch opens it again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
 
     def _read_replies(self) -> None:
         if self._broken:
-            self._link.close()
-            self._link.send_commands(b"".join(sent.packed for sent in self._in_flight))
+            self.close()
+            self._write_commands(self._in_flight)
         self._broken = True  # until every reply is read
         num_read = 0
         try:
             for sent in self._in_flight:
-                self._note_outcome(sent, AppendOutcome(self._link.read_reply()))
+                self._note_outcome(sent, AppendOutcome(self._read_reply()))
                 num_read += 1
         finally:
             del self._in_flight[:num_read]
@@ -90,47 +94,23 @@ class TokenAppender:
         if outcome is AppendOutcome.CANCELLED and sent.position < sent.claim.num_tokens:
             sent.claim.num_tokens, sent.claim.rolling_hash = sent.position, sent.hash_before
 
-
-def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
-    """Return the wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
-    fixed = ["EVALSHA", scripts.APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
-    return b"*%d\r\n" % (len(fixed) + 3) + encode_bulk_strings(*(str(value).encode() for value in fixed))
-
-
-class ScriptConnection:
-    """A connection of its own, for one script: commands are sent now, and replies read later. Belongs to one thread."""
-
-    def __init__(self, client: "redis.Redis", script: Script) -> None:
-        self._pool = client.connection_pool
-        self._script = script
-        self._connection: Any = None
-
-    def send_commands(self, packed: bytes) -> None:
-        """Write commands and leave their replies. Raises `redis.ConnectionError` or `redis.TimeoutError`."""
+    def _write_commands(self, batch: Sequence[_Sent]) -> None:
         connection = self._connection or self._open_connection()
-        connection.send_packed_command([packed], check_health=False)
+        connection.send_packed_command([b"".join(sent.packed for sent in batch)], check_health=False)
 
-    def read_reply(self) -> Any:
-        """Return the next reply. Raises as `send_commands` does, or `redis.ResponseError` for an error reply."""
+    def _read_reply(self) -> Any:
         if self._connection is None:
             raise redis.ConnectionError("the connection was closed with replies outstanding")
         return self._connection.read_response()
 
-    def can_read(self, timeout_s: float) -> bool:
+    def _can_read(self, timeout_s: float) -> bool:
         """Return whether there is something to read within a time: a reply, or the connection's end."""
         return self._connection is None or bool(self._connection.can_read(timeout_s))
-
-    def close(self) -> None:
-        """Drop the connection; the next `send_commands` opens it anew."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.disconnect()
-            self._pool.release(connection)
 
     def _open_connection(self) -> Any:
         connection: Any = self._pool.get_connection()
         try:
-            connection.send_command("SCRIPT", "LOAD", self._script.text)
+            connection.send_command("SCRIPT", "LOAD", APPEND.text)
             connection.read_response()
         except BaseException:
             connection.disconnect()
@@ -140,6 +120,12 @@ class ScriptConnection:
         return connection
 
 
-def encode_bulk_strings(*values: bytes) -> bytes:
+def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
+    """Return the wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
+    fixed = ["EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
+    return b"*%d\r\n" % (len(fixed) + 3) + _encode_bulk_strings(*(str(value).encode() for value in fixed))
+
+
+def _encode_bulk_strings(*values: bytes) -> bytes:
     """Return `values` as RESP bulk strings, one after the other."""
     return b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)

@@ -10,8 +10,9 @@ from pydantic import Field, TypeAdapter
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline
-from penstock.record import scripts
+from penstock.redis.scripts import load_script
 
+CANCEL = load_script("penstock.record", "cancel")
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
 _FIELDS = ["epoch", "session", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
 _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
@@ -65,7 +66,7 @@ class TokenLog:
     def cancel_request(self, request_id: str) -> bool:
         """Cancel a request, also before any worker has read it. Return False if it has ended already."""
         key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
-        return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
+        return bool(CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
 
 class AsyncTokenLog:
@@ -91,7 +92,7 @@ class AsyncTokenLog:
         """Cancel a request, also before any worker has read it. Return False if it has ended already."""
         key = self._pipeline.record_key(request_id)
         args: list[str | int] = [self._pending_ms, request_id, self._pipeline.news_key("%s")]
-        return bool(await scripts.CANCEL.run_async(self._client, [key], args))
+        return bool(await CANCEL.run_async(self._client, [key], args))
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:

@@ -10,14 +10,23 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
-from penstock.record import scripts
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
 from penstock.redis.client import execute_pipeline
-from penstock.redis.scripts import Call
+from penstock.redis.scripts import Call, load_script
 
 log = logging.getLogger(__name__)
+
+CLAIM = load_script("penstock.record", "claim")
+TAKE = load_script("penstock.record", "take")
+REAP = load_script("penstock.record", "reap")
+ADOPT = load_script("penstock.record", "adopt")
+DISOWN = load_script("penstock.record", "disown")
+FINISH = load_script("penstock.record", "finish")
+HANDED = load_script("penstock.record", "handed")
+RELEASE = load_script("penstock.record", "release")
+RENEW = load_script("penstock.record", "renew")
 
 Args = list[str | int | bytes]
 
@@ -49,7 +58,7 @@ class Renewed:
 class Record:
     """The records of one pipeline's requests. `client` is a `redis.Redis` without `decode_responses`.
 
-    Thread-safe, except that `append`, `send_append` and `collect` share a connection: one thread's.
+    Thread-safe, except that one thread has to send tokens and collect their outcomes, as both share a connection.
     """
 
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
@@ -114,10 +123,10 @@ class Record:
         commands: list[Sequence[Any]] = []
         for one in waiting:
             call = self._claim_call(one.id, stage, [session, one.job_id, one.body_hash], one.message)
-            commands.append(scripts.CLAIM.command(*call))
+            commands.append(CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
-        replies = scripts.CLAIM.run_once(self._client, commands)
+        replies = CLAIM.run_once(self._client, commands)
         claims, logs = (replies[::2], replies[1::2]) if stage == "decode" else (replies, [()] * len(replies))
         return [self._parse_outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
 
@@ -143,7 +152,7 @@ class Record:
         that cannot be put down now, as their server of several is away.
         """
         calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
-        scripts.CLAIM.run_all(self._client, calls)
+        CLAIM.run_all(self._client, calls)
         return []
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
@@ -155,7 +164,7 @@ class Record:
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
         key_formats = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, *key_formats]
-        (taken,) = scripts.TAKE.run_once(self._client, [scripts.TAKE.command(keys, args)])
+        (taken,) = TAKE.run_once(self._client, [TAKE.command(keys, args)])
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
             with self._client.pipeline(transaction=False) as pipe:
@@ -225,7 +234,7 @@ class Record:
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
         """Append the ends of several requests in one round trip, see `finish_request`."""
         calls = [(self._request_keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
-        return [bool(reply) for reply in scripts.FINISH.run_all(self._client, calls)]
+        return [bool(reply) for reply in FINISH.run_all(self._client, calls)]
 
     def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
@@ -245,7 +254,7 @@ class Record:
         calls: list[Call] = [
             (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
         ]
-        return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
+        return [bool(reply) for reply in HANDED.run_all(self._client, calls)]
 
     def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         """Give an unfinished request back, to be claimed after `wait_s`. Return False if it was lost or given back
@@ -256,12 +265,12 @@ class Record:
         take it over.
         """
         call = self._release_call(claim, failed=failed, delivered=delivered, wait_s=wait_s)
-        return bool(scripts.RELEASE.run(self._client, *call))
+        return bool(RELEASE.run(self._client, *call))
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
         """Release several claims, each with whether it was delivered, in one round trip, see `release_claim`."""
         calls = [self._release_call(claim, delivered=delivered) for claim, delivered in claims]
-        return [bool(reply) for reply in scripts.RELEASE.run_all(self._client, calls)]
+        return [bool(reply) for reply in RELEASE.run_all(self._client, calls)]
 
     def _release_call(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> Call:
         keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
@@ -280,7 +289,7 @@ class Record:
         pipeline = self._pipeline
         keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
         args: Args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
-        reply = scripts.RENEW.run(self._client, [*keys, pipeline.readers_key(stage)], args)
+        reply = RENEW.run(self._client, [*keys, pipeline.readers_key(stage)], args)
         if not reply:
             return None
         until, now, num_free, *news = reply
@@ -295,7 +304,7 @@ class Record:
         key_formats = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
         keys = [pipeline.sessions_key(stage), pipeline.free_key(stage)]
         args: Args = [as_of_ms, self._lease_ms, session, *key_formats]
-        num_free, *ended = scripts.REAP.run(self._client, keys, args)
+        num_free, *ended = REAP.run(self._client, keys, args)
         for one in ended:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)
@@ -303,11 +312,11 @@ class Record:
     def adopt_partitions(self, stage: Stage, session: str) -> list[str]:
         """Adopt the partitions that no session reads. Return all partitions that this session reads."""
         keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
-        return [part.decode() for part in scripts.ADOPT.run(self._client, keys, [session])]
+        return [part.decode() for part in ADOPT.run(self._client, keys, [session])]
 
     def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
         """Give up all partitions: those in `parts` go to other members, the others are adopted by other workers."""
-        scripts.DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
+        DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
 
     def count_free(self, stage: Stage) -> int:
         """Return how many requests of a stage any worker may take over now."""

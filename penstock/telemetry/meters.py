@@ -66,25 +66,8 @@ class Histogram:
         return Distribution(tuple(self.counts), self.sum)
 
 
-class _NoCounter(Counter):
-    __slots__ = ()
-
-    def add(self, count: float = 1) -> None:
-        pass
-
-
-class _NoHistogram(Histogram):
-    __slots__ = ()
-
-    def add(self, value: float, count: int = 1) -> None:
-        pass
-
-
-_NO_COUNTER, _NO_HISTOGRAM = _NoCounter(), _NoHistogram(())
-
-
 class Meters:
-    """All meters of a process. With `is_on` false nothing is counted."""
+    """All meters of a process. With `is_on` false the meters are not kept, so that there are no readings."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
@@ -108,10 +91,10 @@ class Meters:
 
     def _get_meter(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Histogram:
         assert len(labels) == len(metric.labels), f"{metric.name} has the labels {metric.labels}"
-        if not self.is_on:
-            return _NO_HISTOGRAM if metric.kind == "histogram" else _NO_COUNTER
         if (found := self._known.get((metric.name, labels))) is None:
             made = Histogram(metric.bounds) if metric.kind == "histogram" else Counter()
+            if not self.is_on:
+                return made
             with self._lock:
                 found = self._known.setdefault((metric.name, labels), (metric, made))
         return found[1]

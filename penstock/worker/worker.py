@@ -581,7 +581,7 @@ class Worker:
     # 5 and 9. Settle.
 
     def _hand_off(self, task: Task) -> None:
-        """It is through with this stage, and has not ended."""
+        """Settle a request that is through with this stage and has not ended."""
         begun_s = now_s()
         self._remove_task(task)
         self._complete_task(task, begun_s)
@@ -710,7 +710,7 @@ class Worker:
         self._leave_group()
 
     def abandon(self) -> None:
-        """Drop everything, as a crash would (see `penstock.worker.reconnect`). Engine and store stay."""
+        """Drop everything, as a crash would (see `penstock.worker.loop`). Engine and store stay."""
         with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
             self._hand_back()
         self.settler.abandon()

@@ -9,7 +9,7 @@ from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
 from penstock.engine.engine import Sampled
 from penstock.messages import EndEvent
-from penstock.record import scripts
+from penstock.record.append import APPEND
 from penstock.redis.scripts import Script
 from penstock.worker.worker import Worker
 from sim.chaos.checker import check_history, count_by_kind
@@ -22,7 +22,7 @@ FENCE = "if r[1] ~= ARGV[3] then return 0 end\n"
 
 def unfenced() -> Script:
     """`append.lua` without its look at the epoch."""
-    text = scripts.APPEND.text
+    text = APPEND.text
     assert text.count(FENCE) == 1
     return Script(text.replace(FENCE, ""))
 
@@ -32,7 +32,7 @@ def line(
     request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> InProcessPipeline:
     if getattr(request, "param", "fenced") == "unfenced":
-        monkeypatch.setattr(scripts, "APPEND", unfenced())
+        monkeypatch.setattr("penstock.record.append.APPEND", unfenced())
     return make_line(record=RecordSettings(lease_s=0.6))
 
 

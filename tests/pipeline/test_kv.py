@@ -152,9 +152,9 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: InProcessPipeline, monke
     monkeypatch.setattr("penstock.kvstore.block.hash_blocks", counted)
     line.run_until_results(1)
     assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
-    assert line.decode.record._appends._link._connection is not None
+    assert line.decode.record._appends._connection is not None
     line.decode.close()
-    assert line.decode.record._appends._link._connection is None
+    assert line.decode.record._appends._connection is None
     line.renew_decode()
 
 
