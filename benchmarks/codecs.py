@@ -22,7 +22,7 @@ from benchmarks.common import Arguments, describe_machine, parse_arguments, repo
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.kvstore.codec import Codec, PayloadShape
 from penstock.kvstore.codec.contract import Element

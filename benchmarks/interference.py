@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.errors import PenstockError
 from penstock.local.stack import Stack

@@ -32,7 +32,7 @@ from benchmarks.common import Arguments, describe_machine, format_spread, parse_
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import DependencyMissing

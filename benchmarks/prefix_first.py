@@ -19,7 +19,7 @@ from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import open_engine
 from penstock.kvstore.store import KVLayout, KVStore
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode_message

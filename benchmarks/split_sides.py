@@ -16,7 +16,7 @@ from typing import Any
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import import_blocks
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 

@@ -9,7 +9,7 @@ import importlib
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.model import load_model
+from penstock.engine.loading import load_model
 
 for _module in (
     "confluent_kafka",
@@ -19,7 +19,7 @@ for _module in (
     "penstock.cli.main",
     "penstock.cli.worker",
     "penstock.decode_worker.role",
-    "penstock.engine.check",
+    "penstock.engine.proof",
     "penstock.ingest.gateway.server",
     "penstock.prefill_worker.role",
     "penstock.telemetry.spans",

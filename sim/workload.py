@@ -9,7 +9,8 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel, load_model
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.messages import Request, Sampling

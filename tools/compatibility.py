@@ -22,11 +22,22 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.engine import Engine
+from penstock.engine.handover import export_blocks
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import check_config, probe_layout
-from penstock.engine.proof import MIN_DISTINCT_TOKENS, Inconclusive, generate_references, prove_engine
-from penstock.engine.shrink import CannotShrink, shrink_config
-from penstock.engine.tiny import build_tiny_model
+from penstock.engine.proof import (
+    MIN_DISTINCT_TOKENS,
+    Inconclusive,
+    ReferenceAnswers,
+    generate_references,
+    hand_over,
+    make_proof_settings,
+    prove_engine,
+    run_prompts,
+    run_to_end,
+)
+from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_config
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
 
@@ -79,15 +90,35 @@ def _prove_architecture(architecture: str) -> None:
         reference = build_tiny_model(kind, config, seed, _CPU)
         model = make_loaded_model(architecture, copy.deepcopy(reference))
         try:
-            answers = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
-            prove_engine(model, EngineSettings(), answers, control=True)
+            references = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
+            prove_engine(model, EngineSettings(), references)
+            check_damage_shows(model, references)
         except Inconclusive:
             if seed == NUM_SEEDS - 1:
                 raise
         else:
             break
-    accelerate_model(model)
-    prove_engine(model, EngineSettings(), answers)
+    prove_engine(accelerate_model(model), EngineSettings(), references)
+
+
+def check_damage_shows(model: LoadedModel, references: ReferenceAnswers) -> None:
+    """Raise `Inconclusive` if damaged KV blocks that are handed over give the tokens of `references` too."""
+    settings = make_proof_settings(model, EngineSettings(), references)
+    first, second = (Engine(model, settings, quarantine=False) for _ in range(2))
+    damaged = [
+        hand_over(second, seq, [_damage_payload(model, payload) for payload in export_blocks(first, seq)])
+        for seq in run_prompts(first, references.prompts)
+    ]
+    run_to_end(second, damaged)
+    if [seq.output_token_ids for seq in damaged] == references.expected:
+        raise Inconclusive("damaged KV blocks change none of its tokens")
+
+
+def _damage_payload(model: LoadedModel, payload: bytes) -> bytes:
+    """Return a block's bytes, moved on by a token and a half."""
+    shift = 3 * len(payload) // (2 * len(model.layout.layers) * model.layout.block_size)
+    shift -= shift % model.dtype.itemsize
+    return payload[shift:] + payload[:shift]
 
 
 def make_loaded_model(name: str, module: Any) -> LoadedModel:
@@ -100,7 +131,7 @@ def make_loaded_model(name: str, module: Any) -> LoadedModel:
         eos_token_ids=frozenset(),
         dtype=torch.float32,
         device=_CPU,
-        fingerprint="",
+        content_fingerprint="",
         module=module,
         layout=probe_layout(module, EngineSettings().block_size, torch.float32, _CPU),
         vocab_size=module.get_input_embeddings().num_embeddings,

@@ -23,7 +23,7 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     Raises `ModelLoadError`, `DependencyMissing`.
     """
     try:
-        from penstock.engine.opening import open_engine
+        from penstock.engine.loading import open_engine
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
     engine = open_engine(settings)

@@ -98,7 +98,7 @@ def _run_worker(
     try:
         from penstock.decode_worker.role import DecodeRole
         from penstock.engine.limits import max_length
-        from penstock.engine.opening import open_engine
+        from penstock.engine.loading import open_engine
         from penstock.kvstore.store import KVLayout, KVStore
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole

@@ -1,15 +1,15 @@
-"""Put native kernels under a transformers model, in place and by structure.
+"""Choose a model's backend, and replace parts of the model by native kernels where these are the backend.
 
-1. The model as it is reads a few tokens; what goes into and comes out of its parts is noted.
-2. A decoder layer of the common form becomes one call (`layer.py`). Elsewhere RMSNorms, and linear layers, those with
-   the same input packed together, are replaced one by one.
-3. Each replacement of a layer or a norm is given what the original was given, and stays only if it gives the same.
+1. The unchanged model reads a few tokens, and the inputs and outputs of its parts are recorded.
+2. A decoder layer of the common form becomes one native call (`layer.py`). In other layers RMSNorms and linear layers
+   are replaced one by one; linear layers with the same input are packed together.
+3. A new layer or norm is given the recorded inputs of the original, and stays only if its output is the same.
 
-An original's weights go as soon as they are packed, so that memory never holds the model twice.
+An original's weights are freed as soon as they are packed, so that memory never holds the model twice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.body import NativeBody, make_native_body
-from penstock.engine.cuda.trial import enable_varlen
-from penstock.engine.fingerprint import add_arithmetic
+from penstock.engine.cuda.backend import CudaBackend
+from penstock.engine.cuda.trial import find_varlen_windows
+from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
@@ -34,21 +34,24 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
-from penstock.engine.layer import NativeLayer, find_layer_parts
+from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, make_native_body
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.step import Step
 from penstock.engine.storage import KVStorage
 from penstock.messages import Sampling
 
 NUM_PROBE_TOKENS = 6
-"""Tokens that the model reads for comparison."""
+"""How many tokens the model reads for the comparison."""
 MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""How far a replacement's result may be off: root mean square, as a share of what the original adds to its input."""
+"""The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
 
 
 @dataclass
 class _ModuleCall:
+    """The inputs and the output of one call of a module."""
+
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
@@ -56,69 +59,65 @@ class _ModuleCall:
 
 @dataclass
 class _ForwardRecord:
-    """What the parts of the model were given, and gave."""
+    """The inputs and outputs of a model and of its parts in one forward pass."""
 
     calls: dict[str, _ModuleCall] = field(default_factory=dict)
-    """Of norms and decoder layers, by name."""
+    """The last call of each norm and decoder layer, by the module's name."""
     inputs: dict[tuple[str, int], list[str]] = field(default_factory=dict)
-    """Linear layers by the module they are in and the tensor they read."""
+    """The names of the linear layers, by the name of their parent module and the `id` of the tensor they read."""
     kept: list[Tensor] = field(default_factory=list)
-    """Those tensors, so that none takes another's identity."""
-    direct: frozenset[int] = frozenset()
+    """These tensors, which live as long as the record so that no other tensor gets the same `id`."""
+    layers: frozenset[int] = frozenset()
+    """The layers whose attention the kernels can compute: K and V are the cache's, and the mask has no gaps."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[T, vocabulary]"""
+    """The output of the model: [T, vocabulary]."""
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[1, T]: the last ones of the context, where what depends on the position shows."""
+    """The last positions of the context, because differences that depend on the position show there: [1, T]."""
 
 
 @torch.inference_mode()
-def accelerate_model(model: LoadedModel) -> None:
-    """Put the model on the native kernels, where they were built and compute in its dtype; on a GPU on torch's."""
-    arithmetic = _accelerate(model)
-    if model.dtype != torch.float32:
-        model.fingerprint = add_arithmetic(model.fingerprint, arithmetic)
+def accelerate_model(model: LoadedModel) -> LoadedModel:
+    """Return the model with the fastest backend that computes it here: a GPU, the native kernels, or torch.
 
-
-def _accelerate(model: LoadedModel) -> str:
-    """What computes now, by name; in 16 bits two of another name may round otherwise."""
+    For the native kernels the module is changed in place, and only the returned model can be used any more.
+    """
     if model.device.type == "cuda":
-        enable_varlen(model)
-        return f"cuda {sorted(model.varlen_windows)}"
+        return replace(model, backend=CudaBackend(find_varlen_windows(model)))
     native = load_library()
     if native is None or model.dtype not in DTYPES:
-        return f"torch {torch.backends.cpu.get_cpu_capability()}"
+        return model
     record = _record_forward(model)
-    model.native, model.direct_layers = native, record.direct
-    replacer = _Replacer(model, native, model.weights.drop_tensor_pages, record)
+    replacer = _Replacer(model, native, record)
     replacer.replace_parts()
-    model.body = replacer.build_body()
-    return native.isa
+    return replace(model, backend=NativeBackend(native, record.layers, replacer.build_body()))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer, and nothing derived from one."""
+    """Return whether the module is a linear layer, and not of a class that is derived from one."""
     return type(module) in (nn.Linear, Conv1D)
 
 
 def _record_forward(model: LoadedModel) -> _ForwardRecord:
+    """Run the unchanged model over a few tokens and return the inputs and outputs of its parts."""
     record, handles = _ForwardRecord(), []
     for name, part in model.module.named_modules():
         if is_linear(part):
             handles.append(part.register_forward_pre_hook(_make_input_hook(record, name)))
         elif _is_norm(part) or find_layer_parts(part, is_linear) is not None:
             handles.append(part.register_forward_hook(_make_call_hook(record, name), with_kwargs=True))
-    batch, cache = _make_batch(model), hooks.PagedCache(_make_storage(model))
+    batch = _make_batch(model)
+    step = Step(batch, _make_storage(model))
     record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
     try:
-        with hooks.run_with_batch(model.module, batch):
-            ids, positions = batch.input_ids, record.position_ids
+        with hooks.run_with_step(model.module, step):
+            ids, positions, cache = batch.input_ids, record.position_ids, hooks.PagedCache()
             output = model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
             record.logits = output.logits[0].float()
     finally:
         for handle in handles:
             handle.remove()
-    record.direct = frozenset(
-        layer for layer, how in batch.attention_by_layer.items() if sees_interval(get_visibility(how.rule, how.window))
+    record.layers = frozenset(
+        layer for layer, how in step.attention_by_layer.items() if sees_interval(get_visibility(how.rule, how.window))
     )
     return record
 
@@ -134,7 +133,7 @@ def _make_input_hook(record: _ForwardRecord, name: str) -> Any:
 def _make_call_hook(record: _ForwardRecord, name: str) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
-            # Of a norm that is called again only the last call counts; any does.
+            # A norm may be called several times. Any call will do for the comparison, and the last one is kept.
             record.calls[name] = _ModuleCall(args, kwargs, output.clone())
 
     return note
@@ -160,13 +159,17 @@ def _make_storage(model: LoadedModel) -> KVStorage:
 
 
 class _Replacer:
-    def __init__(self, model: LoadedModel, native: Library, release: Release, record: _ForwardRecord) -> None:
-        self._model, self._native, self._release, self._record = model, native, release, record
+    """Replaces the parts of one model by native ones that give the recorded outputs."""
+
+    def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord) -> None:
+        self._model, self._native, self._record = model, native, record
+        self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
         self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
 
     def replace_parts(self) -> None:
-        # By name: whoever holds a module holds its weights.
+        """Replace decoder layers, then the norms and the linear layers that are left."""
+        # The parts are held by name, because a reference to a module would keep its weights in memory.
         for name in self._record.calls:
             self._replace_layer(name)
         for name in self._record.calls:
@@ -178,19 +181,20 @@ class _Replacer:
             self._replace_linears(names)
 
     def build_body(self) -> NativeBody | None:
-        """The whole model as one, if its form allows that and it gives the same logits."""
+        """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
-        new, batch = make_native_body(self._root), _make_batch(self._model)
+        new = make_native_body(self._root)
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
-        batch.enable_native_attention(self._native, self._storage)
-        with hooks.run_with_batch(self._root, batch):
-            mine = new(batch.input_ids, self._record.position_ids).logits[0].float()
-        return (
-            new
-            if _root_mean_square(mine - self._record.logits) <= self._tolerance * self._record.logits.std()
-            else None
-        )
+        step = self._make_step()
+        with hooks.run_with_step(self._root, step):
+            mine = new(step.batch.input_ids, self._record.position_ids).logits[0].float()
+        error = _root_mean_square(mine - self._record.logits)
+        return new if error <= self._tolerance * self._record.logits.std() else None
+
+    def _make_step(self) -> NativeStep:
+        """Return a step over the recorded batch whose attention the kernels compute."""
+        return NativeStep(_make_batch(self._model), self._storage, self._native, self._record.layers)
 
     def _set_module(self, name: str, new: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
@@ -199,9 +203,10 @@ class _Replacer:
     # Decoder layers
 
     def _replace_layer(self, name: str) -> None:
+        """Replace the named module if it is a decoder layer of the common form and its replacement gives the same."""
         layer = self._root.get_submodule(name)
         form = find_layer_parts(layer, is_linear)
-        if form is None or form.attention.index not in self._model.direct_layers:
+        if form is None or form.attention.index not in self._record.layers:
             return
         activation = _find_activation(layer.get_submodule("mlp"))
         paths = {id(part): path for path, part in layer.named_modules(prefix=name)}
@@ -223,10 +228,10 @@ class _Replacer:
             self._release(weight_of(linear))
 
     def _gives_same(self, new: nn.Module, name: str) -> bool:
-        call, batch = self._record.calls[name], _make_batch(self._model)
-        batch.enable_native_attention(self._native, self._storage)
+        """Return whether the new layer gives the recorded output of the named one."""
+        call = self._record.calls[name]
         try:
-            with hooks.run_with_batch(self._root, batch):
+            with hooks.run_with_step(self._root, self._make_step()):
                 mine = new(*call.args, **call.kwargs).float()
         except (TypeError, ValueError, Unsupported):
             return False
@@ -238,7 +243,7 @@ class _Replacer:
     # Norms
 
     def _make_norm(self, name: str, norm: nn.Module) -> NativeNorm | None:
-        """The norm as a kernel, if one of the two usual forms gives what it gave."""
+        """Return a native norm of one of the two usual forms that gives the recorded output, or None."""
         eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         weight: Any = norm.weight
         if not isinstance(eps, float) or weight.dtype != self._model.dtype or name not in self._record.calls:
@@ -257,6 +262,7 @@ class _Replacer:
     # Linear layers
 
     def _replace_linears(self, names: list[str]) -> None:
+        """Pack the named linear layers, which have the same input, into one group."""
         names = [name for name in dict.fromkeys(names) if self._is_present(name, is_linear)]
         linears = [self._root.get_submodule(name) for name in names]
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
@@ -270,14 +276,17 @@ class _Replacer:
             self._set_module(tied, PackedEmbedding(self._native, group))
 
     def _is_present(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
-        """Whether it is still in the model: not if the decoder layer around it was replaced."""
+        """Return whether the model still has a module of this name and kind: its decoder layer may be replaced."""
         try:
             return is_kind(self._root.get_submodule(name))
         except AttributeError:
             return False
 
     def _find_tied_embedding(self, linear: nn.Module) -> str | None:
-        """The embedding with the linear layer's own weight; None if there is none, "" if it cannot be replaced."""
+        """Return the name of the embedding that has the linear layer's weight.
+
+        Returns None if no module shares the weight, and "" if the one that does cannot be replaced.
+        """
         address = weight_of(linear).data_ptr()
         for name, part in self._root.named_modules():
             weight = getattr(part, "weight", None)
@@ -297,11 +306,11 @@ def _input_of(call: _ModuleCall) -> Tensor:
 
 
 def _keep_weight(weight: Tensor) -> None:
-    """The weights stay until the layer is compared."""
+    """Keep the weights, which are needed until the layer was compared."""
 
 
 def _find_activation(mlp: Any) -> Activation | None:
-    """Which of the kernels' activations the module's own is."""
+    """Return the kernels' activation that computes the same as the module's own, or None."""
     x = torch.linspace(-6, 6, 97)
     function = next(
         (f for f in (getattr(mlp, "act_fn", None), getattr(mlp, "activation_fn", None)) if callable(f)), None

@@ -1,22 +1,12 @@
-"""The batch of one step as tensors: token ids, positions, and the slots of new KV.
-
-It is made once per step, before the forward pass. What the native kernels need besides is in `paged`, what a GPU's
-kernels need in `varlen`, and what the torch path needs in `gathered`.
-"""
+"""The batch of one step as tensors: token ids, positions, and the slots of new KV."""
 
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from penstock.engine.attention import LayerAttention
 from penstock.engine.cuda.copies import to_device
-from penstock.engine.cuda.varlen import VarlenStep
-from penstock.engine.gathered import GatheredRows
-from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.paged import PagedStep
 from penstock.engine.scheduler import Plan
-from penstock.engine.storage import KVStorage
 
 
 class Batch:
@@ -28,17 +18,7 @@ class Batch:
         """Sequences whose next token this step samples."""
         self.partial_new_blocks: list[int] = []
         """Blocks that this step begins to write and does not fill."""
-        self.num_attention_calls = 0
-        """How often `paged_attention` was called in this step."""
-        self.paged: PagedStep | None = None
-        """For layers whose attention the native kernels compute."""
-        self.varlen: VarlenStep | None = None
-        """For layers whose attention `varlen_attn` computes."""
-        self.kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        """By layer: the K and V that the cache returned in this step."""
-        self.attention_by_layer: dict[int, LayerAttention] = {}
-        """By layer whose attention got exactly these K and V: the parameters of its attention."""
-        self._block_size, self._device = block_size, device
+        self.block_size, self.device = block_size, device
         self._collect_tokens()
 
     def _collect_tokens(self) -> None:
@@ -46,7 +26,7 @@ class Batch:
         self._positions: list[int] = []
         self._slot_blocks: list[int] = []
         self._logit_rows: list[int] = []
-        size = self._block_size
+        size = self.block_size
         for seq, num in self.plan:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
             self._ids += seq.token_ids[start:end]
@@ -59,7 +39,7 @@ class Batch:
                 self._logit_rows.append(len(self._ids) - 1)
 
     def _to_tensor(self, values: list[int]) -> Tensor:
-        return to_device(values, self._device, torch.int64)
+        return to_device(values, self.device, torch.int64)
 
     @cached_property
     def input_ids(self) -> Tensor:
@@ -74,7 +54,7 @@ class Batch:
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
         """Block, and row in the block, of each of the T new tokens: two of [T]."""
-        rows = [position % self._block_size for position in self._positions]
+        rows = [position % self.block_size for position in self._positions]
         return self._to_tensor(self._slot_blocks), self._to_tensor(rows)
 
     @cached_property
@@ -86,17 +66,3 @@ class Batch:
     def num_tokens(self) -> int:
         """Number of new tokens, T."""
         return self.input_ids.shape[1]
-
-    def find_layer(self, key: Tensor, value: Tensor) -> int | None:
-        """Return the layer for which the cache returned exactly these tensors in this step, or None."""
-        found = (layer for layer, (k, v) in reversed(self.kv_by_layer.items()) if k is key and v is value)
-        return next(found, None)
-
-    @cached_property
-    def gathered(self) -> GatheredRows:
-        """The gathered rows of each sequence, for the torch path."""
-        return GatheredRows(self.plan, self._block_size, self._device)
-
-    def enable_native_attention(self, native: Library, storage: KVStorage) -> None:
-        """Let the native kernels compute attention where they can."""
-        self.paged = PagedStep(native, storage, self.plan, self.slots)

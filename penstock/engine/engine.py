@@ -6,7 +6,6 @@ add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶
                      └──────────── [preempt: no blocks are left] ──────┘
 """
 
-import inspect
 import time
 from functools import partial
 from typing import NamedTuple
@@ -15,11 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
-from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
-from penstock.engine.cuda.varlen import VarlenStep, make_calls
 from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
@@ -30,7 +26,6 @@ from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tok
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
-from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
@@ -58,12 +53,11 @@ class Engine:
                 f"one KV block of {model.name!r} has {model.layout.block_bytes:,} bytes: "
                 f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
             )
-        self._set_threads()
+        keep_freed_memory()
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.pool)
-        on_gpu = model.device.type == "cuda"
-        # On a GPU one more block: the padding rows of a recorded step write to it.
-        self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
+        self.runner = model.backend.create_runner(model, settings, num_blocks)
+        self.storage = self.runner.storage
         self.staging = BlockStaging(self.pool, self.storage)
         self.has_run = False
         """Whether the last step computed anything. If not, there is no work, or it waits for blocks."""
@@ -71,33 +65,6 @@ class Engine:
         self._rate = PrefillRate()
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
-        self._cache = hooks.PagedCache(self.storage, model.direct_layers)
-        model.module.set_attn_implementation(hooks.ATTENTION_NAME)
-        # Rows that were never written are read only where whole blocks are gathered, behind a mask.
-        self._gathers = model.native is None or model.direct_layers != self.storage.keys.keys()
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
-        self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
-
-    def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
-        """Return the decode graphs if `varlen_attn` computes every layer of the model, otherwise None."""
-        if self.model.varlen_windows.keys() != self.storage.keys.keys():
-            return None
-        return DecodeGraphs(
-            self.storage,
-            self.model.varlen_windows,
-            max_batch=self.settings.max_batch,
-            max_blocks=min(self.pool.num_blocks, -(-self.model.context_length // self.settings.block_size)),
-            spare=self.pool.num_blocks,
-            recorder=recorder,
-        )
-
-    def _set_threads(self) -> None:
-        """Give the threads to the native kernels if the model runs on them: torch's would spin beside them."""
-        keep_freed_memory()
-        native = self.model.native
-        torch.set_num_threads(1 if native else self.settings.threads)
-        if native is not None:
-            native.set_threads(self.settings.threads)
 
     # Load
 
@@ -246,10 +213,12 @@ class Engine:
     def _time_step(self, tokens: list[int], trial: TrialStep) -> float:
         """Return the seconds for a trial step over blocks of arbitrary content.
 
-        On a CPU this is processor time, so that other processes do not matter.
+        Without a device beside the process this is processor time, so that other processes do not matter.
         """
-        is_cpu = self.model.device.type == "cpu"
-        clock, threads = (time.process_time, self.settings.threads) if is_cpu else (time.perf_counter, 1)
+        if self.runner.is_asynchronous:
+            clock, threads = time.perf_counter, 1
+        else:
+            clock, threads = time.process_time, self.settings.threads
         plan: Plan = []
         for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [(0, trial.prompt_tokens)] * (
             trial.prompt_tokens > 0
@@ -305,7 +274,7 @@ class Engine:
             sum(num for _, num in plan if num > 1),
             sum(num for _, num in plan),
             time.perf_counter() - started_s,
-            is_done=bool(sampled) or self.model.device.type == "cpu",
+            is_done=bool(sampled) or not self.runner.is_asynchronous,
         )
         return sampled
 
@@ -324,15 +293,14 @@ class Engine:
                 )
                 seq.tail_payload = None
         batch = Batch(plan, self.settings.block_size, self.model.device)
-        logits = self._forward(batch)
+        logits = self.runner.run_step(batch)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         return self._sample(batch, logits)
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
-        """Sample the tokens of the step; meanwhile a GPU's next step is prepared."""
-        if self._graphs is not None:
-            self._graphs.prepare_next_step(batch.sampled_sequences)
+        """Sample the tokens of the step; while a device computes its logits, the next step is prepared."""
+        self.runner.prepare_next_step(batch.sampled_sequences)
         params = [
             SamplingParams(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids)
             for seq in batch.sampled_sequences
@@ -341,34 +309,3 @@ class Engine:
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
         return [Sampled(*entry) for entry in zip(batch.sampled_sequences, tokens, logprobs, strict=True)]
-
-    def _forward(self, batch: Batch) -> Tensor:
-        """Write the KV of the batch to the pool, and return logits [rows to keep, vocabulary]."""
-        if batch.partial_new_blocks and self._gathers:
-            self.storage.zero_blocks(batch.partial_new_blocks)
-        if self._graphs is not None and self._graphs.can_run(batch.plan):
-            return self._graphs.run_step([seq for seq, _ in batch.plan], self._compute)
-        if self.model.native is not None:
-            batch.enable_native_attention(self.model.native, self.storage)
-        if self.model.varlen_windows:
-            parts = make_calls(batch.plan, self.settings.block_size, self.model.device)
-            batch.varlen = VarlenStep(self.storage, self.model.varlen_windows, parts, batch.slots)
-        if not self._keeps_logits:
-            return self._compute(batch)[batch.logits_to_keep]
-        return self._compute(batch, logits_to_keep=batch.logits_to_keep)
-
-    def _compute(self, batch: Batch, **keep: Tensor) -> Tensor:
-        """Run the model's forward pass and return logits [rows to keep or all, vocabulary]."""
-        token = hooks.current_batch.set(batch)
-        try:
-            output = (self.model.body or self.model.module)(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                past_key_values=self._cache,
-                use_cache=True,
-                **keep,
-            )
-        finally:
-            hooks.current_batch.reset(token)
-        logits: Tensor = output.logits[0]
-        return logits

@@ -1,24 +1,26 @@
-"""A decoder layer of the common form as one native call."""
+"""Decoder layers of the common form as one native call each, and whole models of such layers."""
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.hooks import current_batch
 from penstock.engine.kernels import library
+from penstock.engine.kernels.backend import NativeStep
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedLinears
-from penstock.engine.kernels.paged import PagedStep
 from penstock.engine.masks import Unsupported, find_first_keys
+from penstock.engine.step import current_step
 
 _LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORM_CHILDREN = {"q_norm", "k_norm"}
 _MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
+_MODEL_CHILDREN = {"model", "lm_head"}
+_INNER_CHILDREN = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 @dataclass(frozen=True)
@@ -109,26 +111,75 @@ class NativeLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Compute the layer: [1, T, hidden] to the same shape."""
-        batch = current_batch.get()
-        assert batch.paged is not None
+        step = current_step.get()
+        assert isinstance(step, NativeStep)
         assert position_embeddings is not None
-        first_key = find_first_keys(batch, attention_mask, self.attention.window)
+        first_key = find_first_keys(step.batch, attention_mask, self.attention.window)
         x, (cos, sin) = hidden_states.contiguous(), position_embeddings
-        size = batch.paged.key_size(self.attention.index)
+        size = step.key_size(self.attention.index)
         if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
             raise Unsupported("its rotary embedding is not of a head's size and dtype")
-        return self.compute(batch.paged, x, (cos, sin), first_key)
+        return self.compute(step, x, (cos, sin), first_key)
 
     def compute(
-        self, paged: PagedStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
+        self, step: NativeStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
     ) -> Tensor:
-        """Compute the layer for contiguous `x` [1, T, hidden]. `first_key`: see `PagedStep.select_layer`."""
+        """Compute the layer for contiguous `x` [1, T, hidden]. `first_key`: see `NativeStep.select_layer`."""
         cos, sin = position_embeddings
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        params, step = self.attention, paged.step
-        paged.select_layer(params.index, params.scale, first_key)
-        paged.args.heads, paged.args.sinks, paged.args.softcap = params.heads, None, 0.0
-        step.x, step.out, step.cos, step.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        step.hidden = x.shape[-1]
-        paged.native.layer(self._address, ctypes.addressof(step), ctypes.addressof(paged.args))
+        params, args, attention = self.attention, step.step_args, step.attention_args
+        step.select_layer(params.index, params.scale, first_key)
+        attention.heads, attention.sinks, attention.softcap = params.heads, None, 0.0
+        args.x, args.out, args.cos, args.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.hidden = x.shape[-1]
+        step.native.layer(self._address, ctypes.addressof(args), ctypes.addressof(attention))
         return out
+
+
+class Output(NamedTuple):
+    """The part of transformers' model output that the engine reads."""
+
+    logits: Tensor
+
+
+class NativeBody(nn.Module):
+    """Embedding, native layers without windows, norm and head, without the model's own forward passes.
+
+    With small models and small batches those take longer than the arithmetic.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        inner = module.model
+        self._embed, self._rotary, self._norm, self._head = (
+            inner.embed_tokens, inner.rotary_emb, inner.norm, module.lm_head,
+        )  # fmt: skip
+        self._layers: list[NativeLayer] = list(inner.layers)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
+    ) -> Output:
+        """Write K and V to the pool, and map token ids [1, T] to logits [1, T or rows to keep, vocabulary]."""
+        step = current_step.get()
+        assert isinstance(step, NativeStep)
+        x = self._embed(input_ids)
+        tables = self._rotary(x, position_ids)
+        for layer in self._layers:
+            x = layer.compute(step, x, tables, None)
+        if logits_to_keep is not None:
+            x = x[:, logits_to_keep]
+        return Output(self._head(self._norm(x)))
+
+
+def make_native_body(module: Any) -> NativeBody | None:
+    """Return the model as one body if it is built like Llama and all its layers are native; otherwise None.
+
+    As with layers, the caller compares what it computes with the original.
+    """
+    if {name for name, _ in module.named_children()} != _MODEL_CHILDREN:
+        return None
+    if {name for name, _ in module.model.named_children()} != _INNER_CHILDREN:
+        return None
+    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
+        return None
+    return NativeBody(module)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
+from penstock.engine.attention import GatheredRows, Masks, Visibility
 from penstock.engine.batch import Batch
-from penstock.engine.gathered import GatheredRows, Masks, Visibility
 
 _NUM_CHECKED_POSITIONS = 128
 

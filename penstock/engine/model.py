@@ -1,44 +1,45 @@
-"""Load a model: weights, tokenizer, the form of its KV blocks, and the fingerprint that names all of it.
+"""A loaded model, and what computes it."""
 
-`demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors weights
-are read, so loading runs no code of the model's author.
-
-    files ─▶ enough memory? ─▶ map, sizes agree? ─▶ read once: digests ─▶ module ─▶ probe ─▶ fingerprint
-"""
-
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.body import NativeBody
-from penstock.engine.cuda.varlen import Windows
-from penstock.engine.files import DEMO_MODEL, Progress, find_model, find_weight_files, to_one_line
-from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
-from penstock.engine.kernels.library import Library
-from penstock.engine.memory import check_memory
-from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
-from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
-from penstock.engine.storage import KVLayout
+from penstock.engine.fingerprint import add_arithmetic
+from penstock.engine.runner import ModelRunner
+from penstock.engine.storage import KVLayout, KVStorage
 from penstock.engine.weights import MappedWeights
-from penstock.errors import ModelLoadError
-
-__all__ = ["DEMO_MODEL", "LoadedModel", "Progress", "load_model"]
-
-LAYOUT_VERSION = 2
-"""Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
-
-_NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
-@dataclass
+class Backend(Protocol):
+    """What computes a model's steps: chosen when the model is loaded and proved. No module asks which it is."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the fingerprint: in 16 bits, backends of other names may round otherwise."""
+
+    def create_runner(self, model: "LoadedModel", settings: EngineSettings, num_blocks: int) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks."""
+
+
+@dataclass(frozen=True)
+class TorchBackend:
+    """torch's operators on a CPU."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the fingerprint."""
+        return f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+    def create_runner(self, model: "LoadedModel", settings: EngineSettings, num_blocks: int) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks."""
+        torch.set_num_threads(settings.threads)
+        return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device))
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model ready for the engine."""
 
@@ -50,9 +51,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
-    fingerprint: str
-    """Hex digest of weights, configuration, dtype, KV layout and, in 16 bits, what computes (known once it was
-    accelerated): if equal, KV blocks can be exchanged."""
+    content_fingerprint: str
+    """Hex digest of weights, configuration, dtype and KV layout."""
     module: Any
     """The transformers model."""
     layout: KVLayout
@@ -60,146 +60,14 @@ class LoadedModel:
     """Token ids are below this."""
     stock_attention: str
     """The attention implementation transformers would use."""
+    backend: Backend = TorchBackend()
+    """What computes the model."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
-    """The files its parameters may be views of; whoever packs a parameter elsewhere calls `weights.release()`."""
-    native: Library | None = None
-    """The kernels it runs on, if it was put on them."""
-    varlen_windows: Windows = field(default_factory=dict)
-    """Layers whose attention `varlen_attn` computes, on a GPU."""
-    direct_layers: frozenset[int] = frozenset()
-    """Layers whose attention those kernels compute, or `varlen_attn`."""
-    body: NativeBody | None = None
-    """What the engine calls in the module's place, if that has a shorter way to the logits."""
+    """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
 
-
-def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
-    """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
-    with _as_load_errors(settings.model):
-        return _load_model(settings, progress or _ignore_progress)
-
-
-def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
-    _prepare_transformers()
-    torch.set_num_threads(settings.threads)
-    directory = find_model(settings.model, report)
-    files = find_weight_files(directory)
-    sources = [directory / "config.json", *files]
-    before = stat_files(sources)
-    device = _parse_device(settings.device)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    check_config(config)
-    tokenizer = _load_tokenizer(directory)
-    context_length = _find_context_length(config, tokenizer)
-    dtype = _choose_dtype(settings.dtype, config, device)
-    skeleton = build_skeleton(config, dtype)
-    check_memory(count_bytes(skeleton), settings.pool_mb, device)
-    weights = MappedWeights(files)
-    if getattr(config, "quantization_config", None) is None:  # a quantised model stores other sizes than it has
-        check_weight_sizes(skeleton, weights)
-    hashes = hash_files(files, report)
-    module = load_module(skeleton, config, weights, device, report)
-    layout = probe_layout(module, settings.block_size, dtype, device)
-    weights.drop_pages()
-    form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
-    name = compute_fingerprint(directory, files, hashes, module.config, form)
-    if stat_files(sources) != before:
-        raise ModelLoadError(f"{directory} was written to while it was loaded")
-    return LoadedModel(
-        name=settings.model,
-        config=config,
-        tokenizer=tokenizer,
-        context_length=context_length,
-        eos_token_ids=_find_eos_token_ids(load_generation_config(directory), config, tokenizer),
-        dtype=dtype,
-        device=device,
-        fingerprint=name,
-        module=module,
-        layout=layout,
-        vocab_size=module.get_input_embeddings().num_embeddings,
-        stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        weights=weights,
-    )
-
-
-def _prepare_transformers() -> None:
-    """Errors reach the caller as exceptions; transformers' own remarks and progress bars reach nobody.
-
-    Tensors are made one after the other: its threads would convert ahead of what has been put in place, and hold
-    two copies of a model whose experts are merged.
-    """
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-
-
-def _ignore_progress(what: str, done: float) -> None:
-    pass
-
-
-@contextmanager
-def _as_load_errors(name: str) -> Iterator[None]:
-    """Whatever transformers, safetensors or tokenizers raise over a bad model becomes a `ModelLoadError`."""
-    try:
-        yield
-    except ModelLoadError as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
-    except Exception as error:
-        raise ModelLoadError(
-            f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
-        ) from error
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
-        raise ModelLoadError(f"no usable tokenizer in {directory}: {to_one_line(error)}") from error
-    # Where there are no files, transformers makes some tokenizers up: with special tokens only.
-    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    if len(tokenizer) <= len(special):
-        raise ModelLoadError(f"no usable tokenizer in {directory}: its vocabulary is empty")
-    return tokenizer
-
-
-def _parse_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelLoadError(f"no device {name!r}: {str(error).splitlines()[0]}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"no device {name!r}: models run on cpu and cuda")
-    return device
-
-
-def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    own = getattr(config.get_text_config(), "dtype", None)
-    return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
-
-
-def _find_context_length(config: Any, tokenizer: Any) -> int:
-    text = config.get_text_config()
-    if unscaled := find_unscaled_context(text):
-        return unscaled
-    for attribute in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(text, attribute, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
-        return int(tokenizer.model_max_length)
-    raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
-
-
-def _find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
-    ids: set[int] = set()
-    for source in (generation, config.get_text_config(), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or [])
-    return frozenset(ids)
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the content and, in 16 bits, of the backend: if equal, KV blocks can be exchanged."""
+        if self.dtype == torch.float32:
+            return self.content_fingerprint
+        return add_arithmetic(self.content_fingerprint, self.backend.name)

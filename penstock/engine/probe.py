@@ -1,26 +1,42 @@
-"""Can this architecture be served? Asked of the module before anything is computed with it."""
+"""Find out whether an architecture can be served, and what its layers cache."""
 
 import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.hooks import ProbeCache
 from penstock.engine.masks import Unsupported
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import KVLayout
+from penstock.engine.step import Step
+from penstock.engine.storage import KVLayout, KVStorage, LayerShape
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
 _STATEFUL = {"linear_attention", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+"""transformers' names of layers that keep a state."""
 _SPARSE = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
-"""transformers' names of kinds of layers."""
+"""transformers' names of layers with sparse attention."""
+
+
+class _ProbeStep(Step):
+    """Records the shapes of what each layer would cache, and stores nothing."""
+
+    def __init__(self, batch: Batch, dtype: torch.dtype) -> None:
+        super().__init__(batch, KVStorage(KVLayout((), 1, dtype), 1, batch.device))
+        self.shapes: dict[int, LayerShape] = {}
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Record the shapes of K and V, both [1, heads, T, size], and return K and V."""
+        k_shape, v_shape = ((x.shape[1], x.shape[3]) for x in (key, value))
+        self.shapes[layer] = LayerShape(layer, k_shape, v_shape)
+        return key, value
 
 
 def check_config(config: Any) -> None:
-    """Raise `ModelLoadError` for what a configuration alone shows cannot be served."""
+    """Raise `ModelLoadError` if the configuration shows that the model cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError("it is an encoder-decoder model; only decoder-only models can be served")
     text = config.get_text_config(decoder=True)
@@ -38,10 +54,10 @@ def check_config(config: Any) -> None:
 
 
 def find_unscaled_context(config: Any) -> int | None:
-    """How many tokens the model takes before rope changes with the length of the longest sequence in the batch.
+    """Return the number of tokens up to which the rotary embedding does not depend on the batch; None: any number.
 
-    transformers switches the frequencies of all rows then, so beyond it a token would depend on its neighbours. None if
-    they never change.
+    With some kinds of rope transformers takes other frequencies for all rows once the longest sequence of the batch
+    exceeds this length, and a token would depend on its neighbours.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     lengths = [
@@ -54,32 +70,34 @@ def find_unscaled_context(config: Any) -> int | None:
 
 @torch.inference_mode()
 def probe_layout(module: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> KVLayout:
-    """Learn from one token what each layer caches, and that its attention comes to the engine.
+    """Run the module on one token, and return the layout of what its layers cache.
 
     Raises `ModelLoadError` with the reason why the architecture cannot be served.
     """
-    cache, token = ProbeCache(), torch.zeros(1, 1, dtype=torch.long, device=device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
     seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = [0]
-    batch = Batch([(seq, 1)], 1, device)
+    step = _ProbeStep(Batch([(seq, 1)], 1, device), dtype)
     try:
-        with hooks.run_with_batch(module, batch):
-            module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
-        _check_attention_hooked(module, cache, batch)
+        with hooks.run_with_step(module, step):
+            module(input_ids=token, position_ids=token, past_key_values=hooks.PagedCache(), use_cache=True)
+        _check_attention_hooked(step)
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
-    return KVLayout(tuple(cache.shapes[layer] for layer in sorted(cache.shapes)), block_size, dtype)
+    return KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
 
 
-def _check_attention_hooked(module: Any, cache: ProbeCache, batch: Batch) -> None:
-    if not cache.shapes:
+def _check_attention_hooked(step: _ProbeStep) -> None:
+    """Raise `Unsupported` unless every layer that caches anything called the engine's attention."""
+    if not step.shapes:
         raise Unsupported("it caches no keys and values")
-    if batch.num_attention_calls < len(cache.shapes):
+    if step.num_attention_calls < len(step.shapes):
         raise Unsupported("it computes its attention inside its own modules, not through transformers' interface")
 
 
 def _explain_failure(module: Any, error: Exception) -> str:
+    """Return the reason for an unexpected error of the module's forward pass, as a clause."""
     parameters = inspect.signature(module.forward).parameters
     if "past_key_values" not in parameters:
         return "it has no cache of keys and values"

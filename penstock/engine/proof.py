@@ -1,42 +1,164 @@
-"""Prove that the engine gives the model's tokens: compare every way a request can take with `generate()`.
+"""Prove at load that the engine gives the model's own tokens.
 
-A few prompts go through one engine together, in chunks; again, with their prefix in its pool; and through a
-second engine, from the first one's blocks. The reference is the transformers model, alone and greedy.
+1. A tiny random model with the same kinds of layers gives the tokens of `generate()` in every way a request can take:
+   a few prompts go through one engine together, in chunks; again, with their prefix in its pool; and through a second
+   engine, from the first one's blocks. This is done in float32, takes about a second whatever the model's size, and the
+   windows are so short that they matter.
+2. The model itself reads one short prompt in two chunks and a single token on the backend that will serve it. Its
+   logits must be those of the plain transformers model, as far as the dtype goes. That finds what depends on real
+   sizes, and costs as much as two passes.
+
+Where no tiny model can be made, the model itself is proved as in 1. The reference is always the transformers model
+alone, greedy, with its own attention.
 """
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
+from penstock.engine.files import Progress
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
+from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
+from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
+from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
 
 PROMPT_LENGTHS = (21, 1, 34, 9)
 NUM_NEW_TOKENS = 12
 MAX_STEP_TOKENS = 13
+"""Tokens per step, both of the tiny model and of the model itself."""
 MIN_DISTINCT_TOKENS = 12
 """How many different tokens all the answers together must have. With fewer they prove nothing."""
+NUM_SEEDS = 5
+"""How many tiny models are tried until one has answers that differ enough."""
+MAX_TINY_BLOCK_SIZE = 16
+"""The largest block size of the tiny model: its prompts must fill some blocks."""
+MAX_RELATIVE_ERROR = {torch.float32: 0.01}
+"""Root mean square of the error of the logits after a token, relative to their standard deviation."""
+MAX_RELATIVE_ERROR_16_BIT = 0.1
+"""The limit for 16-bit dtypes, where one differently chosen expert changes all logits a little."""
 
 _GREEDY = Sampling(temperature=0.0)
 
 
 class Inconclusive(Exception):
-    """The model says nothing that equality could be held against; the message says why."""
+    """The model's answers prove nothing; the message says why."""
 
 
 @dataclass(frozen=True)
 class ReferenceAnswers:
-    """The prompts, and what `generate()` says to each."""
+    """Prompts, and the answer of `generate()` to each."""
 
     prompts: list[list[int]]
     expected: list[list[int]]
+
+
+def prove_model(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+    """Return the model with the backend that it was proved on. Only the returned model can be used any more.
+
+    Raises `EngineCheckFailed` if the engine's tokens are not the model's own.
+    """
+    report = progress or (lambda what, done: None)
+    report("checking the engine", 0.0)
+    tokens = _make_prompt(model)
+    plain = _compute_plain_logits(model, tokens)
+    report("checking the engine", 0.2)
+    try:
+        tiny, references = _build_tiny_model(model, settings)
+    except CannotShrink:
+        tiny, references = model, _generate_with_model(model)
+    report("checking the engine", 0.6)
+    prove_engine(tiny, settings, references)
+    report("checking the engine", 0.8)
+    model = accelerate_model(model)
+    _compare_logits(model, settings, tokens, plain)
+    report("checking the engine", 1.0)
+    return model
+
+
+def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, ReferenceAnswers]:
+    """Return a tiny model of the same kind, ready for the engine, and the answers of an untouched copy of it."""
+    config = shrink_config(model.module.config)
+    for seed in range(NUM_SEEDS):
+        reference = build_tiny_model(type(model.module), config, seed, model.device, model.stock_attention)
+        missing = find_layer_kinds(model.module) - find_layer_kinds(reference)
+        if missing:
+            raise CannotShrink(f"{len(missing)} kinds of layers were lost")
+        try:
+            tiny = _replace_module(model, copy.deepcopy(reference), min(settings.block_size, MAX_TINY_BLOCK_SIZE))
+            tiny = accelerate_model(tiny)
+            return tiny, generate_references(reference, tiny.vocab_size, tiny.context_length, tiny.device)
+        except Inconclusive:
+            continue
+    raise CannotShrink("its answers have too few different tokens")
+
+
+def _replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedModel:
+    """Return `model` with another module of its kind, in float32. Raises `ModelLoadError` if that cannot be paged."""
+    return replace(
+        model,
+        module=module,
+        dtype=torch.float32,
+        layout=probe_layout(module, block_size, torch.float32, model.device),
+        weights=MappedWeights([]),
+        vocab_size=module.get_input_embeddings().num_embeddings,
+    )
+
+
+def _generate_with_model(model: LoadedModel) -> ReferenceAnswers:
+    """Return the answers of the model itself, even if they have few different tokens."""
+    model.module.set_attn_implementation(model.stock_attention)
+    try:
+        return generate_references(model.module, model.vocab_size, model.context_length, model.device, min_distinct=1)
+    except Inconclusive as error:
+        raise EngineCheckFailed(f"{_describe_model(model)} cannot be checked: {error}") from error
+
+
+def _make_prompt(model: LoadedModel) -> list[int]:
+    """Return tokens for two chunks, and one more that is computed alone."""
+    length = max(1, min(2 * MAX_STEP_TOKENS + 1, model.context_length - 1))
+    prompt: list[int] = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(20)).tolist()
+    return prompt
+
+
+@torch.inference_mode()
+def _compute_plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
+    """Return the transformers model's logits after the last token: [vocabulary]."""
+    model.module.set_attn_implementation(model.stock_attention)
+    ids = torch.tensor([tokens], device=model.device)
+    logits: Tensor = model.module(input_ids=ids, use_cache=False).logits[0, -1].float()
+    return logits
+
+
+@torch.inference_mode()
+def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[int], plain: Tensor) -> None:
+    """Raise `EngineCheckFailed` if the engine's logits after the last token differ from the plain model's."""
+    num_blocks = -(-len(tokens) // model.layout.block_size)
+    runner = model.backend.create_runner(model, settings, num_blocks)
+    seq = Sequence("check", tokens, sampling=_GREEDY, seed=0, max_new_tokens=1)
+    seq.block_table = list(range(num_blocks))
+    while seq.num_pending_tokens:
+        num_tokens = min(seq.num_pending_tokens, MAX_STEP_TOKENS)
+        logits = runner.run_step(Batch([(seq, num_tokens)], model.layout.block_size, model.device))
+        seq.num_computed_tokens += num_tokens
+    error = float((logits[0].float() - plain).square().mean().sqrt() / plain.std())
+    tolerance = MAX_RELATIVE_ERROR.get(model.dtype, MAX_RELATIVE_ERROR_16_BIT)
+    if not error <= tolerance:
+        raise EngineCheckFailed(
+            f"{_describe_model(model)} gives other logits on this engine than by itself: they are off by {error:.1%} "
+            f"of their spread, and {model.dtype} allows {tolerance:.0%}"
+        )
 
 
 def generate_references(
@@ -47,7 +169,7 @@ def generate_references(
     *,
     min_distinct: int = MIN_DISTINCT_TOKENS,
 ) -> ReferenceAnswers:
-    """Greedy answers of the transformers model as it is, to prompts spread over the vocabulary.
+    """Return the transformers model's own greedy answers to random prompts.
 
     The last prompt shares all but its last token with the longest. Raises `Inconclusive`.
     """
@@ -63,7 +185,7 @@ def generate_references(
         raise Inconclusive(f"`generate()` itself fails: {type(error).__name__}: {text}") from error
     num_distinct = len({token for answer in expected for token in answer})
     if num_distinct < min_distinct:
-        raise Inconclusive(f"it says only {num_distinct} different tokens")
+        raise Inconclusive(f"its answers have only {num_distinct} different tokens")
     return ReferenceAnswers(prompts, expected)
 
 
@@ -77,14 +199,26 @@ def _generate_greedily(reference: Any, prompt: list[int], device: torch.device) 
     return answer
 
 
-def prove_engine(
-    model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers, *, control: bool = False
-) -> None:
-    """Raise `EngineCheckFailed` if the engine gives other tokens than `references`.
+def prove_engine(model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers) -> None:
+    """Raise `EngineCheckFailed` if the engine gives other tokens than `references`."""
+    small = make_proof_settings(model, settings, references)
+    try:
+        outcomes = _run_every_way(model, small, references)
+    except Unsupported as error:
+        raise EngineCheckFailed(f"{_describe_model(model)} cannot be served: {error}") from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise EngineCheckFailed(
+            f"{_describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
+        ) from error
+    for how, seqs in outcomes.items():
+        for seq, expected in zip(seqs, references.expected, strict=True):
+            _compare_tokens(model, seq, expected, how)
 
-    With `control`, damaged KV blocks must give other tokens than `references`; `Inconclusive` if they do not.
-    """
-    small = settings.model_copy(
+
+def make_proof_settings(model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers) -> EngineSettings:
+    """Return the settings of an engine that runs all prompts at once, in small chunks."""
+    return settings.model_copy(
         update={
             "max_batch": len(references.prompts),
             "max_step_tokens": MAX_STEP_TOKENS,
@@ -92,46 +226,22 @@ def prove_engine(
             "block_size": model.layout.block_size,
         }
     )
-    try:
-        outcomes = _run_every_way(model, small, references, control=control)
-    except Unsupported as error:
-        raise EngineCheckFailed(f"{describe_model(model)} cannot be served: {error}") from error
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise EngineCheckFailed(
-            f"{describe_model(model)} does not run on this engine: {type(error).__name__}: {text}"
-        ) from error
-    damaged = outcomes.pop("damaged", None)
-    for how, seqs in outcomes.items():
-        for seq, expected in zip(seqs, references.expected, strict=True):
-            _compare_tokens(model, seq, expected, how)
-    if damaged and [seq.output_token_ids for seq in damaged] == references.expected:
-        raise Inconclusive("damaged KV blocks change none of its tokens")
 
 
 def _run_every_way(
-    model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers, *, control: bool
+    model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers
 ) -> dict[str, list[Sequence]]:
-    """The same sequences, served in each way."""
+    """Return finished sequences of all prompts, by the way in which they were served."""
     engine, second = (Engine(model, settings, quarantine=False) for _ in range(2))
-    first = [_make_sequence(model, prompt) for prompt in references.prompts]
-    _run_to_end(engine, first)
-    blocks = [export_blocks(engine, seq) for seq in first]
-    handed = [_hand_over(second, seq, payloads) for seq, payloads in zip(first, blocks, strict=True)]
+    first = run_prompts(engine, references.prompts)
+    handed = [hand_over(second, seq, export_blocks(engine, seq)) for seq in first]
     for seq in first:
         engine.remove_sequence(seq)
-    again = [_make_sequence(model, prompt) for prompt in references.prompts]
-    _run_to_end(engine, again)
+    again = run_prompts(engine, references.prompts)
     size = model.layout.block_size
     assert all(seq.num_cached_tokens >= (seq.num_prompt_tokens - 1) // size * size for seq in again), "no prefix hit"
-    _run_to_end(second, handed[::-1])
-    found = {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
-    if control:
-        third = Engine(model, settings, quarantine=False)
-        wrong = [[_damage_payload(model, payload) for payload in payloads] for payloads in blocks]
-        found["damaged"] = [_hand_over(third, seq, payloads) for seq, payloads in zip(first, wrong, strict=True)]
-        _run_to_end(third, found["damaged"])
-    return found
+    run_to_end(second, handed[::-1])
+    return {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
 
 
 def _make_sequence(model: LoadedModel, prompt: list[int], given: list[int] | None = None) -> Sequence:
@@ -154,29 +264,30 @@ def _choose_pool_mb(model: LoadedModel, references: ReferenceAnswers) -> int:
     return -(-2 * num_blocks * model.layout.block_bytes // 2**20)
 
 
-def _run_to_end(engine: Engine, seqs: list[Sequence]) -> None:
+def run_prompts(engine: Engine, prompts: list[list[int]]) -> list[Sequence]:
+    """Run a greedy sequence of each prompt to its end, and return them."""
+    seqs = [_make_sequence(engine.model, prompt) for prompt in prompts]
+    run_to_end(engine, seqs)
+    return seqs
+
+
+def run_to_end(engine: Engine, seqs: list[Sequence]) -> None:
+    """Run sequences until none has a token left to compute; they stay in the engine."""
     for seq in seqs:
         engine.add_sequence(seq)
     while engine.has_work():
         engine.step()
 
 
-def _hand_over(engine: Engine, seq: Sequence, payloads: list[bytes]) -> Sequence:
-    """The sequence as a decode worker's engine gets it: the prompt's KV as bytes, and the first token."""
+def hand_over(engine: Engine, seq: Sequence, payloads: list[bytes]) -> Sequence:
+    """Return a sequence's copy as a decode worker's engine gets it: with the prompt's KV and the first token."""
     copy = _make_sequence(engine.model, seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids[:1])
     assert import_blocks(engine, copy, payloads) == len(copy.block_keys), "no room for what is handed over"
     return copy
 
 
-def _damage_payload(model: LoadedModel, payload: bytes) -> bytes:
-    """A block's bytes, moved on by a token and a half."""
-    shift = 3 * len(payload) // (2 * len(model.layout.layers) * model.layout.block_size)
-    shift -= shift % model.dtype.itemsize
-    return payload[shift:] + payload[:shift]
-
-
-def describe_model(model: LoadedModel) -> str:
-    """The model and its architecture, for messages."""
+def _describe_model(model: LoadedModel) -> str:
+    """Return the names of the model and its architecture, for messages."""
     return f"{model.name!r} ({type(model.module).__name__})"
 
 
@@ -186,5 +297,5 @@ def _compare_tokens(model: LoadedModel, seq: Sequence, expected: list[int], how:
     at = next(i for i, pair in enumerate(zip(seq.output_token_ids, expected, strict=True)) if pair[0] != pair[1])
     detail = f"token {at} after a prompt of {seq.num_prompt_tokens} is {seq.output_token_ids[at]}, not {expected[at]}"
     raise EngineCheckFailed(
-        f"{describe_model(model)} gives other tokens on this engine than `generate()`: {how}, {detail}"
+        f"{_describe_model(model)} gives other tokens on this engine than `generate()`: {how}, {detail}"
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.cuda.copies import BlockCopier, to_device
+from penstock.engine.cuda.copies import to_device
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.sequence import Payload
 
@@ -81,9 +81,6 @@ class KVStorage:
         flat = (map_zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
                 else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
         self.data = flat.view(num_blocks, layout.block_elements)
-        self._copier = (
-            BlockCopier.create(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
-        )
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
         self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
@@ -106,34 +103,29 @@ class KVStorage:
 
     def write_block(self, block: int, payload: Payload) -> None:
         """Fill a block from `block_bytes` bytes."""
-        if self._copier is not None:
-            self._copier.write_block(self.data[block], payload)
-        else:
-            self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
+        self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
 
     def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
-        """Return a writable view of each block, and the tensor they are part of: [len(blocks), block elements].
+        """Return a writable view of each block, and the tensor that is to be committed, [len(blocks), block elements].
 
-        Without a GPU the views are the blocks themselves, and the tensor is None.
+        Here the views are the blocks themselves, and the tensor is None.
         """
-        if self._copier is None:
-            return [memoryview(self._bytes[block]) for block in blocks], None
-        staged = self._copier.allocate_rows(len(blocks))
-        return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
+        return [memoryview(self._bytes[block]) for block in blocks], None
 
     def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
         """Make what was written to the first views the content of these blocks, from the next step on."""
-        if self._copier is not None and staged is not None:
-            for block, row in zip(blocks, staged, strict=False):
-                self._copier.upload_row(self.data[block], row)
 
     def view_block(self, block: int) -> memoryview | None:
-        """Return a read-only view of a block's own bytes, or None if they are on a GPU."""
-        return memoryview(self._bytes[block]).toreadonly() if self._copier is None else None
+        """Return a read-only view of a block's own bytes, or None if they are not in host memory."""
+        return memoryview(self._bytes[block]).toreadonly()
+
+    def read_block(self, block: int) -> Tensor:
+        """Return a copy of a block in host memory: [block elements]."""
+        return self.data[block].clone()
 
     def copy_block(self, block: int, num_rows: int) -> memoryview:
         """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
-        copy = self.data[block].clone() if self._copier is None else self._copier.read_block(self.data[block])
+        copy = self.read_block(block)
         if num_rows < self.layout.block_size:
             for offset, heads, size in self._parts:
                 part = copy[offset : offset + heads * self.layout.block_size * size]

@@ -1,23 +1,231 @@
-"""A tiny random model of a shrunken configuration, made so that its tokens tell whether it was run right."""
+"""A tiny random model of the same architecture as a large one, whose tokens show whether it is computed right.
 
+Its configuration is shrunk: it keeps every kind of layer (type, dense or mixture of experts, shared KV) and the ratio
+of the heads, with fewer and narrower layers, and windows that are shorter than a prompt of a few tokens.
+"""
+
+import json
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
-
-from penstock.engine.shrink import CannotShrink
+from transformers import GenerationConfig, PreTrainedConfig
 
 MAX_PARAMETERS = 20_000_000
+"""The largest number of parameters of a tiny model."""
 _SPREADS = ((0.2, 1.5), (1.0, 1.0), (3.0, 2.5), (0.2, 4.0), (1.0, 3.0))
-"""By seed: standard deviations of embeddings, and of matrices in units that keep the length of a vector."""
+"""By seed: the standard deviations of embeddings and of matrices; 1 lets a matrix keep the length of a vector."""
+
+HEAD_SIZE = 16
+WINDOW = 8
+"""How many tokens a layer with a window sees, and how many experts a mixture has."""
+MIN_LAYERS = 3
+MAX_LAYERS = 12
+"""How many layers a tiny model has."""
+
+# transformers' configurations have different names for the same thing. Each list has the names of one.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+          "num_decoder_attention_heads", "attention_heads")  # fmt: skip
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "dim", "word_embed_proj_dim")
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+"""Counts: so many layers at the beginning are of another kind."""
+_LAST = ("num_kv_shared_layers",)
+"""Counts: so many layers at the end are of another kind."""
+_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "hybrid_layer_ids")
+"""Lists of the numbers of layers."""
+
+_TEXT_TOKENS = ("pad", "bos", "eos", "decoder", "cls", "sep", "mask", "unk", "forced", "eod")
+"""How the names of special tokens of texts begin. Other special tokens stand for images and sounds."""
+_NO_TOKEN = 10**6
+"""A token id that no prompt has."""
+
+_NAMES_BY_MAXIMUM = {
+    512: """vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size
+        encoder_hash_byte_group_vocab""",
+    96: """intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size
+        dense_intermediate_size""",
+    32: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+        shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
+    HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
+        attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
+        query_pre_attn_scalar local_attention""",
+    WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
+        keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
+        zero_expert_num""",
+    2: """num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
+        num_encoder_layers""",
+    1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts""",
+}
+_SIZES = {name: cap for cap, names in _NAMES_BY_MAXIMUM.items() for name in names.split()}
+"""By name of a size: its maximum in the tiny configuration."""
+
+
+class CannotShrink(Exception):
+    """No small model of this kind can be made; the message says why."""
+
+
+def shrink_config(config: Any, sizes: dict[str, Any] | None = None) -> Any:
+    """Return a configuration of the same class for a tiny model. Raises `CannotShrink`.
+
+    `sizes` replaces values of the shrunk configuration.
+    """
+    try:
+        return type(config)(**{**_shrink_values(config), **(sizes or {})})
+    except Exception as error:
+        raise CannotShrink(f"{type(config).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _shrink_values(config: Any) -> dict[str, Any]:
+    """Return the keyword arguments of the shrunk configuration."""
+    values: dict[str, Any] = config.to_dict()
+    for key in list(values):
+        part = config.__dict__.get(key)
+        if isinstance(part, PreTrainedConfig):
+            values[key] = _shrink_values(part)
+    _cut_layers(values)
+    sizes = {**_SIZES, **_shrink_heads(values)}
+    old_head = values.get("head_dim") or _find_head_size(values)
+    if (
+        values.get("qk_nope_head_dim")
+        and values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    ):
+        sizes["head_dim"] = 2 * HEAD_SIZE
+    for key, value in list(values.items()):
+        values[key] = _cap_value(key, value, sizes)
+    for overrides in values.get("per_layer_config", {}).values():
+        overrides.update({key: _cap_value(key, value, sizes) for key, value in overrides.items()})
+    if isinstance(values.get("rotary_dim"), int) and old_head:
+        values["rotary_dim"] = max(2, values["rotary_dim"] * HEAD_SIZE // old_head)
+    for rope in _rope_parameters(values):
+        _shrink_rope(rope, old_head)
+    values["tie_word_embeddings"] = False
+    values.pop("quantization_config", None)
+    return values
+
+
+def _find_name(values: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if isinstance(values.get(name), int)), None)
+
+
+def _shrink_heads(values: dict[str, Any]) -> dict[str, int]:
+    """Return the new numbers of heads, and the new width for every value that equals the old width.
+
+    The ratio of query heads to KV heads stays, up to 8.
+    """
+    name, kv_name, hidden = (_find_name(values, names) for names in (_HEADS, _KV_HEADS, _HIDDEN))
+    if name is None:
+        return {hidden: 4 * HEAD_SIZE} if hidden else {}
+    old, old_kv = values[name], values[kv_name] if kv_name else values[name]
+    per_kv = max(1, min(old // max(old_kv, 1), 8))
+    num_kv = min(old_kv, 4 if per_kv == 1 else 2)
+    new = {name: num_kv * per_kv}
+    if kv_name:
+        new[kv_name] = num_kv
+    # Layers of another kind with other head counts keep their ratio to these.
+    others = {"swa_num_attention_heads": 2 * num_kv * per_kv, "swa_num_key_value_heads": 2 * num_kv}
+    new |= {other: count for other, count in others.items() if other in values}
+    if hidden:
+        width = max(num_kv * per_kv, 4) * HEAD_SIZE
+        new |= {key: width for key, value in values.items() if type(value) is int and value == values[hidden]
+                and key not in _SIZES and key not in new}  # fmt: skip
+        if values.get("intermediate_size") == values[hidden]:
+            new["intermediate_size"] = width
+    return new
+
+
+def _find_head_size(values: dict[str, Any]) -> int:
+    name, hidden = _find_name(values, _HEADS), _find_name(values, _HIDDEN)
+    return values[hidden] // values[name] if name and hidden else 0
+
+
+def _cap_value(key: str, value: Any, sizes: dict[str, int]) -> Any:
+    if isinstance(value, list) and key in sizes and all(type(item) is int for item in value):
+        return [min(item, sizes[key]) for item in value]
+    if type(value) is not int:
+        return value
+    if key.endswith(("_token_id", "_token_index")):
+        return 0 if key.split("_", maxsplit=1)[0] in _TEXT_TOKENS else _NO_TOKEN
+    return min(value, sizes[key]) if key in sizes else value
+
+
+def _cut_layers(values: dict[str, Any]) -> None:
+    """Keep the first layer of each kind, in order, and further layers up to `MIN_LAYERS`."""
+    name = _find_name(values, _LAYERS)
+    if name is None or values[name] <= MIN_LAYERS:
+        return
+    total = values[name]
+    lists = [key for key, value in values.items() if _is_by_layer(key, value, total)]
+    first: dict[str, int] = {}
+    for index in range(total):
+        first.setdefault(_describe_configured_layer(values, lists, total, index), index)
+    if len(first) > MAX_LAYERS:
+        raise CannotShrink(f"{len(first)} kinds of layers")
+    keep = sorted(first.values())
+    keep = sorted(keep + [index for index in range(total) if index not in keep][: max(0, MIN_LAYERS - len(keep))])
+    values.update({key: [values[key][index] for index in keep] for key in lists})
+    _renumber_layers(values, keep, total)
+    values[name] = len(keep)
+    if values.get("num_layers_per_stack"):  # stacks are gone through several times, each time with a cache of its own
+        rounds = total // values["num_layers_per_stack"]
+        values["num_layers_per_stack"] = MIN_LAYERS
+        values[name] = MIN_LAYERS * rounds
+
+
+def _is_by_layer(key: str, value: Any, total: int) -> bool:
+    return isinstance(value, list) and len(value) == total and key not in _INDICES
+
+
+def _renumber_layers(values: dict[str, Any], keep: list[int], total: int) -> None:
+    """Adapt the values that name or count layers to the numbers that the kept layers have now."""
+    for key, value in list(values.items()):
+        if key in _FIRST and type(value) is int:
+            values[key] = sum(index < value for index in keep)
+        elif key in _LAST and type(value) is int:
+            values[key] = sum(index >= total - value for index in keep)
+        elif key in _INDICES and isinstance(value, list):
+            values[key] = [new for new, index in enumerate(keep) if index in value]
+        elif key == "per_layer_config":
+            old = {int(index): overrides for index, overrides in value.items()}
+            values[key] = {new: dict(old[index]) for new, index in enumerate(keep) if index in old}
+
+
+def _describe_configured_layer(values: dict[str, Any], lists: list[str], total: int, index: int) -> str:
+    """Return a text that is equal for layers that the configuration treats alike."""
+    values_of_layer: list[Any] = [values[key][index] for key in lists]
+    values_of_layer += [index < values[key] for key in _FIRST if type(values.get(key)) is int]
+    values_of_layer += [index >= total - values[key] for key in _LAST if type(values.get(key)) is int]
+    values_of_layer += [index in values[key] for key in _INDICES if isinstance(values.get(key), list)]
+    values_of_layer += [overrides for at, overrides in values.get("per_layer_config", {}).items() if int(at) == index]
+    return json.dumps(values_of_layer, default=str)
+
+
+def _rope_parameters(values: dict[str, Any]) -> list[dict[str, Any]]:
+    rope = values.get("rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def _shrink_rope(rope: dict[str, Any], old_head: int) -> None:
+    """Cut lists of factors to the smaller head size, and let scaling by position begin within the short window."""
+    if rope.get("llama_4_scaling_beta") and "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = WINDOW
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list) and old_head:
+            rope[key] = rope[key][: max(1, len(rope[key]) * HEAD_SIZE // old_head)]
+    section = rope.get("mrope_section")
+    if isinstance(section, list) and old_head:
+        smaller = [part * HEAD_SIZE // old_head for part in section]
+        smaller[0] += sum(section) * HEAD_SIZE // old_head - sum(smaller)
+        rope["mrope_section"] = smaller
 
 
 def build_tiny_model(
     kind: type[Any], config: Any, seed: int, device: torch.device, attention: str | None = None
 ) -> Any:
-    """A model of a shrunken configuration in float32, its random weights such that what it says varies."""
+    """Return a random model of a shrunk configuration, in float32. Raises `CannotShrink`."""
     try:
         with torch.device("meta"):
             num_parameters = sum(p.numel() for p in kind._from_config(config).parameters())  # noqa: SLF001
@@ -38,7 +246,7 @@ def build_tiny_model(
 
 @torch.no_grad()
 def _fill_weights(module: nn.Module, seed: int) -> None:
-    """Weights that let what is attended to decide the next token, so that a mistake there shows."""
+    """Give the model random weights with which its tokens depend on attention, so that a mistake there shows."""
     generator = torch.Generator().manual_seed(seed)
     of_embeddings, of_matrices = _SPREADS[seed % len(_SPREADS)]
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -53,15 +261,15 @@ def _fill_weights(module: nn.Module, seed: int) -> None:
 
 
 def find_layer_kinds(module: nn.Module) -> set[str]:
-    """What kinds of layers a model is made of: the classes of their parts, and which of them have a window."""
+    """Return a text for each kind of layer in the model: the classes of its parts, and which of them have a window."""
     kinds: set[str] = set()
     for layers in module.modules():
         if isinstance(layers, nn.ModuleList):
-            kinds.update(_layer_signature(layer) for layer in layers)
+            kinds.update(_describe_layer(layer) for layer in layers)
     return kinds
 
 
-def _layer_signature(layer: nn.Module) -> str:
+def _describe_layer(layer: nn.Module) -> str:
     parts = {(type(part).__name__, _has_window(part)) for part in layer.modules()}
     return repr(sorted(parts))
 

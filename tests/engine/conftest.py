@@ -6,7 +6,9 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.model import DEMO_MODEL, LoadedModel, load_model
+from penstock.engine.files import DEMO_MODEL
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
 
 
 @pytest.fixture(scope="session")

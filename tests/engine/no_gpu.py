@@ -1,7 +1,7 @@
 """What a GPU does, on a CPU: kernels, recorded work and a second queue, as strict as theirs or stricter."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import hooks
 from penstock.engine.cuda import trial, varlen
+from penstock.engine.cuda.backend import CudaBackend, CudaRunner
+from penstock.engine.cuda.decode import Recorder
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
-from penstock.engine.staging import BlockStaging
 from penstock.engine.storage import KVStorage
 
 
@@ -66,9 +66,19 @@ def model_on(monkeypatch: pytest.MonkeyPatch, model: LoadedModel, kernel: Callab
     """The model as it would be loaded where `kernel` is torch's `varlen_attn`, and takes the model's dtype."""
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(trial, "DTYPES", (model.dtype,))
-    model = replace(model)
-    trial.enable_varlen(model)
-    return model
+    return replace(model, backend=EmulatedBackend(trial.find_varlen_windows(model)))
+
+
+@dataclass(frozen=True)
+class EmulatedBackend(CudaBackend):
+    """A GPU's backend in a CPU's memory. Without a recorder, it records no decode steps."""
+
+    recorder: Recorder | None = None
+
+    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
+        storage = KVStorage(model.layout, num_blocks + 1, model.device)
+        graphs = self.create_graphs(model, settings, storage, self.recorder) if self.recorder else None
+        return CudaRunner(model.module, storage, self.windows, graphs)
 
 
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
@@ -128,12 +138,9 @@ class Now:
 
 def recording(model: LoadedModel, settings: EngineSettings) -> tuple[Engine, TapeRecorder]:
     """An engine that records its decode steps, as on a GPU."""
-    engine, recorder = Engine(model, settings), TapeRecorder()
-    engine.storage = KVStorage(model.layout, engine.pool.num_blocks + 1, model.device)
-    engine.staging = BlockStaging(engine.pool, engine.storage)
-    engine._cache = hooks.PagedCache(engine.storage, model.direct_layers)
-    engine._graphs = engine._make_graphs(recorder)
-    return engine, recorder
+    assert isinstance(model.backend, EmulatedBackend)
+    recorder = TapeRecorder()
+    return Engine(replace(model, backend=replace(model.backend, recorder=recorder)), settings), recorder
 
 
 class Queues:

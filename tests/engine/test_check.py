@@ -10,11 +10,12 @@ import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
-from penstock.engine.check import check_engine
 from penstock.engine.engine import Engine
-from penstock.engine.model import DEMO_MODEL, LoadedModel, load_model
-from penstock.engine.opening import open_engine
-from penstock.engine.shrink import CannotShrink
+from penstock.engine.files import DEMO_MODEL
+from penstock.engine.loading import load_model, open_engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.proof import prove_model
+from penstock.engine.tiny import CannotShrink
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import generate_with_transformers, hand_over, run_sequences, sequence
 
@@ -63,7 +64,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 16, 45, 70)]
     expected = generate_with_transformers(model, prompts, 10)
-    check_engine(model, settings)
+    model = prove_model(model, settings)
     engine = Engine(model, settings)
     seqs = [sequence(p, 10) for p in prompts]
     assert run_sequences(engine, seqs, remove=False) == expected
@@ -75,7 +76,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) -> None:
     kind, extra, reason = REFUSED[name]
     with pytest.raises(ModelLoadError, match=reason):
-        check_engine(_load(tmp_path, kind, extra), EngineSettings())
+        prove_model(_load(tmp_path, kind, extra), EngineSettings())
 
 
 def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Pa
         tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
     )
     assert model.context_length == 64
-    check_engine(model, EngineSettings())
+    prove_model(model, EngineSettings())
 
 
 def test_the_demo_model_passes() -> None:
@@ -107,16 +108,16 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_positions_are_noticed(wrong_positions: None) -> None:
     with pytest.raises(EngineCheckFailed, match="other tokens"):
-        check_engine(load_model(EngineSettings()), EngineSettings())
+        prove_model(load_model(EngineSettings()), EngineSettings())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_only_the_model_itself_shows_is_noticed(
     dtype: str, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.check.prove_engine", lambda *args: None)
+    monkeypatch.setattr("penstock.engine.proof.prove_engine", lambda *args: None)
     with pytest.raises(EngineCheckFailed, match="other logits"):
-        check_engine(load_model(EngineSettings(dtype=dtype)), EngineSettings())
+        prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())
 
 
 def test_a_model_that_cannot_be_shrunk_is_checked_itself(
@@ -125,16 +126,16 @@ def test_a_model_that_cannot_be_shrunk_is_checked_itself(
     def cannot(config: Any) -> Any:
         raise CannotShrink("on purpose")
 
-    monkeypatch.setattr("penstock.engine.check.shrink_config", cannot)
+    monkeypatch.setattr("penstock.engine.proof.shrink_config", cannot)
     with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
-        check_engine(load_model(EngineSettings()), EngineSettings())
+        prove_model(load_model(EngineSettings()), EngineSettings())
 
 
 def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter([{"one", "another"}, {"one"}])
-    monkeypatch.setattr("penstock.engine.check.find_layer_kinds", lambda module: next(kinds))
+    monkeypatch.setattr("penstock.engine.proof.find_layer_kinds", lambda module: next(kinds))
     proved: list[LoadedModel] = []
-    monkeypatch.setattr("penstock.engine.check.prove_engine", lambda model, *args: proved.append(model))
+    monkeypatch.setattr("penstock.engine.proof.prove_engine", lambda model, *args: proved.append(model))
     demo = load_model(EngineSettings())
-    check_engine(demo, EngineSettings())
+    prove_model(demo, EngineSettings())
     assert proved == [demo]

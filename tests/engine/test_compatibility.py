@@ -15,9 +15,8 @@ from penstock.engine import masks
 from penstock.engine.batch import Batch
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import ReferenceAnswers, generate_references, prove_engine
-from penstock.engine.shrink import CannotShrink, shrink_config
 from penstock.engine.storage import KVStorage
-from penstock.engine.tiny import build_tiny_model, find_layer_kinds
+from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
 from penstock.errors import EngineCheckFailed
 from tools import compatibility
 from tools.compatibility import ARCHITECTURES, judge_architecture, make_row
@@ -70,7 +69,8 @@ def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, ReferenceAnswe
     reference = build_tiny_model(auto._model_mapping[type(config)], config, 0, CPU)
     model = compatibility.make_loaded_model(request.param, copy.deepcopy(reference))
     answers = generate_references(reference, model.vocab_size, model.context_length, CPU)
-    prove_engine(model, EngineSettings(), answers, control=True)
+    prove_engine(model, EngineSettings(), answers)
+    compatibility.check_damage_shows(model, answers)
     return model, answers
 
 

@@ -11,8 +11,8 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
-from penstock.engine.model import LoadedModel, load_model
-from penstock.engine.opening import open_engine
+from penstock.engine.loading import load_model, open_engine
+from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import generate_with_transformers, hand_over, make_block_keys, run_sequences, sequence
@@ -30,9 +30,7 @@ def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedM
     if request.param == "plain":
         yield demo
         return
-    loaded = load_model(EngineSettings(dtype=request.param))
-    accelerate_model(loaded)
-    yield loaded
+    yield accelerate_model(load_model(EngineSettings(dtype=request.param)))
     native = library.load_library()
     assert native is not None
     native.set_threads(1)

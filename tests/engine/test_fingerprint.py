@@ -15,15 +15,14 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import accelerate
-from penstock.engine import model as loading
+from penstock.engine import accelerate, loading
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
-from penstock.engine.model import load_model
+from penstock.engine.loading import load_model
 
 PRINT = """
 import sys
-from penstock.engine.model import load_model
+from penstock.engine.loading import load_model
 from penstock.config.settings import EngineSettings
 print(load_model(EngineSettings(model=sys.argv[1])).fingerprint)
 """
@@ -109,9 +108,7 @@ def test_what_the_configuration_leaves_to_transformers(copied: Path, monkeypatch
 
 
 def _by(directory: Path, dtype: str) -> str:
-    model = load_model(_settings(directory, dtype=dtype))
-    accelerate_model(model)
-    return model.fingerprint
+    return accelerate_model(load_model(_settings(directory, dtype=dtype))).fingerprint
 
 
 @pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
@@ -136,11 +133,8 @@ def test_a_gpu_and_its_attention_in_16_bits(tiny_dir: Path, monkeypatch: pytest.
     prints = []
     for windows in ({}, {0: 0, 1: 0}):
         model = replace(load_model(_settings(tiny_dir, dtype="bfloat16")), device=torch.device("cuda"))
-        monkeypatch.setattr(
-            accelerate, "enable_varlen", lambda model, windows=windows: setattr(model, "varlen_windows", windows)
-        )
-        accelerate_model(model)
-        prints.append(model.fingerprint)
+        monkeypatch.setattr(accelerate, "find_varlen_windows", lambda model, windows=windows: windows)
+        prints.append(accelerate_model(model).fingerprint)
     assert len({*prints, _by(tiny_dir, "bfloat16")}) == 3
 
 

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.attention import LayerAttention, ScoreParams
-from penstock.engine.check import check_engine
+from penstock.engine.attention import LayerAttention
 from penstock.engine.cuda import trial
+from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
 from penstock.engine.cuda.copies import BlockCopier
 from penstock.engine.cuda.decode import DecodeGraphs, HostInputs
-from penstock.engine.cuda.varlen import make_calls, pad_to_power_of_two
+from penstock.engine.cuda.varlen import Windows, make_calls, pad_to_power_of_two
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
+from penstock.engine.loading import load_model
 from penstock.engine.masks import MaskRule, find_window, get_visibility
-from penstock.engine.model import LoadedModel, load_model
+from penstock.engine.model import LoadedModel
+from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import LayerShape
+from penstock.engine.storage import KVStorage, LayerShape
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, hand_over, run_sequences, sequence, stage_blocks
 from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
@@ -57,9 +59,12 @@ def _seqs(prompts: list[list[int]]) -> list[Sequence]:
 
 def test_all_layers_of_a_plain_model_are_taken(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    assert model.varlen_windows == {shape.layer: 0 for shape in demo.layout.layers}
-    assert model.direct_layers == frozenset(model.varlen_windows)
-    assert demo.varlen_windows == {}
+    assert _windows(model) == {shape.layer: 0 for shape in demo.layout.layers}
+
+
+def _windows(model: LoadedModel) -> Windows:
+    assert isinstance(model.backend, CudaBackend)
+    return model.backend.windows
 
 
 def _refuses(*args: Any, **kwargs: Any) -> Tensor:
@@ -78,15 +83,12 @@ def _sees_too_little(*args: Any, window_size: tuple[int, int], **kwargs: Any) ->
 def test_a_kernel_that_cannot_or_is_wrong_is_not_used(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
 ) -> None:
-    model = model_on(monkeypatch, demo, kernel)
-    assert model.varlen_windows == {}
-    assert model.direct_layers == frozenset()
+    assert _windows(model_on(monkeypatch, demo, kernel)) == {}
 
 
 def test_no_layer_of_a_model_in_32_bits_is_taken(demo: LoadedModel) -> None:
     assert demo.dtype == torch.float32
-    trial.enable_varlen(demo)
-    assert demo.varlen_windows == {}
+    assert trial.find_varlen_windows(demo) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_what_a_layer_may_have(
     found: int | None,
 ) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    how = LayerAttention(4, ScoreParams(0.2, softcap, sinks), None, window)
+    how = LayerAttention(4, 0.2, softcap, sinks, None, window)
     assert trial.try_layer(model, LayerShape(0, (2, 16), (2, 16)), how) == found
 
 
@@ -242,8 +244,9 @@ def test_what_is_recorded_wrongly_is_run(
 
 def test_graphs_need_every_layer(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    model.varlen_windows = {layer: window for layer, window in model.varlen_windows.items() if layer}
-    assert Engine(model, SMALL)._make_graphs(TapeRecorder()) is None
+    windows = {layer: window for layer, window in _windows(model).items() if layer}
+    storage = KVStorage(model.layout, 9, model.device)
+    assert CudaBackend(windows).create_graphs(model, SMALL, storage, TapeRecorder()) is None
 
 
 # The inputs of a recorded step
@@ -357,13 +360,19 @@ def test_a_step_reads_what_was_staged_before_it_and_none_under_way_does() -> Non
     assert seen == [[0] * 6, [2, 0, 0, 0, 1, 0]]
 
 
+class _CopyingBackend(CudaBackend):
+    """A backend whose blocks are copied from and to other memory."""
+
+    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
+        copier = BlockCopier(AtOnce(), torch.zeros(2, model.layout.block_elements, dtype=model.dtype))
+        return CudaRunner(model.module, CudaStorage(model.layout, num_blocks, CPU, copier), {}, None)
+
+
 def test_kv_comes_and_goes_through_memory_of_the_host(
     demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    first, second = Engine(demo, SMALL), Engine(demo, SMALL)
-    for engine in (first, second):
-        buffers = torch.zeros(2, demo.layout.block_elements, dtype=demo.dtype)
-        engine.storage._copier = BlockCopier(AtOnce(), buffers)
+    model = replace(demo, backend=_CopyingBackend())
+    first, second = Engine(model, SMALL), Engine(model, SMALL)
     done = _seqs(prompts)
     run_sequences(first, done, remove=False)
     assert [seq.output_token_ids for seq in done] == expected
@@ -394,9 +403,7 @@ on_gpu = pytest.mark.parametrize("block_size", [pytest.param(16, marks=needs_gpu
 def _gpu(block_size: int, dtype: Literal["float32", "bfloat16"]) -> LoadedModel:
     """The demo model, checked and put on the GPU's kernels."""
     settings = EngineSettings(device="cuda", dtype=dtype, block_size=block_size)
-    model = load_model(settings)
-    check_engine(model, settings)
-    return model
+    return prove_model(load_model(settings), settings)
 
 
 def _settings(block_size: int) -> EngineSettings:
@@ -410,7 +417,7 @@ def _plain(prompts: list[list[int]], num_new: int) -> list[Sequence]:
 @on_gpu
 def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "float32")
-    assert model.varlen_windows == {}
+    assert _windows(model) == {}
     assert run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12)) == run_sequences(
         Engine(demo, SMALL), _plain(prompts, 12)
     )
@@ -419,20 +426,25 @@ def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]]
 @on_gpu
 def test_16_bits_use_paged_attention_and_graphs(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
-    assert model.varlen_windows.keys() == {shape.layer for shape in model.layout.layers}
+    assert _windows(model).keys() == {shape.layer for shape in model.layout.layers}
     engine = Engine(model, _settings(block_size))
     run_sequences(engine, _plain(prompts, 24))
-    assert isinstance(engine._graphs, DecodeGraphs)
-    assert engine._graphs._is_enabled
-    assert 8 in engine._graphs._replays
+    graphs = _graphs(engine)
+    assert graphs._is_enabled
+    assert 8 in graphs._replays
+
+
+def _graphs(engine: Engine) -> DecodeGraphs:
+    assert isinstance(engine.runner, CudaRunner)
+    assert engine.runner.graphs is not None
+    return engine.runner.graphs
 
 
 @on_gpu
 @torch.inference_mode()
 def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size: int) -> None:
     engine = Engine(_gpu(block_size, "bfloat16"), _settings(block_size))
-    graphs = engine._graphs
-    assert graphs is not None
+    graphs = _graphs(engine)
     for seq in (seqs := _plain(prompts[2:5], 30)):
         engine.add_sequence(seq)
     for _ in range(12):
@@ -441,8 +453,8 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
     decoding = [seq for seq in seqs if seq.num_pending_tokens == 1]
     for seq in decoding:  # a block for the next token
         assert seq.num_computed_tokens < len(seq.block_table) * block_size
-    replayed = graphs.run_step(decoding, engine._compute)[: len(decoding)].clone()
-    launched = graphs._compute_step(4, engine._compute)[: len(decoding)]
+    replayed = graphs.run_step(decoding, engine.runner.compute_logits)[: len(decoding)].clone()
+    launched = graphs._compute_step(4, engine.runner.compute_logits)[: len(decoding)]
     assert torch.equal(replayed, launched)
 
 
@@ -450,8 +462,7 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
 def test_16_bit_tokens_are_nearly_the_torch_paths(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
     fast = run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12))
-    model.varlen_windows, model.direct_layers = {}, frozenset()
-    slow = run_sequences(Engine(model, _settings(block_size)), _plain(prompts, 12))
+    slow = run_sequences(Engine(replace(model, backend=CudaBackend()), _settings(block_size)), _plain(prompts, 12))
     assert sum(a == b for a, b in zip(fast, slow, strict=True)) >= len(prompts) // 2
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.loading import load_model
 from penstock.engine.memory import count_available_bytes
-from penstock.engine.model import load_model
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import find_free_port

@@ -7,7 +7,8 @@ import pytest
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.limits import max_length
-from penstock.engine.model import LoadedModel, load_model
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from tests.engine.helpers import sequence
 

@@ -11,23 +11,24 @@ import torch
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
+from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
 from penstock.engine.layer import NativeLayer
+from penstock.engine.loading import load_model
 from penstock.engine.masks import sees_interval
-from penstock.engine.model import load_model
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_demo_model_runs_on_kernels_alone(dtype: str) -> None:
-    model = load_model(EngineSettings(dtype=dtype))  # type: ignore[arg-type, unused-ignore]
-    accelerate_model(model)
+    model = accelerate_model(load_model(EngineSettings(dtype=dtype)))  # type: ignore[arg-type, unused-ignore]
     kinds = {type(part) for part in model.module.modules()}
     assert {NativeLayer, NativeNorm, PackedLinear, PackedEmbedding} <= kinds
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
-    assert len(model.direct_layers) == model.config.num_hidden_layers
+    assert isinstance(model.backend, NativeBackend)
+    assert len(model.backend.layers) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("broken", ["norm", "scale"])
@@ -52,10 +53,11 @@ def test_a_layer_that_scales_by_position_is_not_taken_for_the_common_one() -> No
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * torch.where(late, 1.1, 1.0)}
 
     attention.register_forward_pre_hook(scaled, with_kwargs=True)
-    accelerate_model(model)
+    model = accelerate_model(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, False, True, True, True, True]
-    assert model.body is None
+    assert isinstance(model.backend, NativeBackend)
+    assert model.backend.body is None
 
 
 def test_the_original_weights_are_gone() -> None:

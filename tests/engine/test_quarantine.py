@@ -31,8 +31,9 @@ def seqs_of(given: list[list[int]], max_new_tokens: int = 8) -> list[Sequence]:
 def breaks(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, when: Callable[[Batch], Exception | None]
 ) -> None:
-    """Let the engine's `_forward` or `_sample` raise what `when` says about the batch."""
-    right = getattr(engine, where)
+    """Let the runner's `run_step` or the engine's `_sample` raise what `when` says about the batch."""
+    owner = engine.runner if where == "run_step" else engine
+    right = getattr(owner, where)
 
     def broken(batch: Batch, *rest: Any) -> Any:
         done = right(batch, *rest)
@@ -41,7 +42,7 @@ def breaks(
             raise error
         return done
 
-    monkeypatch.setattr(engine, where, broken)
+    monkeypatch.setattr(owner, where, broken)
 
 
 def run_all(engine: Engine, seqs: list[Sequence]) -> dict[str, SequenceFailed]:
@@ -64,7 +65,7 @@ def run_all(engine: Engine, seqs: list[Sequence]) -> dict[str, SequenceFailed]:
     return failed
 
 
-@pytest.mark.parametrize("where", ["_forward", "_sample"])
+@pytest.mark.parametrize("where", ["run_step", "_sample"])
 @pytest.mark.parametrize("output", [0, 3])
 def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, output: int
@@ -109,7 +110,7 @@ def test_what_fails_only_in_company_goes_on_alone(demo: LoadedModel, monkeypatch
     expected = run_sequences(Engine(demo, SETTINGS), seqs_of(prompts()))
     engine = Engine(demo, SETTINGS)
     seqs = seqs_of(prompts())
-    breaks(engine, monkeypatch, "_forward", lambda batch: ValueError("too many") if len(batch.plan) > 1 else None)
+    breaks(engine, monkeypatch, "run_step", lambda batch: ValueError("too many") if len(batch.plan) > 1 else None)
     assert run_all(engine, seqs) == {}
     assert [seq.output_token_ids for seq in seqs] == expected
 
@@ -126,7 +127,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
         sizes.append(sum(num for _, num in batch.plan))
         return torch.OutOfMemoryError("no memory") if sizes[-1] > 12 and len(sizes) < 30 else None
 
-    breaks(engine, monkeypatch, "_forward", short)
+    breaks(engine, monkeypatch, "run_step", short)
     assert run_all(engine, seqs) == {}
     assert [seq.output_token_ids for seq in seqs] == expected
     assert max(sizes[:8]) == 32
@@ -134,7 +135,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     late = seqs_of([[9] * 90])
     del sizes[:]
     monkeypatch.undo()
-    breaks(engine, monkeypatch, "_forward", short)
+    breaks(engine, monkeypatch, "run_step", short)
     run_all(engine, late)
     assert 32 >= max(sizes) > 12
 
@@ -148,7 +149,7 @@ def test_what_never_fits_ends_with_its_own_code(
     engine = Engine(demo, SETTINGS)
     seqs = seqs_of(prompts(3))
     breaks(
-        engine, monkeypatch, "_forward", lambda batch: error if any(seq.id == "1" for seq, _ in batch.plan) else None
+        engine, monkeypatch, "run_step", lambda batch: error if any(seq.id == "1" for seq, _ in batch.plan) else None
     )
     failed = run_all(engine, seqs)
     assert isinstance(failed["1"].error, OutOfMemory)
@@ -159,7 +160,7 @@ def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest
     engine = Engine(demo, SETTINGS)
     for seq in seqs_of(prompts(2)):
         engine.add_sequence(seq)
-    breaks(engine, monkeypatch, "_forward", lambda batch: torch.AcceleratorError("illegal address", 700))
+    breaks(engine, monkeypatch, "run_step", lambda batch: torch.AcceleratorError("illegal address", 700))
     with pytest.raises(torch.AcceleratorError, match="illegal address"):
         engine.step()
 

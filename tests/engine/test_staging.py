@@ -10,7 +10,8 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
-from penstock.engine.model import LoadedModel, load_model
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, make_block_keys, run_sequences, sequence, stage_blocks
@@ -29,9 +30,7 @@ def model(request: pytest.FixtureRequest, demo: LoadedModel) -> LoadedModel:
     """The demo model on torch, and on the kernels."""
     if request.param == "torch":
         return demo
-    model = load_model(EngineSettings(dtype=request.param))
-    accelerate_model(model)
-    return model
+    return accelerate_model(load_model(EngineSettings(dtype=request.param)))
 
 
 def _prompts() -> list[list[int]]:

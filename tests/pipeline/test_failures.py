@@ -53,7 +53,7 @@ def breaks(
 ) -> None:
     """Let steps of a worker fail, `times` times, that have a poisoned request with `output` or more output tokens."""
     engine = (line.prefill if stage == "prefill" else line.decode).engine
-    right, left = engine._forward, [times]
+    right, left = engine.runner.run_step, [times]
 
     def broken(batch: Batch) -> object:
         if left[0] and any(POISON in seq.token_ids and seq.num_output_tokens >= output for seq, _ in batch.plan):
@@ -61,7 +61,7 @@ def breaks(
             raise error()
         return right(batch)
 
-    engine._forward = broken  # type: ignore[assignment, method-assign]
+    engine.runner.run_step = broken  # type: ignore[assignment, method-assign]
 
 
 def check(

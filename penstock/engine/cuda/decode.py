@@ -19,11 +19,12 @@ from penstock.engine.cuda.copies import CopyEvent
 from penstock.engine.cuda.varlen import VarlenCall, VarlenStep, Windows, pad_to_power_of_two
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
+from penstock.engine.step import Step
 from penstock.engine.storage import KVStorage
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[Batch], Tensor]
+Compute = Callable[[Step], Tensor]
 """The model's forward pass: logits of all rows, [T, vocabulary]."""
 
 MAX_RELATIVE_ERROR = 0.01
@@ -209,7 +210,7 @@ class DecodeGraphs:
         numbers = self._numbers[:, :size]
         batch = Batch([], self._storage.layout.block_size, self._device)
         batch.input_ids, batch.position_ids, batch.slots = numbers[0:1], numbers[1:2], (numbers[2], numbers[3])
-        part = VarlenCall(
+        call = VarlenCall(
             rows=slice(0, size),
             num_queries=size,
             starts=self._starts[: size + 1],
@@ -217,5 +218,4 @@ class DecodeGraphs:
             tables=self._tables[:size],
             lengths=self._lengths[:size],
         )
-        batch.varlen = VarlenStep(self._storage, self._windows, [part], batch.slots)
-        return compute(batch)
+        return compute(VarlenStep(batch, self._storage, self._windows, [call]))

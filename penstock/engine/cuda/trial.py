@@ -15,6 +15,7 @@ from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
 from penstock.engine.masks import find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.step import Step, gather_rows
 from penstock.engine.storage import KVLayout, KVStorage, LayerShape
 from penstock.messages import Sampling
 
@@ -28,19 +29,19 @@ MAX_TRIAL_TOKENS = 2048
 
 
 @torch.inference_mode()
-def enable_varlen(model: LoadedModel) -> None:
-    """Let `varlen_attn` compute the layers for which it gives the right results."""
-    if model.dtype not in DTYPES:
-        return
-    tried: dict[tuple[object, ...], int | None] = {}
+def find_varlen_windows(model: LoadedModel) -> Windows:
+    """Return the windows of the layers for which `varlen_attn` gives the right results."""
     windows: Windows = {}
+    if model.dtype not in DTYPES:
+        return windows
+    tried: dict[tuple[object, ...], int | None] = {}
     for layer, how in _watch_layers(model).items():
         shape = model.layout.by_layer[layer]
         key = (
             shape.k_shape,
             shape.v_shape,
             how.num_heads,
-            how.scores.scale,
+            how.scale,
             has_plain_scores(how),
             id(how.rule),
             how.window,
@@ -50,12 +51,12 @@ def enable_varlen(model: LoadedModel) -> None:
         window = tried[key]
         if window is not None:
             windows[layer] = window
-    model.varlen_windows, model.direct_layers = windows, frozenset(windows)
+    return windows
 
 
 def has_plain_scores(how: LayerAttention) -> bool:
     """Return whether scores are scaled products without softcap and sinks."""
-    return not how.scores.softcap and how.scores.sinks is None
+    return not how.softcap and how.sinks is None
 
 
 def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
@@ -64,11 +65,11 @@ def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
     seq = _make_sequence("look", num_tokens, 0)
     seq.block_table = list(range(-(-num_tokens // model.layout.block_size)))
     batch = Batch([(seq, num_tokens)], model.layout.block_size, model.device)
-    cache = hooks.PagedCache(KVStorage(model.layout, len(seq.block_table), model.device))
-    with hooks.run_with_batch(model.module, batch):
+    step = Step(batch, KVStorage(model.layout, len(seq.block_table), model.device))
+    with hooks.run_with_step(model.module, step):
         ids, positions = batch.input_ids, batch.position_ids
-        model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    return batch.attention_by_layer
+        model.module(input_ids=ids, position_ids=positions, past_key_values=hooks.PagedCache(), use_cache=True)
+    return step.attention_by_layer
 
 
 def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int | None:
@@ -85,18 +86,15 @@ def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int
     storage.data.normal_(generator=generator)
     size = (1, how.num_heads, batch.num_tokens, shape.k_shape[1])
     query = torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
-    step = VarlenStep(
-        storage, {shape.layer: window}, make_calls(batch.plan, layout.block_size, model.device), batch.slots
-    )
+    calls = make_calls(batch.plan, layout.block_size, model.device)
+    step = VarlenStep(batch, storage, {shape.layer: window}, calls)
     try:
-        mine = step.compute_attention(shape.layer, query, how.scores.scale).float()
+        mine = step.compute_layer(shape.layer, query, how.scale).float()
     except (RuntimeError, TypeError, ValueError):
         return None
-    masks = batch.gathered.make_masks(visible, model.dtype)
-    key, value = (
-        hooks.gather_rows(pool[shape.layer], batch.gathered.block_ids) for pool in (storage.keys, storage.values)
-    )
-    right = attend_gathered(batch.gathered, (query, key, value), masks, how.scores).float()
+    masks = step.gathered.make_masks(visible, model.dtype)
+    key, value = (gather_rows(pool[shape.layer], step.gathered.block_ids) for pool in (storage.keys, storage.values))
+    right = attend_gathered(step.gathered, (query, key, value), masks, how).float()
     error, spread = (mine - right).square().mean().sqrt(), right.square().mean().sqrt()
     return window if bool(error <= MAX_RELATIVE_ERROR * spread) else None
 

@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
+from penstock.engine.attention import LayerAttention
+from penstock.engine.batch import Batch
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
+from penstock.engine.step import Step
 from penstock.engine.storage import KVStorage
 
 Windows = dict[int, int]
@@ -71,25 +74,32 @@ class VarlenCall:
         return out[: len(mine)]
 
 
-class VarlenStep:
-    """The step's batch as `varlen_attn` reads it. `slots` are block and row in it of each new token, int64 [T]."""
+class VarlenStep(Step):
+    """A step in which `varlen_attn` computes the attention of the layers that have a window in `windows`."""
 
-    def __init__(
-        self, storage: KVStorage, windows: Windows, parts: list[VarlenCall], slots: tuple[Tensor, Tensor]
-    ) -> None:
-        self.storage, self.windows = storage, windows
-        self._parts, self._slots = parts, slots
+    def __init__(self, batch: Batch, storage: KVStorage, windows: Windows, calls: list[VarlenCall]) -> None:
+        super().__init__(batch, storage)
+        self._windows, self._calls = windows, calls
 
-    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store new K and V, both [1, heads, T, size]."""
-        self.storage.keys[layer].index_put_(self._slots, key[0].transpose(0, 1))
-        self.storage.values[layer].index_put_(self._slots, value[0].transpose(0, 1))
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new K and V, both [1, heads, T, size]; return them if `varlen_attn` computes the layer's attention."""
+        if layer not in self._windows:
+            return super().write_kv(layer, key, value)
+        self.store_rows(layer, key, value)
+        return self.keep_kv(layer, key, value)
 
-    def compute_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Compute a layer's attention over the pool: query [1, heads, T, size] to [1, T, heads, size of V]."""
-        keys, values, window = self.storage.keys[layer], self.storage.values[layer], self.windows[layer]
+    def compute_attention(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        """Compute a layer's attention: query [1, heads, T, size] to [1, T, heads, size of V]."""
+        layer = self.find_layer(key, value)
+        if layer is None or layer not in self._windows:
+            return super().compute_attention(query, key, value, how)
+        return self.compute_layer(layer, query, how.scale)
+
+    def compute_layer(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Compute the attention of a layer over the pool, whatever K and V it wrote in this step."""
+        keys, values, window = self.storage.keys[layer], self.storage.values[layer], self._windows[layer]
         rows = query[0].transpose(0, 1).contiguous()
-        outputs = [part.compute_attention(rows, keys, values, scale, window) for part in self._parts]
+        outputs = [call.compute_attention(rows, keys, values, scale, window) for call in self._calls]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 

@@ -1,0 +1,115 @@
+"""A GPU as a model's backend: paged attention where `varlen_attn` has it, recorded decode steps, pinned copies."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.batch import Batch
+from penstock.engine.cuda.copies import BlockCopier
+from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
+from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
+from penstock.engine.model import LoadedModel
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sequence import Payload, Sequence
+from penstock.engine.step import Step
+from penstock.engine.storage import KVLayout, KVStorage
+
+
+class CudaStorage(KVStorage):
+    """Blocks in a GPU's memory, which are copied from and to host memory."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, copier: BlockCopier) -> None:
+        super().__init__(layout, num_blocks, device)
+        self._copier = copier
+
+    def write_block(self, block: int, payload: Payload) -> None:
+        """Fill a block from `block_bytes` bytes."""
+        self._copier.write_block(self.data[block], payload)
+
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
+        """Return a writable view of host memory for each block, and the tensor they are part of."""
+        staged = self._copier.allocate_rows(len(blocks))
+        return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
+
+    def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
+        """Copy what was written to the first views to these blocks, before the next step."""
+        assert staged is not None
+        for block, row in zip(blocks, staged, strict=False):
+            self._copier.upload_row(self.data[block], row)
+
+    def view_block(self, block: int) -> memoryview | None:
+        """Return None: the block's own bytes are not in host memory."""
+        return None
+
+    def read_block(self, block: int) -> Tensor:
+        """Return a copy of a block in host memory: [block elements]."""
+        return self._copier.read_block(self.data[block])
+
+
+class CudaRunner(ModelRunner):
+    """Computes steps on a GPU: `varlen_attn` where a layer has a window in `windows`, torch elsewhere."""
+
+    is_asynchronous = True
+
+    def __init__(self, module: Any, storage: KVStorage, windows: Windows, graphs: DecodeGraphs | None) -> None:
+        super().__init__(module, storage)
+        self._windows = windows
+        self.graphs = graphs
+        """Runs the steps in which every sequence decodes; None if not all layers have windows."""
+
+    def run_step(self, batch: Batch) -> Tensor:
+        """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
+        if batch.partial_new_blocks:
+            self.storage.zero_blocks(batch.partial_new_blocks)
+        if self.graphs is not None and self.graphs.can_run(batch.plan):
+            return self.graphs.run_step([seq for seq, _ in batch.plan], self.compute_logits)
+        if not self._windows:
+            return self.compute_sampled_logits(Step(batch, self.storage))
+        calls = make_calls(batch.plan, batch.block_size, batch.device)
+        return self.compute_sampled_logits(VarlenStep(batch, self.storage, self._windows, calls))
+
+    def prepare_next_step(self, seqs: list[Sequence]) -> None:
+        """Write the inputs of the next decode step that are known while this step's tokens are sampled."""
+        if self.graphs is not None:
+            self.graphs.prepare_next_step(seqs)
+
+
+@dataclass(frozen=True)
+class CudaBackend:
+    """A GPU. Without windows its attention is torch's."""
+
+    windows: Windows = field(default_factory=dict)
+    """The layers whose attention `varlen_attn` computes."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the fingerprint."""
+        return f"cuda {sorted(self.windows)}"
+
+    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks."""
+        torch.set_num_threads(settings.threads)
+        copier = BlockCopier.create(model.device, model.layout.block_elements, model.layout.dtype)
+        # One more block: the padding rows of a recorded step write to it.
+        storage = CudaStorage(model.layout, num_blocks + 1, model.device, copier)
+        graphs = self.create_graphs(model, settings, storage, CudaRecorder(model.device))
+        return CudaRunner(model.module, storage, self.windows, graphs)
+
+    def create_graphs(
+        self, model: LoadedModel, settings: EngineSettings, storage: KVStorage, recorder: Recorder
+    ) -> DecodeGraphs | None:
+        """Return graphs that write padding to the storage's last block; None if a layer has no window."""
+        if self.windows.keys() != storage.keys.keys():
+            return None
+        spare = len(storage.data) - 1
+        return DecodeGraphs(
+            storage,
+            self.windows,
+            max_batch=settings.max_batch,
+            max_blocks=min(spare, -(-model.context_length // settings.block_size)),
+            spare=spare,
+            recorder=recorder,
+        )

@@ -1,0 +1,132 @@
+"""The native kernels as a model's backend: their attention reads K and V in the block pool."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.attention import LayerAttention
+from penstock.engine.batch import Batch
+from penstock.engine.kernels import library
+from penstock.engine.kernels.library import Library
+from penstock.engine.masks import find_first_keys
+from penstock.engine.model import LoadedModel
+from penstock.engine.runner import ModelRunner
+from penstock.engine.step import Step
+from penstock.engine.storage import KVStorage
+
+
+class NativeStep(Step):
+    """The step's batch as the kernels read it: block tables, segments, and where new K and V go.
+
+    The kernels compute the attention of `layers`. Sequences lie in the flat batch in the order of the plan.
+    """
+
+    def __init__(self, batch: Batch, storage: KVStorage, native: Library, layers: frozenset[int]) -> None:
+        super().__init__(batch, storage)
+        self.native, self._layers = native, layers
+        self._blocks, self._offsets = batch.slots
+        layout = storage.layout
+        segments: list[tuple[int, int, int, int]] = []
+        table: list[int] = []
+        row = 0
+        for seq, num in batch.plan:
+            segments.append((row, num, seq.num_computed_tokens, len(table)))
+            table += seq.block_table[: -(-(seq.num_computed_tokens + num) // layout.block_size)]
+            row += num
+        self.num_rows = row
+        self._segments = np.array(segments, dtype=np.int32)
+        self._table = np.array(table, dtype=np.int32)
+        self.attention_args = library.AttentionArgs(
+            block_stride=layout.block_elements, tables=self._table.ctypes.data, segments=self._segments.ctypes.data,
+            num_segments=len(segments), block_size=layout.block_size, element_bytes=layout.dtype.itemsize,
+        )  # fmt: skip
+        self.step_args = library.StepArgs(blocks=self._blocks.data_ptr(), offsets=self._offsets.data_ptr(), rows=row)
+
+    def select_layer(self, layer: int, scale: float, first_key: Tensor | None) -> None:
+        """Set `attention_args` for a layer. `first_key`: the first position that each row sees, int32 [T]; None: 0."""
+        shape = self.storage.layout.by_layer[layer]
+        (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
+        args = self.attention_args
+        args.keys, args.values = self.storage.addresses[layer]
+        args.kv_heads, args.k_size, args.v_size, args.scale = kv_heads, k_size, v_size, scale
+        args.first_key = None if first_key is None else first_key.data_ptr()
+        self._first_key = first_key  # until the kernel has read it
+
+    def key_size(self, layer: int) -> int:
+        """Return the size of a key head."""
+        return self.storage.layout.by_layer[layer].k_shape[1]
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new K and V, both [1, heads, T, size]; return them if the kernels compute the layer's attention."""
+        if layer not in self._layers:
+            return super().write_kv(layer, key, value)
+        shared = self.attention_args
+        for x, address in zip((key, value), self.storage.addresses[layer], strict=True):
+            x = x if x.stride(3) == 1 else x.contiguous()  # noqa: PLW2901
+            args = library.WriteArgs(
+                x.data_ptr(), x.stride(2), x.stride(1), address, shared.block_stride, self._blocks.data_ptr(),
+                self._offsets.data_ptr(), self.num_rows, x.shape[1], x.shape[3], shared.block_size,
+                shared.element_bytes,
+            )  # fmt: skip
+            self.native.write(ctypes.addressof(args))
+        return self.keep_kv(layer, key, value)
+
+    def compute_attention(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        """Compute a layer's attention: query [1, heads, T, size] to [1, T, heads, size of V]."""
+        layer = self.find_layer(key, value)
+        if layer is None or layer not in self._layers:
+            return super().compute_attention(query, key, value, how)
+        self.select_layer(layer, how.scale, find_first_keys(self.batch, how.rule, how.window))
+        query = query if query.stride(3) == 1 else query.contiguous()
+        heads, args = query.shape[1], self.attention_args
+        out = torch.empty(1, self.num_rows, heads, args.v_size, dtype=query.dtype)
+        weights = None if how.sinks is None else how.sinks.detach().float().contiguous()
+        args.q, args.q_row_stride, args.q_head_stride = query.data_ptr(), query.stride(2), query.stride(1)
+        args.out, args.heads = out.data_ptr(), heads
+        args.sinks = None if weights is None else weights.data_ptr()
+        args.softcap = how.softcap or 0.0
+        self.native.attention(ctypes.addressof(args))
+        return out
+
+
+class NativeRunner(ModelRunner):
+    """Computes the steps of a model that runs on the native kernels."""
+
+    def __init__(self, module: Any, storage: KVStorage, backend: "NativeBackend") -> None:
+        super().__init__(module, storage)
+        self._module = backend.body or module
+        self._native, self._layers = backend.native, backend.layers
+        self._gathers = backend.layers != storage.keys.keys()
+
+    def run_step(self, batch: Batch) -> Tensor:
+        """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
+        if self._gathers and batch.partial_new_blocks:
+            self.storage.zero_blocks(batch.partial_new_blocks)
+        return self.compute_sampled_logits(NativeStep(batch, self.storage, self._native, self._layers))
+
+
+@dataclass(frozen=True)
+class NativeBackend:
+    """The native kernels, for a model of which parts were replaced by them."""
+
+    native: Library
+    layers: frozenset[int]
+    """Layers whose attention the kernels compute."""
+    body: nn.Module | None
+    """Computes the whole model in the module's place, if its form allows that."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the fingerprint."""
+        return self.native.isa
+
+    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks."""
+        torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
+        self.native.set_threads(settings.threads)
+        return NativeRunner(model.module, KVStorage(model.layout, num_blocks, model.device), self)

@@ -1,0 +1,61 @@
+"""A model over one pool of KV blocks: it computes the steps of an engine."""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from penstock.engine import hooks
+from penstock.engine.batch import Batch
+from penstock.engine.sequence import Sequence
+from penstock.engine.step import Step, current_step
+from penstock.engine.storage import KVStorage
+
+
+class ModelRunner:
+    """Computes steps with torch, over rows gathered from the pool. One thread calls its methods."""
+
+    is_asynchronous = False
+    """Whether a device still computes when `run_step` returns. If not, the process's own threads have computed."""
+
+    def __init__(self, module: Any, storage: KVStorage) -> None:
+        self.storage = storage
+        """The memory of the pool's blocks."""
+        self._module, self._cache = module, hooks.PagedCache()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        module.set_attn_implementation(hooks.ATTENTION_NAME)
+
+    def run_step(self, batch: Batch) -> Tensor:
+        """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens.
+
+        Returns [at least as many rows, vocabulary], valid until the next step.
+        """
+        if batch.partial_new_blocks:
+            # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
+            self.storage.zero_blocks(batch.partial_new_blocks)
+        return self.compute_sampled_logits(Step(batch, self.storage))
+
+    def prepare_next_step(self, seqs: list[Sequence]) -> None:
+        """Do what can be done for the next step before its tokens are known, in case the same sequences go on."""
+
+    def compute_sampled_logits(self, step: Step) -> Tensor:
+        """Run the model's forward pass and return the logits of the batch's sampled rows: [rows, vocabulary]."""
+        if not self._keeps_logits:
+            return self.compute_logits(step)[step.batch.logits_to_keep]
+        return self.compute_logits(step, logits_to_keep=step.batch.logits_to_keep)
+
+    def compute_logits(self, step: Step, **keep: Tensor) -> Tensor:
+        """Run the model's forward pass and return logits [rows to keep or all, vocabulary]."""
+        token = current_step.set(step)
+        try:
+            output = self._module(
+                input_ids=step.batch.input_ids,
+                position_ids=step.batch.position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                **keep,
+            )
+        finally:
+            current_step.reset(token)
+        logits: Tensor = output.logits[0]
+        return logits

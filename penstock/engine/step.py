@@ -1,0 +1,70 @@
+"""How one step's attention is computed: in torch over gathered rows, unless a subclass has a kernel for the layer."""
+
+from contextvars import ContextVar
+from functools import cached_property
+
+from torch import Tensor
+
+from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
+from penstock.engine.batch import Batch
+from penstock.engine.masks import Unsupported, make_masks
+from penstock.engine.storage import KVStorage
+
+
+class Step:
+    """One step over a batch: the layers write their K and V to the pool, and attend to what the pool holds."""
+
+    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+        self.batch, self.storage = batch, storage
+        self.num_attention_calls = 0
+        """How often a layer's attention was computed in this step."""
+        self.attention_by_layer: dict[int, LayerAttention] = {}
+        """By layer whose attention in torch got exactly the K and V that `write_kv` returned: its parameters."""
+        self._kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        """By layer: the K and V that `write_kv` returned."""
+
+    @cached_property
+    def gathered(self) -> GatheredRows:
+        """The rows that each sequence attends to, for attention in torch."""
+        return GatheredRows(self.batch.plan, self.batch.block_size, self.batch.device)
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new K and V, [1, heads, T, size]; return those to attend to, here of all gathered rows."""
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        self.store_rows(layer, key, value)
+        table = self.gathered.block_ids
+        return self.keep_kv(layer, gather_rows(keys, table), gather_rows(values, table))
+
+    def store_rows(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store new K and V, both [1, heads, T, size], with torch."""
+        self.storage.keys[layer].index_put_(self.batch.slots, key[0].transpose(0, 1))
+        self.storage.values[layer].index_put_(self.batch.slots, value[0].transpose(0, 1))
+
+    def keep_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V, and remember that they are this layer's."""
+        self._kv_by_layer[layer] = found = (key, value)
+        return found
+
+    def find_layer(self, key: Tensor, value: Tensor) -> int | None:
+        """Return the layer for which `write_kv` returned exactly these tensors, or None."""
+        found = (layer for layer, (k, v) in reversed(self._kv_by_layer.items()) if k is key and v is value)
+        return next(found, None)
+
+    def compute_attention(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        """Compute a layer's attention: query [1, heads, T, size] to [1, T, heads, size of V]."""
+        layer = self.find_layer(key, value)
+        if layer is not None:
+            self.attention_by_layer[layer] = how
+        if key.shape[2] != self.gathered.num_rows:
+            raise Unsupported("a layer's keys and values do not come from the cache")
+        masks = make_masks(self.gathered, how.rule, how.window, query.dtype)
+        return attend_gathered(self.gathered, (query, key, value), masks, how)
+
+
+current_step: ContextVar[Step] = ContextVar("current_step")
+"""The step that is computed now. Not every architecture passes extra arguments on to its attention."""
+
+
+def gather_rows(pool: Tensor, table: Tensor) -> Tensor:
+    """Return the rows of the blocks in `table`, of a layer's K or V: [1, heads, rows, size]."""
+    return pool.index_select(0, table).flatten(0, 1).transpose(0, 1)[None]
