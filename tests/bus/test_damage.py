@@ -132,7 +132,7 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
 def publish_around_damage(kafka_bus: KafkaBus, topic: str) -> None:
     """Publish a message, a batch of three that is 3 KB on the wire and more than the client unpacks, and a message."""
     publish_messages(kafka_bus, [Outgoing(topic, b"before")])
-    packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
+    packed = {"compression.codec": "zstd", "linger.ms": 60_000, "message.max.bytes": 10**8, "batch.size": 10**8}
     producer = Producer(kafka_bus.clients | packed)
     for value in (b"beside", b"a" * 70_000_000, b"beside"):
         producer.produce(topic, value)
