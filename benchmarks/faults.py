@@ -35,7 +35,7 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         InProcessPipeline(addresses, kv=tight_settings(directory), engine=SMALL_POOL_SETTINGS) as line,
-        BlockCorrupter(line.decode.store, directory / "disk", kv.url, seed=20261121) as corrupter,
+        BlockCorrupter(line.decode.store, kv.url, seed=20261121) as corrupter,
         Progress(*columns) as progress,
     ):
         task = progress.add_task("reads", total=reads)

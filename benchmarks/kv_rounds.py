@@ -29,9 +29,8 @@ from benchmarks.kv_sides import (
 )
 from benchmarks.peers.process import Side
 from penstock.kvstore.tiers.contract import Tier
-from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.valkey import ValkeyServer
 
 NUM_BLOCKS = 35
@@ -92,7 +91,10 @@ class KVBench:
     def measure_shared_memory(self, rounds: KVRounds) -> None:
         """Measure the way through shared memory to another process, and two copies in this one."""
         blocks = RandomBlocks(NUM_BLOCKS, BLOCK_BYTES)
-        copies, tier = PlainCopies(blocks), SharedTier.open(blocks.block_format, PIPELINE, BUDGET_BYTES, str(self._shm))
+        copies, tier = (
+            PlainCopies(blocks),
+            HostTier.open_shared(blocks.block_format, PIPELINE, BUDGET_BYTES, str(self._shm)),
+        )
         reader = SharedReader(NUM_BLOCKS, BLOCK_BYTES, BUDGET_BYTES, self._shm)
         inside: dict[str, list[float]] = {"shm put": [], "shm get": []}
 
@@ -140,9 +142,9 @@ class KVBench:
         """Measure reads from the disk tier, and plain reads of its files."""
         blocks = RandomBlocks(NUM_BLOCKS, BLOCK_BYTES)
         directory = self._disk / "blocks"
-        tier = DiskTier.open(blocks.block_format, directory, BUDGET_BYTES)
+        tier = HostTier.open_disk(blocks.block_format, directory, BUDGET_BYTES, str(self._shm))
         put_blocks(tier, blocks.make_blocks(0))
-        wanted, plain = blocks.make_reads(0), PlainFiles(directory)
+        wanted, plain = blocks.make_reads(0), PlainFiles(directory, NUM_BLOCKS)
 
         def ours(_: int) -> float:
             return measure_seconds(lambda: get_blocks(tier, wanted))
@@ -215,8 +217,11 @@ class KVBench:
 
     def _open_tiers(self, size: int) -> Iterator[tuple[str, Tier]]:
         """Yield each tier with blocks of this size, one after the other."""
-        yield "shm", SharedTier.open(make_block_format(size), f"{PIPELINE}-{size}", BUDGET_BYTES // 8, str(self._shm))
-        yield "disk", DiskTier.open(make_block_format(size), self._disk / str(size), BUDGET_BYTES)
+        yield (
+            "shm",
+            HostTier.open_shared(make_block_format(size), f"{PIPELINE}-{size}", BUDGET_BYTES // 8, str(self._shm)),
+        )
+        yield "disk", HostTier.open_disk(make_block_format(size), self._disk / str(size), BUDGET_BYTES, str(self._shm))
         yield "redis_unix", RedisTier.open(make_block_format(size), [self._server.unix_url], BUDGET_BYTES, BLOCK_KEEP_S)
         yield "redis_tcp", RedisTier.open(make_block_format(size), [self._server.url], BUDGET_BYTES, BLOCK_KEEP_S)
 

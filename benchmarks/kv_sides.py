@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers.shapes import SHAPES
+from penstock.kvstore.arena.directory import find_slot_files
+from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
-from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.wire import encode_command
 from penstock.local.valkey import ValkeyServer
 from penstock.names import kv_key
@@ -152,7 +154,7 @@ class SharedReader:
 
 def _read_forever(pipe: Connection, count: int, size: int, budget_bytes: int, directory: str) -> None:
     blocks = RandomBlocks(count, size)
-    tier = SharedTier.open(blocks.block_format, PIPELINE, budget_bytes, directory)
+    tier = HostTier.open_shared(blocks.block_format, PIPELINE, budget_bytes, directory)
     pipe.send(0.0)
     while (number := pipe.recv()) is not None:
         if number == _CHECK_COMMAND:
@@ -219,29 +221,26 @@ class PlainSocket:
 
 
 class PlainFiles:
-    """The files of a disk tier, read with nothing but `preadv`."""
+    """The blocks of a disk tier, read with nothing but `preadv`."""
 
-    def __init__(self, directory: Path) -> None:
-        found = (file for file in directory.rglob("*") if file.is_file())
-        self.files = [file for file in found if file.stat().st_size > BLOCK_BYTES // 2]
-        self._sizes = [file.stat().st_size for file in self.files]
-        self._buffer = allocate_touched(sum(self._sizes))
+    def __init__(self, directory: Path, num_blocks: int) -> None:
+        (self.file,) = find_slot_files(directory)
+        self._geometry = Geometry(BLOCK_BYTES, num_blocks, on_disk=True)
+        self._buffer = allocate_touched(num_blocks * BLOCK_BYTES)
 
     def measure_reads(self) -> float:
         """Return the seconds of reading them all, side by side."""
-        begun_s, start = time.perf_counter(), 0
-        for file, size in zip(self.files, self._sizes, strict=True):
-            descriptor, done = os.open(file, os.O_RDONLY), 0
-            while done < size:
-                done += os.preadv(descriptor, [self._buffer[start + done : start + size]], done)
-            os.close(descriptor)
-            start += size
+        begun_s, descriptor = time.perf_counter(), os.open(self.file, os.O_RDONLY)
+        for number in range(self._geometry.num_slots):
+            start, done, at = number * BLOCK_BYTES, 0, self._geometry.slot_offset(number) + HEADER_BYTES
+            while done < BLOCK_BYTES:
+                done += os.preadv(descriptor, [self._buffer[start + done : start + BLOCK_BYTES]], at + done)
+        os.close(descriptor)
         return time.perf_counter() - begun_s
 
     def drop_page_cache(self) -> None:
         """Make the page cache forget them."""
-        for file in self.files:
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        descriptor = os.open(self.file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)

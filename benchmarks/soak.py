@@ -28,11 +28,9 @@ from benchmarks.soak_load import SoakLoad
 from benchmarks.watch import Sample, Watch, read_resident_mb
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
-from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import WRITING
-from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.kvstore.tiers.shared import SharedTier
 from penstock.kvstore.tools import TierLocation, open_tiers
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
@@ -59,17 +57,16 @@ def find_leaks(places: list[TierLocation], disk: Path) -> list[str]:
     found = []
     for place in places:
         tier = place.tier
-        if isinstance(tier, SharedTier):
-            found += [f"shared: {line}" for line in check_integrity(tier.arena)]
-            writing = int((tier.arena.tables.state_array == WRITING).sum())
-            found += [f"shared: {writing} slots are being written"] if writing else []
-        elif isinstance(tier, DiskTier | RedisTier):
+        if isinstance(tier, HostTier | RedisTier):
             found += [f"{place.name}: {line}" for line in tier.check_integrity()]
+        if isinstance(tier, HostTier):
+            writing = int((tier.arena.tables.state_array == WRITING).sum())
+            found += [f"{place.name}: {writing} slots are being written"] if writing else []
         usage = place.read_usage()
         found += [f"{place.name}: {usage.leased} blocks are leased"] if usage.leased else []
         found += [f"{place.name}: {usage.bytes} bytes, {usage.budget} allowed"] if usage.bytes > usage.budget else []
     files = (file for file in disk.rglob("*") if file.is_file())
-    return found + [f"disk: {file} is no block" for file in files if file.suffix != ".kv" and file != disk / "lock"]
+    return found + [f"disk: {file} is not ours" for file in files if file.suffix != ".slots" and file != disk / "lock"]
 
 
 @contextlib.contextmanager

@@ -30,29 +30,20 @@ KAFKA_PREFILL = ("kafka.2.acknowledged", "kafka.3.finished")
 KAFKA_DECODE = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
 """Inside of a settlement on Kafka: of the prefill stage, and of the decode stage, where it is a transaction."""
 METER = ("meter.1.read", "meter.2.counted")
-SHARED = (
-    "shared.open.1", "shared.open.2", "shared.open.4",
-    "shared.put.1.1", "shared.put.1.2", "shared.put.1", "shared.put.2", "shared.put.3", "shared.put.4",
-    "shared.put.5.1", "shared.put.5.2", "shared.put.5",
-    "shared.forget.1", "shared.forget.2", "shared.forget.3",
-    "shared.lease.1", "shared.lease.2",
-    "shared.release.1", "shared.release.2",
-    "shared.rebuild.1", "shared.rebuild.2", "shared.rebuild.3", "shared.rebuild.4",
-    "shared.allocate.1", "shared.allocate.2", "shared.allocate.3", "shared.allocate.4",
-    "shared.get.1", "shared.get.2", "shared.get.3",
+HOST_STEPS = (
+    "open.1", "open.2", "open.4",
+    "put.1.1", "put.1.2", "put.1", "put.2", "put.3", "put.4", "put.5.1", "put.5.2", "put.5",
+    "forget.1", "forget.2", "forget.3",
+    "lease.1", "lease.2",
+    "release.1", "release.2",
+    "rebuild.1", "rebuild.2", "rebuild.3", "rebuild.4",
+    "allocate.1", "allocate.2", "allocate.3", "allocate.4",
+    "get.1", "get.2", "get.3",
 )  # fmt: skip
-"""The shared memory tier: steps of `kvstore/tiers/shared.py`, `kvstore/arena/file.py` and `kvstore/arena/growth.py`."""
-DISK = (
-    "disk.open.1", "disk.open.2", "disk.open.3",
-    "disk.put.1.1", "disk.put.1.2", "disk.put.1", "disk.put.2.1", "disk.put.2", "disk.put.3",
-    "disk.put.4.1", "disk.put.4.2", "disk.put.4.3", "disk.put.4",
-    "disk.evict.1", "disk.evict.2",
-    "disk.lease.1", "disk.lease.2",
-    "disk.release.1", "disk.release.2",
-    "disk.remove.1", "disk.remove.2", "disk.remove.3",
-    "disk.get.1", "disk.get.2", "disk.get.3",
-)  # fmt: skip
-"""The disk tier: steps of `kvstore/tiers/disk.py` and `kvstore/directory/directory.py`."""
+SHARED = tuple(f"shared.{step}" for step in HOST_STEPS)
+DISK = (*(f"disk.{step}" for step in HOST_STEPS), "disk.open.3", "disk.put.2.1", "disk.remove.1")
+"""The tiers of a host: steps of `kvstore/tiers/host.py`, and of `file.py`, `directory.py` and `growth.py` in
+`kvstore/arena/`."""
 POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)
 """All points. They are named after the steps in the docstrings of the loops, of `KafkaMember` and of the tiers."""
 
@@ -104,6 +95,12 @@ def stage_failpoint(stage: Stage, *names: str) -> None:
         for name in names:
             if name.startswith(stage):
                 _pass(name)
+
+
+def tier_failpoint(tier: str, step: str) -> None:
+    """Pass a point of the code that the tiers of a host share: a step of the tier with this name."""
+    if _armed:
+        _pass(f"{tier}.{step}")
 
 
 def _pass(name: str) -> None:

@@ -15,7 +15,8 @@ import redis
 from penstock.config.settings import KVSettings
 from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.store import KVStore
-from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import Request
 from penstock.names import kv_key
 from sim.line import InProcessPipeline
@@ -37,7 +38,6 @@ class BlockCorrupter:
     """Flips bytes in stored blocks, truncates them and swaps them behind the tiers' backs, until it is stopped."""
 
     store: KVStore
-    disk: Path
     redis_url: str
     seed: int
     num_corruptions: Counter[str] = field(default_factory=Counter)
@@ -78,7 +78,7 @@ class BlockCorrupter:
             "cut": self._truncate_block,
             "swap": lambda stored: others or stored,
         }[what]
-        if self._write_block(tier.name, key, change):
+        if self._write_block(tier, key, change):
             self.num_corruptions[f"{tier.name} {what}"] += 1
 
     def _flip_byte(self, stored: bytes) -> bytes:
@@ -88,27 +88,24 @@ class BlockCorrupter:
     def _truncate_block(self, stored: bytes) -> bytes:
         return stored[: self._chance.randrange(len(stored))]
 
-    def _write_block(self, name: str, key: bytes, change: Change) -> bool:
-        if name == "shared":
-            tier = self.store.tiers[0]
-            assert isinstance(tier, SharedTier)
-            place = tier.arena.peek_slot(key)
-            if place is None:
-                return False
-            slot = tier.arena.tables.slot_memory(place.slot)
-            slot[:] = change(bytes(slot))[: len(slot)].ljust(len(slot), b"\0")
-        elif name == "disk":
-            path = next(self.disk.rglob(f"{key.hex()}.kv"), None)
-            found = path.read_bytes() if path else b""
-            if path is None or not found:  # evicted meanwhile, or cut to nothing before
-                return False
-            path.write_bytes(change(found))
-        else:
-            stored = self._client.get(kv_key(key))
-            if not isinstance(stored, bytes) or not stored:
-                return False
-            self._client.set(kv_key(key), change(stored), keepttl=True)
+    def _write_block(self, tier: Tier, key: bytes, change: Change) -> bool:
+        if isinstance(tier, HostTier):
+            return overwrite_block(tier, key, change)
+        stored = self._client.get(kv_key(key))
+        if not isinstance(stored, bytes) or not stored:
+            return False
+        self._client.set(kv_key(key), change(stored), keepttl=True)
         return True
+
+
+def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
+    """Change a stored block behind its tier's back: what is cut off becomes zeros. Returns False if it is not there."""
+    ref = tier.arena.peek_slot(key)
+    if ref is None:
+        return False
+    stored = tier.arena.medium.read_stored(ref.slot)
+    tier.arena.medium.overwrite_slot(ref.slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
+    return True
 
 
 def count_reads(line: InProcessPipeline) -> int:

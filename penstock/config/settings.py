@@ -91,17 +91,18 @@ class KVSettings(BaseSettings):
     shared_mb: int = Field(default=256, ge=0)
     """Memory for the blocks that all workers on this host share; 0: none. Allocated at once, by the first worker."""
     shared_dir: str = ""
-    """The directory of the shared memory. Empty: `/dev/shm`, or the system's directory for temporary files."""
+    """The directory of the shared memory, and of the tables of the blocks on disk. Empty: `/dev/shm`, or the system's
+    directory for temporary files."""
     disk_mb: int = Field(default=0, ge=0)
     """Budget of the directory of blocks on disk; 0: none."""
     disk_dir: str = ""
-    """The directory of blocks on disk; it may serve several pipelines. Empty: `~/.cache/penstock/kv`."""
+    """The directory of blocks on disk; it may serve several pipelines, whose workers have one `SHARED_DIR`. Empty:
+    `~/.cache/penstock/kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Budget for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
-    disk_codec: CodecChoice = "auto"
-    """How blocks are written on disk. `auto`: compressed without loss where the measured speeds make that faster."""
     redis_codec: CodecChoice = "auto"
-    """How blocks are written to Redis. `int8` changes tokens."""
+    """How blocks are written to Redis. `auto`: compressed without loss where the measured speeds make that faster.
+    `int8` changes tokens."""
     lease_s: float = Field(default=300.0, ge=1)
     """How long the blocks of a job that waits are kept from eviction, at most."""
     keep_s: float = Field(default=3600.0, ge=1)

@@ -25,9 +25,8 @@ from penstock.kvstore.block import (
 from penstock.kvstore.codec import Element, PayloadShape, make_codecs
 from penstock.kvstore.cost import CostModel
 from penstock.kvstore.tiers.contract import Tier
-from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.kvstore.tiers.shared import SharedTier
 from penstock.redis.urls import split_urls
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
@@ -118,10 +117,10 @@ class KVStore:
         """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up."""
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
-            tiers.append(SharedTier.open(block_format, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
+            tiers.append(HostTier.open_shared(block_format, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
         if settings.disk_mb:
-            codec = make_codecs(settings.disk_codec, layout.shape)
-            tiers.append(DiskTier.open(block_format, settings.disk_path, settings.disk_mb * 2**20, codec))
+            budget_bytes = settings.disk_mb * 2**20
+            tiers.append(HostTier.open_disk(block_format, settings.disk_path, budget_bytes, settings.shared_dir))
         if settings.redis_mb:
             codec = make_codecs(settings.redis_codec, layout.shape)
             addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
@@ -252,7 +251,5 @@ class KVStore:
 
 
 def is_lossy(settings: KVSettings) -> bool:
-    """Return whether some tier writes with a lossy codec."""
-    return (bool(settings.disk_mb) and settings.disk_codec == "int8") or (
-        bool(settings.redis_mb) and settings.redis_codec == "int8"
-    )
+    """Return whether Redis, the tier that has a codec, writes with a lossy one."""
+    return bool(settings.redis_mb) and settings.redis_codec == "int8"

@@ -131,7 +131,7 @@ def open_tiers(
     """
     openers: dict[str, Callable[[], Iterator[TierLocation]]] = {
         "shared": lambda: _open_shared_tiers(settings.shared_dir, tell),
-        "disk": lambda: _open_disk_tier(settings),
+        "disk": lambda: _open_disk_tiers(settings, tell),
         "redis": lambda: _open_redis_tier(urls if settings.redis_mb else ()),
     }
     found: list[TierLocation] = []
@@ -153,11 +153,11 @@ def open_tiers(
 
 def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[TierLocation]:
     from penstock.kvstore.arena.file import find_arenas
-    from penstock.kvstore.tiers.shared import SharedTier
+    from penstock.kvstore.tiers.host import HostTier
 
     for arena in find_arenas(directory):
         try:
-            tier = SharedTier.attach(arena.path)
+            tier = HostTier.attach_shared(arena.path)
         except KVStoreError as error:  # incomplete, as its maker died, or of another version
             tell(f"left out: {error}")
             continue
@@ -165,11 +165,15 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
         yield TierLocation(tier, f"{arena.path}{used}")
 
 
-def _open_disk_tier(settings: KVSettings) -> Iterator[TierLocation]:
-    from penstock.kvstore.tiers.disk import DiskTier
+def _open_disk_tiers(settings: KVSettings, tell: Callable[[str], None]) -> Iterator[TierLocation]:
+    from penstock.kvstore.arena.directory import find_slot_files
+    from penstock.kvstore.tiers.host import HostTier
 
-    if settings.disk_path.is_dir():
-        yield TierLocation(DiskTier.attach(settings.disk_path), str(settings.disk_path))
+    for path in find_slot_files(settings.disk_path):
+        try:
+            yield TierLocation(HostTier.attach_disk(path, settings.shared_dir), str(path))
+        except KVStoreError as error:  # no worker has opened it since the host began, or it is another user's
+            tell(f"left out: {error}")
 
 
 def _open_redis_tier(urls: Sequence[str]) -> Iterator[TierLocation]:

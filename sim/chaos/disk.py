@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import failpoints
+from penstock.errors import DamagedBlock
+from penstock.kvstore.arena.directory import read_format
+from penstock.kvstore.arena.layout import Geometry
+from penstock.kvstore.block import Header
 from sim.small_disk import UNSHARE_COMMAND
 
 SIZE_MB, BUDGET_MB = 16, 64
@@ -64,12 +68,26 @@ class SmallDisk:
             shutil.rmtree(path, ignore_errors=True)
 
     def count_blocks(self) -> int:
-        """Return how many KV blocks are on the disk."""
-        return sum(1 for _ in self._seen.rglob("*.kv"))
+        """Return how many KV blocks the headers on the disk name."""
+        return sum(count_headers(path) for path in self._seen.rglob("*.slots"))
 
     def make_settings(self) -> dict[str, str]:
         """Return the settings for workers that keep KV blocks on the disk."""
         return {"PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB), "PENSTOCK_KV_STORE_DISK_DIR": str(self.path / "blocks")}
+
+
+def count_headers(path: Path) -> int:
+    """Return how many slots of a slot file have a valid header."""
+    with path.open("rb") as file:
+        form = read_format(file.fileno())
+    if form is None:
+        return 0
+    geometry, stored, num_found = Geometry(form.payload_bytes, 0, on_disk=True), memoryview(path.read_bytes()), 0
+    for start in range(geometry.slots_at, len(stored), geometry.slot_bytes):
+        with contextlib.suppress(DamagedBlock):
+            Header.unpack(stored[start:])
+            num_found += 1
+    return num_found
 
 
 def simulate_full_disk(disk: str) -> None:

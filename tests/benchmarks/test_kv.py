@@ -18,9 +18,9 @@ from benchmarks.prefix_hits import (
     simulate_caches,
 )
 from benchmarks.soak import find_leaks
+from penstock.kvstore.arena.directory import find_slot_files
 from penstock.kvstore.arena.layout import WRITING
-from penstock.kvstore.tiers.disk import DiskTier
-from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tools import TierLocation
 from penstock.messages import Timings
 
@@ -118,24 +118,24 @@ def test_the_workload_shares_prefixes_between_tenants_and_nothing_else() -> None
 
 def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
     blocks, disk = RandomBlocks(2, 4096), tmp_path / "disk"
-    shared = SharedTier.open(blocks.block_format, "test", 2**20, str(tmp_path))
-    stored = DiskTier.open(blocks.block_format, disk, 2**20)
+    shared = HostTier.open_shared(blocks.block_format, "test", 2**20, str(tmp_path))
+    stored = HostTier.open_disk(blocks.block_format, disk, 2**20, str(tmp_path))
     keys = [name.hash for name in blocks.make_keys(0)]
     for tier in (shared, stored):
         put_blocks(tier, blocks.make_blocks(0))
     stored.close()  # its process is at an end
-    places = [TierLocation(shared, "here"), TierLocation(DiskTier.attach(disk), "there")]
+    (slots,) = find_slot_files(disk)
+    places = [TierLocation(shared, "here"), TierLocation(HostTier.attach_disk(slots, str(tmp_path)), "there")]
     assert find_leaks(places, disk) == []
 
     for place in places:
         place.tier.lease_blocks("somebody", keys[:1], 60.0)
-    (disk / "writers" / "dead").mkdir(parents=True)
-    (disk / "writers" / "dead" / "half").touch()
+    (disk / "half").touch()
     shared.arena.tables.state_array[-1] = WRITING
     found = "\n".join(find_leaks(places, disk))
     assert "shared: 1 blocks are leased" in found
     assert "disk: 1 blocks are leased" in found
-    assert "writers/dead/half is no block" in found
+    assert "half is not ours" in found
     assert "1 slots are being written" in found
     for place in places:
         place.tier.close()

@@ -11,7 +11,7 @@ import pytest
 from penstock import failpoints
 from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
-from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.local.stack import WorkerSlot
 from penstock.messages import now_s
 from penstock.waiting import wait_until
@@ -68,10 +68,8 @@ def ask(stack: ChaosStack, first: int, deadline_in_s: float | None = None) -> li
 
 def test_a_full_disk_takes_no_block_and_does_no_harm(stack: ChaosStack) -> None:
     disk = stack.disk
-    answer = ask(stack, 1)
-    wait_until(lambda: disk.count_blocks() > 0, 30, "blocks are on the disk")
-    disk.remove_all()
     disk.fill_up()
+    answer = ask(stack, 1)
     assert ask(stack, 2)
     assert ask(stack, 1) == answer
     assert disk.count_blocks() == 0
@@ -100,11 +98,11 @@ def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatc
     disk.is_real = False
     simulate_full_disk(str(disk.path))
     disk.fill_up()
-    with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
+    with contextlib.closing(HostTier.open_disk(form, disk.path / "blocks", 2**20, str(tmp_path))) as tier:
         assert put(tier, new_names(1), form) == [False]
         assert tier.counters.errors == 1
     disk.free_space()
-    with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
+    with contextlib.closing(HostTier.open_disk(form, disk.path / "blocks", 2**20, str(tmp_path))) as tier:
         assert put(tier, new_names(1), form) == [True]
 
 

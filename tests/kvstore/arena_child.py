@@ -10,9 +10,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from penstock.kvstore.tiers.shared import SharedTier
+
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import BlockKey
-from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
 from tests.kvstore.children import die, halt
 

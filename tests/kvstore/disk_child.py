@@ -11,10 +11,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.kvstore.block import HEADER_BYTES, BlockKey
 from penstock.kvstore.directory.layout import round_to_pages
-from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
+
+from penstock.kvstore.block import HEADER_BYTES, BlockKey
+from penstock.kvstore.tiers import disk
 from penstock.waiting import wait_until
 from sim.small_disk import fill_disk
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 import redis
+from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
-from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.kvstore.tiers.shared import SharedTier
 from penstock.names import kv_key
 
 Change = Callable[[bytes], bytes]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.arena import growth
@@ -31,7 +32,6 @@ from penstock.kvstore.arena.layout import (
 )
 from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat
-from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
 BUDGET = 2**18

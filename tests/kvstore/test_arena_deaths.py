@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.file import find_arenas, remove_arena
 from penstock.kvstore.arena.layout import W_DIRTY, WRITING
-from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.processes import Child
 from tests.kvstore import children
 from tests.kvstore.arena_child import FORM, NAMES, NUM_SLOTS, main, open_tier

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import BlockKey
-from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
 
 NUM_SLOTS = 4

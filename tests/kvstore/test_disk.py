@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from penstock.kvstore.directory.layout import DirectoryLayout, round_to_pages
+from penstock.kvstore.tiers.disk import DiskTier
 
 from penstock.kvstore.block import HEADER_BYTES, BlockKey
 from penstock.kvstore.codec import PayloadShape, make_codecs
-from penstock.kvstore.directory.layout import DirectoryLayout, round_to_pages
 from penstock.kvstore.tiers import disk
-from penstock.kvstore.tiers.disk import DiskTier
 from penstock.waiting import wait_until
 from tests.kvstore.blocks import (
     FORM,

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from penstock.kvstore.directory.files import BlockFiles
+from penstock.kvstore.tiers.disk import DiskTier
 
 from penstock import failpoints
 from penstock.errors import KVStoreError
-from penstock.kvstore.directory.files import BlockFiles
-from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import Child
 from penstock.waiting import wait_until
 from tests.kvstore import children

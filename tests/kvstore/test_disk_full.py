@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from penstock.kvstore.directory.layout import round_to_pages
-from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
+
+from penstock.kvstore.tiers import disk
 from sim.small_disk import run_on_small_disk
 from tests.kvstore.blocks import block, content, new_name, new_names, put, read
 from tests.kvstore.disk_child import BUDGET, FORM, NUM_ROOMS, open_tier

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from penstock.kvstore.tiers.disk import DiskTier
 
 from penstock.kvstore.block import HEADER_BYTES, BlockKey
-from penstock.kvstore.tiers.disk import DiskTier
 from tests.kvstore.blocks import TAG, block, content, make_form, read
 
 SIZES = [1, 2]

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import HEADER_BYTES, Block
-from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
 
 NUM_SLOTS = 4

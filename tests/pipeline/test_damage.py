@@ -109,7 +109,7 @@ def test_damage_everywhere_all_the_time_changes_no_token(
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
     with (
         InProcessPipeline(addresses, kv=tight_settings(tmp_path), engine=SMALL_POOL) as line,
-        BlockCorrupter(line.decode.store, tmp_path / "disk", kv_server.url, seed=1) as corrupter,
+        BlockCorrupter(line.decode.store, kv_server.url, seed=1) as corrupter,
     ):
 
         def restart(number: int) -> None:

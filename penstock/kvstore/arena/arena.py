@@ -1,4 +1,6 @@
-"""An arena: memory for blocks that all processes of a host share, and that survives a crash of any of them.
+"""An arena: slots for blocks that all processes of a host share, and that survive a crash of any of them.
+
+The slots are in memory or in a file on disk (`medium.py`). The tables that say what is in them are always in memory.
 
 The tables are read and changed under one lock, which the kernel releases when its holder dies. If that was in the
 middle of a change, the next holder rebuilds what follows from the slot table (`guard.py`). So a crash between any two
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import KVStoreError
-from penstock.failpoints import failpoint
+from penstock.failpoints import failpoint, tier_failpoint
+from penstock.kvstore.arena import directory
 from penstock.kvstore.arena.file import (
     SETTING,
     arena_path,
@@ -39,6 +42,7 @@ from penstock.kvstore.arena.layout import (
     Tables,
 )
 from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, MAX_OWNERS, ByteLocks
+from penstock.kvstore.arena.medium import SlotFile, SlotMedium, SlotMemory
 from penstock.kvstore.arena.slots import SlotTable
 from penstock.kvstore.block import BlockFormat
 
@@ -58,24 +62,25 @@ ALREADY_STORED = SlotRef(-1, 0)
 class Arena:
     """One opening of an arena. Methods may be called from several threads."""
 
-    def __init__(self, path: Path, fd: int, geometry: Geometry, form: BlockFormat) -> None:
+    def __init__(
+        self, path: Path, fd: int, geometry: Geometry, form: BlockFormat, slot_file: SlotFile | None = None
+    ) -> None:
         self.path, self.geometry, self.form = path, geometry, form
         self.num_evicted = 0
         """Blocks that this process evicted."""
         self._fd, self._locks = fd, ByteLocks(fd)
         self.tables = Tables(mmap.mmap(fd, geometry.total_bytes), geometry)
+        self.medium: SlotMedium = slot_file or SlotMemory(fd, self.tables.memory, geometry)
         self._slots = SlotTable(self.tables)
         self._guard = TablesLock(self._slots, self._locks)
         self._changing = TablesChange(self._guard)
-        self.allocator = ArenaAllocator(fd, self.tables, self._slots, self._locks, self._changing)
+        self.allocator = ArenaAllocator(self.medium, self.tables, self._slots, self._locks, self._changing)
         self.owner = self._become_owner()
 
     @classmethod
     def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
         """Open or make the host's arena for a pipeline and format, in the steps of `file.py`. Raise `KVStoreError`."""
-        geometry = Geometry.fit_budget(form.payload_bytes, budget_bytes)
-        if not geometry.num_slots:
-            raise KVStoreError(f"{SETTING}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
+        geometry = _fit_budget(form, budget_bytes, SETTING, on_disk=False)
         path = arena_path(directory, pipeline, form, geometry)
         remove_stale_arenas(directory, pipeline, keep=path)
         fd = open_in_use(path, create=True)
@@ -88,13 +93,57 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> "Arena":
-        """Open an existing arena of any format. Raise `KVStoreError`."""
+        """Open an existing arena in memory, of any format. Raise `KVStoreError`."""
         fd = open_in_use(path, create=False)
         with closing_on_error(fd, path):
             described = read_file_superblock(fd)
             if described is None:
                 raise KVStoreError(f"shared memory: {path} is not an arena of this version")
             return cls(path, fd, *described)
+
+    @classmethod
+    def open_on_disk(cls, form: BlockFormat, root: Path, budget_bytes: int, tables_directory: str = "") -> "Arena":
+        """Open or make a format's slot file in a directory, in the steps of `directory.py`. Raise `KVStoreError`."""
+        wanted = _fit_budget(form, budget_bytes, f"{directory.SETTING}_MB", on_disk=True)
+        try:
+            folder = directory.SlotDirectory(root, budget_bytes, tables_directory, create=True)
+            try:
+                with folder.hold_lock():
+                    slots, tables, path, geometry = folder.open_slots(form, wanted)
+            except BaseException:
+                folder.close()
+                raise
+        except OSError as error:
+            raise KVStoreError(f"{directory.SETTING}_DIR: {root} cannot hold KV blocks: {error}") from error
+        arena = cls._open_slot_file(path, tables, geometry, form, SlotFile(slots, geometry, form, folder))
+        arena.allocator.start()
+        return arena
+
+    @classmethod
+    def attach_on_disk(cls, slot_path: Path, tables_directory: str = "") -> "Arena":
+        """Open an existing slot file with the tables that workers have made. Raise `KVStoreError`."""
+        try:
+            folder = directory.SlotDirectory(slot_path.parent, 0, tables_directory, create=False)
+            try:
+                with folder.hold_lock():
+                    slots, tables, path, geometry, form = folder.attach_slots(slot_path)
+            except BaseException:
+                folder.close()
+                raise
+        except OSError as error:
+            raise KVStoreError(f"{slot_path}: no KV blocks that can be read: {error}") from error
+        return cls._open_slot_file(path, tables, geometry, form, SlotFile(slots, geometry, form, folder))
+
+    @classmethod
+    def _open_slot_file(
+        cls, path: Path, tables: int, geometry: Geometry, form: BlockFormat, slot_file: SlotFile
+    ) -> "Arena":
+        try:
+            with closing_on_error(tables, path, f"{directory.SETTING}_MB"):
+                return cls(path, tables, geometry, form, slot_file)
+        except BaseException:
+            slot_file.close()
+            raise
 
     @property
     def num_usable_slots(self) -> int:
@@ -145,7 +194,7 @@ class Arena:
             num_dropped = 0
             for ref in refs if is_open else ():
                 if self.tables.state[ref.slot] == READY and self.is_current(ref):
-                    self._slots.forget_slot(ref.slot)
+                    self._remove_slot(ref.slot)
                     num_dropped += 1
             return num_dropped
 
@@ -155,7 +204,7 @@ class Arena:
             num_removed = 0
             for key in keys if is_open else ():
                 if (slot := self._slots.index.find_slot(key)) >= 0:
-                    self._slots.forget_slot(slot)
+                    self._remove_slot(slot)
                     num_removed += 1
             return num_removed
 
@@ -208,6 +257,7 @@ class Arena:
         if self._guard.close():
             self._locks.unlock_all()
             os.close(self._fd)
+            self.medium.close()
 
     def _look_up(self, keys: Sequence[bytes]) -> list[int]:
         find = self._slots.index.find_slot
@@ -238,16 +288,31 @@ class Arena:
             self._touch_slot(slot)
             self._slots.publish_slot(slot)
             return True
-        self._slots.free_slot(slot)
+        self._free_slots([slot])
         if is_whole:
             self._touch_slot(before)
         return is_whole
+
+    def _remove_slot(self, slot: int) -> None:
+        """Remove a block for good: 1. its header is erased; 2. it is removed from the tables.
+
+        After a crash between them the block is damaged, and the next reader removes it.
+        """
+        self.medium.erase_header(slot)
+        tier_failpoint(self.tables.tier, "remove.1")
+        self._slots.forget_slot(slot)
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        """Free slots whose blocks are not published, and which may still hold what was evicted from them."""
+        for slot in slots:
+            self.medium.erase_header(slot)
+            self._slots.free_slot(slot)
 
     def _reclaim_stale(self) -> None:
         self._expire_leases()
         for owner in self._slots.find_writers():
             if owner != self.owner and not self._locks.is_held_elsewhere(FIRST_OWNER_BYTE + owner):
-                self._slots.reclaim_slots(owner)
+                self._free_slots(self._slots.find_slots_of(owner))
 
     def _expire_leases(self) -> None:
         if self._slots.leases.has_expired():
@@ -258,8 +323,16 @@ class Arena:
         with self._changing:
             mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(FIRST_OWNER_BYTE + owner)), None)
             if mine is None:
-                raise KVStoreError(f"shared memory: {self.path} is open in {MAX_OWNERS} processes")
-            self._slots.reclaim_slots(mine)
+                raise KVStoreError(f"the {self.tables.tier} tier: {self.path} is open in {MAX_OWNERS} processes")
+            self._free_slots(self._slots.find_slots_of(mine))
             self.owner = mine
             self._reclaim_stale()
             return mine
+
+
+def _fit_budget(form: BlockFormat, budget_bytes: int, setting: str, *, on_disk: bool) -> Geometry:
+    """Return the geometry of the largest arena within a budget. Raise `KVStoreError` if it has no slot."""
+    geometry = Geometry.fit_budget(form.payload_bytes, budget_bytes, on_disk=on_disk)
+    if not geometry.num_slots:
+        raise KVStoreError(f"{setting}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
+    return geometry

@@ -1,9 +1,11 @@
 """Arenas as files: their names, opening them, listing them, removing them.
 
-The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. Opening:
+The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. Of an arena on
+disk it is the file of the tables (`directory.py` says its name). Opening:
 
 1. The file is opened, or made, and locked as in use; if it was removed before that, this is repeated.
-2. Under the metadata lock, a file that is no arena yet gets its size, and memory for the tables and the first slot.
+2. Under the metadata lock, a file that is no arena yet gets its size, and memory for the tables and, if it has the
+   slots, the first one.
    After a crash here, the next process begins again.
 3. The superblock is written. After a crash here the version is missing, and the next process begins again.
 4. The version is written: the file is an arena.
@@ -22,8 +24,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from penstock.errors import KVStoreError
-from penstock.failpoints import failpoint
-from penstock.kvstore.arena.layout import PAGE_BYTES, VERSION, Geometry, read_superblock, write_superblock
+from penstock.failpoints import tier_failpoint
+from penstock.kvstore.arena.layout import PAGE_BYTES, VERSION, W_TABLES_ID, Geometry, read_superblock, write_superblock
 from penstock.kvstore.arena.locks import IN_USE_BYTE, ByteLocks
 from penstock.kvstore.block import BlockFormat
 
@@ -50,7 +52,7 @@ def arena_directory(directory: str = "") -> Path:
 
 def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geometry) -> Path:
     """The file of an arena."""
-    words = f"{VERSION}|{_read_boot_id()}|{geometry.num_slots}|{geometry.slot_bytes}|{form.payload_bytes}"
+    words = f"{VERSION}|{read_boot_id()}|{geometry.num_slots}|{geometry.slot_bytes}|{form.payload_bytes}"
     digest = hashlib.sha256(form.fingerprint + form.layout + words.encode()).hexdigest()[:16]
     return arena_directory(directory) / f"{_PREFIX}-{os.geteuid()}-{digest}-{quote(pipeline, safe='')}"
 
@@ -95,16 +97,16 @@ def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
             remove_arena(arena.path)
 
 
-def open_in_use(path: Path, *, create: bool) -> int:
+def open_in_use(path: Path, *, create: bool, setting: str = SETTING) -> int:
     """Do step 1: open an arena's file and lock it as in use. Return the descriptor. Raise `KVStoreError`."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
-        raise KVStoreError(f"shared memory: this system lacks locks of open files; {SETTING}=0 does without")
+        raise KVStoreError(f"shared memory: this system lacks locks of open files; {setting}=0 does without")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         try:
             fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
@@ -118,27 +120,35 @@ def open_in_use(path: Path, *, create: bool) -> int:
         os.close(fd)
 
 
-def initialize_arena(fd: int, path: Path, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
+def initialize_arena(
+    fd: int, path: Path, geometry: Geometry, form: BlockFormat, pipeline: str, tables_id: int = 0
+) -> None:
     """Do steps 2 to 4, if no process has done them. Raise `KVStoreError`."""
     locks = ByteLocks(fd)
     locks.lock_metadata()
     if read_file_superblock(fd) is None:
-        _reserve_file(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
-        failpoint("shared.open.2")
+        first_bytes = geometry.metadata_bytes + (0 if geometry.on_disk else geometry.slot_bytes)
+        _reserve_file(fd, path, geometry.tables_file_bytes, first_bytes)
+        tier_failpoint("disk" if geometry.on_disk else "shared", "open.2")
         with mmap.mmap(fd, geometry.metadata_bytes) as memory:
-            write_superblock(memory, geometry, form, pipeline)
-        failpoint("shared.open.4")
+            write_superblock(memory, geometry, form, pipeline, tables_id)
+        tier_failpoint("disk" if geometry.on_disk else "shared", "open.4")
     locks.unlock_metadata()
 
 
 def read_file_superblock(fd: int) -> tuple[Geometry, BlockFormat] | None:
     """Return geometry and format of the arena in a file; None if it is no arena, or not one yet."""
     described = read_superblock(os.pread(fd, PAGE_BYTES, 0))
-    return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
+    return described if described and os.fstat(fd).st_size >= described[0].tables_file_bytes else None
+
+
+def read_tables_id(fd: int) -> int:
+    """Return the id of the tables in a file; 0 if the file has the slots, too."""
+    return int.from_bytes(os.pread(fd, 8, 8 * W_TABLES_ID), "little")
 
 
 @contextmanager
-def closing_on_error(fd: int, path: Path) -> Iterator[None]:
+def closing_on_error(fd: int, path: Path, setting: str = SETTING) -> Iterator[None]:
     """Close the file if opening the arena fails, and turn `OSError` into `KVStoreError`."""
     try:
         yield
@@ -149,28 +159,29 @@ def closing_on_error(fd: int, path: Path) -> Iterator[None]:
         if is_empty:
             remove_arena(path)
         if isinstance(error, OSError):
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {setting}=0 does without") from None
         raise
 
 
-def _reserve_file(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
-    """Do step 2: give the file the arena's size, and memory for its first bytes. Raise `KVStoreError`."""
+def _reserve_file(fd: int, path: Path, num_bytes: int, first_bytes: int) -> None:
+    """Do step 2: give the file its size, and memory for its first bytes. Raise `KVStoreError`."""
     os.ftruncate(fd, 0)
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
-    if free < geometry.total_bytes:
-        raise KVStoreError(_no_space_message(path, geometry, f"{free // 2**20} MB are free"))
-    os.ftruncate(fd, geometry.total_bytes)
+    if free < num_bytes:
+        raise KVStoreError(_no_space_message(path, num_bytes, f"{free // 2**20} MB are free"))
+    os.ftruncate(fd, num_bytes)
     try:
         os.posix_fallocate(fd, 0, first_bytes)
     except OSError as error:
         os.ftruncate(fd, 0)
-        raise KVStoreError(_no_space_message(path, geometry, str(error.strerror))) from None
+        raise KVStoreError(_no_space_message(path, num_bytes, str(error.strerror))) from None
 
 
-def _no_space_message(path: Path, geometry: Geometry, why: str) -> str:
+def _no_space_message(path: Path, num_bytes: int, why: str) -> str:
     """Return the error message for an arena that does not fit."""
-    return f"shared memory: no room for {geometry.total_bytes // 2**20} MB in {path.parent} ({why}): lower {SETTING}"
+    setting = SETTING if path.name.startswith(f"{_PREFIX}-") else "PENSTOCK_KV_STORE_DISK_MB"
+    return f"shared memory: no room for {num_bytes // 2**20} MB in {path.parent} ({why}): lower {setting}"
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
@@ -183,7 +194,7 @@ def _is_same_file(fd: int, path: Path) -> bool:
     return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _read_boot_id() -> str:
+def read_boot_id() -> str:
     """Return the id of the host's boot, as the monotonic clock starts anew with each boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

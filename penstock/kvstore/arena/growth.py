@@ -1,60 +1,66 @@
-"""Allocation of an arena's memory, a piece at a time: touching all its pages takes too long to wait for.
+"""Growth of an arena, a piece at a time: touching all its memory, or reading all its file, takes too long to wait for.
 
-Every process that has the arena open runs a thread that maps the allocated memory into the process, and allocates the
-next piece if no other process does. So if the allocating process crashes, another one goes on.
+Every process that has the arena open runs a thread. In memory it maps the memory that is allocated into the process,
+and allocates the next piece if no other process does. Of a file that is older than its tables it adopts the slots.
+So if the process that does it crashes, another one goes on. A file gets more space when a block needs it.
 
 1. The allocation lock is taken, which one process can hold at a time.
 2. The next piece is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
-   again, which costs nothing.
-3. Under the metadata lock its slots are put on the free list, then counted. After a crash in between, the free list is
-   rebuilt, and the piece is allocated again.
+   again, which costs nothing. If the file has the piece already, the headers of its slots are read instead.
+3. Under the metadata lock its slots are put on the free list or, with their block, in the index, and then counted.
+   After a crash in between, the tables are rebuilt without the piece, and it is allocated again.
 4. The lock is released.
+
+If nothing more fits, memory stays as small as it is; space on disk is tried again later.
 """
 
-import ctypes
 import logging
-import os
 import threading
+import time
 from contextlib import AbstractContextManager
 
-import numpy as np
-
-from penstock.failpoints import failpoint
-from penstock.kvstore.arena.layout import PAGE_BYTES, W_ALLOCATED, W_NUM_FREE, Tables
+from penstock.failpoints import tier_failpoint
+from penstock.kvstore.arena.layout import W_ALLOCATED, W_NUM_FREE, Tables
 from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
+from penstock.kvstore.arena.medium import SlotMedium
 from penstock.kvstore.arena.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 * 2**20
-_POPULATE_WRITE = 23
+ADOPTED_PIECE = 256
+"""Slots whose headers are read at a time."""
 _ALLOCATION_POLL_S = 0.02
 """How often a thread checks whether another process has allocated memory."""
 
 
 class ArenaAllocator:
-    """Allocates and maps memory until all slots of an arena have it."""
+    """Gives the slots of an arena memory or space, and finds those that have blocks already."""
 
     def __init__(
         self,
-        fd: int,
+        medium: SlotMedium,
         tables: Tables,
         slots: SlotTable,
         locks: ByteLocks,
         changing: AbstractContextManager[object],
     ) -> None:
-        self._fd, self._tables, self._slots, self._locks, self._changing = fd, tables, slots, locks, changing
+        self._medium, self._tables, self._slots = medium, tables, slots
+        self._locks, self._changing = locks, changing
         self._one_at_a_time = threading.Lock()
         self._stopped = threading.Event()
-        self._failed = False
-        """No more can be allocated here: memory is full, or this opening is closed."""
+        self._retry_at_s = 0.0
+        """Until then no more is allocated: there is no room, or this opening is closed."""
+        self._problem: OSError | None = None
+        """Why there was no room."""
+        self._warned = False
         self._thread = threading.Thread(target=self._map_and_allocate, name="kv arena", daemon=True)
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     @property
     def is_finished(self) -> bool:
-        """Whether no more memory will be allocated."""
-        return self._failed or self._tables.words[W_ALLOCATED] >= self._tables.geometry.num_slots
+        """Whether no more will be allocated, at least for a while."""
+        is_whole = self._tables.words[W_ALLOCATED] >= self._tables.geometry.num_slots
+        return is_whole or time.monotonic() < self._retry_at_s
 
     def start(self) -> None:
         """Start the background thread."""
@@ -66,7 +72,7 @@ class ArenaAllocator:
         if self._thread.ident is not None:
             self._thread.join()
         with self._one_at_a_time:
-            self._failed = True
+            self._retry_at_s = float("inf")
 
     def wait_until_mapped(self, timeout_s: float) -> bool:
         """Wait until all slots have memory that is mapped here. Return whether they have."""
@@ -74,18 +80,28 @@ class ArenaAllocator:
         return not self._thread.is_alive()
 
     def ensure_free_slots(self, count: int) -> None:
-        """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that."""
-        while self._tables.words[W_NUM_FREE] < count and not self.is_finished:
+        """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that.
+
+        Of slots that are to be adopted, one piece is; then blocks are evicted from it. Raise `OSError` if no slot at
+        all has space.
+        """
+        words = self._tables.words
+        while words[W_NUM_FREE] < count and not self.is_finished:
+            is_adopted = words[W_ALLOCATED] < self._medium.num_present
             self._try_allocate_piece(wait=True)
+            if is_adopted:
+                break
+        if self._problem is not None and not words[W_ALLOCATED]:
+            raise self._problem
 
     def _map_and_allocate(self) -> None:
-        mapped, piece = 0, self._slots_per_piece()
-        while mapped < self._tables.geometry.num_slots and not self._stopped.is_set():
+        mapped, piece, end = 0, self._slots_per_piece(), self._medium.num_eager
+        while mapped < end and not self._stopped.is_set():
             allocated = self._tables.words[W_ALLOCATED]
             if mapped < allocated:
-                self._map_slots(mapped, count := min(piece, allocated - mapped))
+                self._medium.map_slots(mapped, count := min(piece, allocated - mapped))
                 mapped += count
-            elif self._failed:
+            elif self.is_finished:
                 return
             elif not self._try_allocate_piece(wait=False):
                 self._stopped.wait(_ALLOCATION_POLL_S)
@@ -98,8 +114,8 @@ class ArenaAllocator:
         if not self._one_at_a_time.acquire(blocking=wait):
             return False
         try:
-            if self._failed:
-                return False
+            if self.is_finished:
+                return True
             if wait:
                 self._locks.lock_byte(ALLOCATION_BYTE)
             elif not self._locks.try_lock(ALLOCATION_BYTE):
@@ -110,36 +126,43 @@ class ArenaAllocator:
                 self._locks.unlock_byte(ALLOCATION_BYTE)
         finally:
             self._one_at_a_time.release()
-        failpoint("shared.allocate.4")
+        tier_failpoint(self._tables.tier, "allocate.4")
         return True
 
     def _allocate_piece(self) -> None:
-        geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
-        count = min(self._slots_per_piece(), geometry.num_slots - first)
-        start, problem = geometry.metadata_bytes + first * geometry.slot_bytes, ""
-        failpoint("shared.allocate.1")
-        while count:
-            try:
-                os.posix_fallocate(self._fd, start, count * geometry.slot_bytes)
-                break
-            except OSError as error:  # less may fit: one slot surely does at first, opening has reserved it
-                count, problem = count // 2, str(error.strerror)
-        failpoint("shared.allocate.2")
+        geometry, first, medium = self._tables.geometry, self._tables.words[W_ALLOCATED], self._medium
+        wanted = min(self._slots_per_piece(), geometry.num_slots - first)
+        tier_failpoint(self._tables.tier, "allocate.1")
+        if (num_present := medium.num_present - first) > 0:
+            count = min(ADOPTED_PIECE, num_present)
+            keys = medium.read_keys(first, count)
+        else:
+            count = self._reserve_slots(first, wanted)
+            keys = [None] * count
+        tier_failpoint(self._tables.tier, "allocate.2")
         if count:
             with self._changing:
-                self._slots.add_slots(first, count)
-        elif problem:
-            self._failed = True
-            log.warning(
-                "no room for all of the shared memory (%s): %d of %d blocks; PENSTOCK_KV_STORE_SHARED_MB sets its size",
-                problem, first, geometry.num_slots,
-            )  # fmt: skip
+                for slot in self._slots.adopt_slots(first, keys):
+                    medium.erase_header(slot)
+        elif wanted:
+            self._retry_at_s = time.monotonic() + medium.retry_s
+            self._warn_once(first)
 
-    def _map_slots(self, first: int, count: int) -> None:
-        """Map slots that have memory, so that copies do not stop at page faults."""
-        geometry = self._tables.geometry
-        start = geometry.metadata_bytes + first * geometry.slot_bytes
-        pages = np.frombuffer(self._tables.memory, np.uint8)[start : start + count * geometry.slot_bytes]
-        address = ctypes.c_void_p(pages.ctypes.data)
-        if self._madvise(address, ctypes.c_size_t(len(pages)), _POPULATE_WRITE):
-            pages[::PAGE_BYTES].max()  # an older kernel: reading maps them too
+    def _reserve_slots(self, first: int, count: int) -> int:
+        """Give slots memory or space, as many of them as fit. Return how many do."""
+        while count:
+            try:
+                count, self._problem = self._medium.reserve_slots(first, count), None
+                break
+            except OSError as error:  # less may fit: in memory one slot surely does at first, opening has reserved it
+                count, self._problem = count // 2, error
+        return count
+
+    def _warn_once(self, num_slots: int) -> None:
+        if not self._warned:
+            self._warned = True
+            why = self._problem.strerror if self._problem else "other models' blocks fill the budget"
+            log.warning(
+                "no room for all of the %s tier (%s): %d of %d blocks; %s sets its size",
+                self._tables.tier, why, num_slots, self._tables.geometry.num_slots, self._medium.setting,
+            )  # fmt: skip

@@ -6,7 +6,7 @@ A flag is set during a change. A holder of the lock that finds it set rebuilds w
 import threading
 from types import TracebackType
 
-from penstock.failpoints import failpoint
+from penstock.failpoints import tier_failpoint
 from penstock.kvstore.arena.layout import W_DIRTY
 from penstock.kvstore.arena.locks import ByteLocks
 from penstock.kvstore.arena.slots import SlotTable
@@ -37,7 +37,7 @@ class TablesLock:
                 if self.words[W_DIRTY]:
                     self._slots.rebuild_tables()
                     self.words[W_DIRTY] = 0
-                    failpoint("shared.rebuild.4")
+                    tier_failpoint(self._slots.tier, "rebuild.4")
         except BaseException:
             self.__exit__(None, None, None)
             raise

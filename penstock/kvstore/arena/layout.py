@@ -1,5 +1,6 @@
-"""Layout of an arena's file: the superblock, the tables, the slots.
+"""Layout of the file of an arena's tables: the superblock, the tables and, for an arena in memory, the slots.
 
+The slots of an arena on disk are in a file of their own, after a page that says whose they are (`directory.py`).
 The superblock has 64-bit words (`W_…` are their numbers), then the format and the pipeline's name. The tables `state`,
 `key`, `generation`, `owner` and the leases are authoritative; `next_free`, `lease_count` and `index` follow from them
 and can be rebuilt.
@@ -16,17 +17,19 @@ from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 MAGIC = int.from_bytes(b"PKVARENA", "little")
 VERSION = 1
 PAGE_BYTES = 4096
-LEASES_PER_SLOT = 4
+LEASES_PER_SLOT_IN_MEMORY, LEASES_PER_SLOT_ON_DISK = 4, 1
 NO_SLOT = 0xFFFFFFFF
 """Marks the end of the free list."""
 FREE, WRITING, READY = 0, 1, 2
 """States of a slot. A state is changed by writing one byte."""
 
 W_MAGIC, W_VERSION, W_NUM_SLOTS, W_PAYLOAD_BYTES = 0, 1, 2, 3
+W_TABLES_ID = 4
+"""Of an arena on disk: the random id of these tables, which the slot file names. 0: the slots are in memory."""
 W_DIRTY = 8
 """1 while the tables are being changed. A process that takes the lock and finds 1 rebuilds the tables."""
 W_ALLOCATED = 9
-"""Number of slots that have memory, counted from slot 0."""
+"""Number of slots that have memory, or space on disk, and are in the tables, counted from slot 0."""
 W_FREE_HEAD, W_NUM_FREE, W_NUM_READY = 10, 11, 12
 W_CLOCK = 13
 """The latest time of use: nanoseconds of the host's monotonic clock, made unique."""
@@ -44,6 +47,7 @@ class Geometry:
 
     payload_bytes: int
     num_slots: int
+    on_disk: bool = False
 
     @property
     def slot_bytes(self) -> int:
@@ -53,7 +57,7 @@ class Geometry:
     @property
     def num_leases(self) -> int:
         """Rows of the lease table."""
-        return LEASES_PER_SLOT * self.num_slots
+        return (LEASES_PER_SLOT_ON_DISK if self.on_disk else LEASES_PER_SLOT_IN_MEMORY) * self.num_slots
 
     @property
     def index_size(self) -> int:
@@ -73,23 +77,38 @@ class Geometry:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of superblock and tables. The slots begin after them."""
+        """Bytes of superblock and tables."""
         sizes = (_round_up(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.table_specs)
         return _round_up(_SUPERBLOCK + sum(sizes), PAGE_BYTES)
 
     @property
+    def slots_at(self) -> int:
+        """Offset of the first slot in the file that has the slots."""
+        return PAGE_BYTES if self.on_disk else self.metadata_bytes
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.metadata_bytes + self.num_slots * self.slot_bytes
+        """Bytes of the file that has the slots, which the budget bounds."""
+        return self.slots_at + self.num_slots * self.slot_bytes
+
+    @property
+    def tables_file_bytes(self) -> int:
+        """Bytes of the file that has the tables: in memory it has the slots, too."""
+        return self.metadata_bytes if self.on_disk else self.total_bytes
+
+    def slot_offset(self, slot: int) -> int:
+        """Return the offset of a slot in the file that has the slots."""
+        return self.slots_at + slot * self.slot_bytes
 
     @classmethod
-    def fit_budget(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
+    def fit_budget(cls, payload_bytes: int, budget_bytes: int, *, on_disk: bool = False) -> "Geometry":
         """Return the geometry of the largest arena within a budget. It may have no slots."""
         few, many = 0, budget_bytes // _round_up(HEADER_BYTES + payload_bytes, PAGE_BYTES) + 1
         while many - few > 1:
             middle = (few + many) // 2
-            few, many = (middle, many) if cls(payload_bytes, middle).total_bytes <= budget_bytes else (few, middle)
-        return cls(payload_bytes, few)
+            fits = cls(payload_bytes, middle, on_disk).total_bytes <= budget_bytes
+            few, many = (middle, many) if fits else (few, middle)
+        return cls(payload_bytes, few, on_disk)
 
 
 class Tables:
@@ -98,8 +117,8 @@ class Tables:
     def __init__(self, memory: mmap.mmap, geometry: Geometry) -> None:
         whole = memoryview(memory)
         self.memory, self.geometry = whole, geometry
-        self._slots_at, self._slot_bytes = geometry.metadata_bytes, geometry.slot_bytes
-        self._stored_bytes = HEADER_BYTES + geometry.payload_bytes
+        self.tier = "disk" if geometry.on_disk else "shared"
+        """The tier's name, with which the names of its failpoints begin."""
         self.words: memoryview[int] = whole[:1024].cast("Q")
         views: dict[str, memoryview[int]] = {}
         at = _SUPERBLOCK
@@ -121,24 +140,21 @@ class Tables:
         )
         self.lease_end_array, self.lease_slot_array = _as_array(self.lease_end), _as_array(self.lease_slot)
 
-    def slot_memory(self, number: int) -> memoryview:
-        """Return the memory of a slot's header and payload."""
-        at = self._slots_at + number * self._slot_bytes
-        return self.memory[at : at + self._stored_bytes]
-
     def slot_key(self, slot: int) -> bytes:
         """Return the key of a slot."""
         return bytes(self.key[32 * slot : 32 * slot + 32])
 
 
-def write_superblock(memory: mmap.mmap, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
+def write_superblock(
+    memory: mmap.mmap, geometry: Geometry, form: BlockFormat, pipeline: str, tables_id: int = 0
+) -> None:
     """Turn a file of zeros into an arena. The version is written last; without it the file is no arena."""
     words = memoryview(memory)[:1024].cast("Q")
     memory[_FORM_AT : _FORM_AT + 48] = form.fingerprint + form.layout
     name = pipeline.encode()[: _SUPERBLOCK - _PIPELINE_AT]
     memory[_PIPELINE_AT : _PIPELINE_AT + len(name)] = name
     words[W_NUM_SLOTS], words[W_PAYLOAD_BYTES] = geometry.num_slots, geometry.payload_bytes
-    words[W_FREE_HEAD], words[W_NEXT_LEASE_END] = NO_SLOT, NEVER
+    words[W_FREE_HEAD], words[W_NEXT_LEASE_END], words[W_TABLES_ID] = NO_SLOT, NEVER, tables_id
     words[W_MAGIC] = MAGIC
     words[W_VERSION] = VERSION
 
@@ -152,7 +168,7 @@ def read_superblock(start: bytes) -> tuple[Geometry, BlockFormat] | None:
         return None
     payload_bytes = words[W_PAYLOAD_BYTES]
     form = BlockFormat(start[_FORM_AT : _FORM_AT + 32], start[_FORM_AT + 32 : _FORM_AT + 48], payload_bytes)
-    return Geometry(payload_bytes, words[W_NUM_SLOTS]), form
+    return Geometry(payload_bytes, words[W_NUM_SLOTS], words[W_TABLES_ID] != 0), form
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from penstock.failpoints import failpoint
+from penstock.failpoints import tier_failpoint
 from penstock.kvstore.arena.layout import NEVER, READY, W_LEASE_TOP, W_NEXT_LEASE_END, W_NUM_UNLEASED, Tables
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class LeaseTable:
                 tables.lease_generation[row] = tables.generation[slot]
                 self._words[W_LEASE_TOP] = max(self._words[W_LEASE_TOP], row + 1)
                 tables.lease_end[row] = end
-                failpoint("shared.lease.1")
+                tier_failpoint(self._tables.tier, "lease.1")
                 tables.lease_count[slot] += 1
             else:
                 tables.lease_end[row] = end
             self._words[W_NEXT_LEASE_END] = min(self._words[W_NEXT_LEASE_END], end)
-            failpoint("shared.lease.2")
+            tier_failpoint(self._tables.tier, "lease.2")
 
     def release_slots(self, owner: str, slots: Sequence[int]) -> None:
         """End the owner's leases on these slots."""
@@ -56,9 +56,9 @@ class LeaseTable:
             row = rows.pop(slot, None)
             if row is not None:
                 self._tables.lease_end[row] = 0
-                failpoint("shared.release.1")
+                tier_failpoint(self._tables.tier, "release.1")
                 self._decrement_count(slot)
-                failpoint("shared.release.2")
+                tier_failpoint(self._tables.tier, "release.2")
 
     def clear_slot(self, slot: int) -> None:
         """Remove all leases on the block in this slot."""
@@ -126,7 +126,9 @@ class LeaseTable:
     def _warn_once(self) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("the lease table of the shared memory is full: some blocks are not kept from eviction")
+            log.warning(
+                "the lease table of the %s tier is full: some blocks are not kept from eviction", self._tables.tier
+            )
 
 
 def _hash_owner(owner: str) -> int:

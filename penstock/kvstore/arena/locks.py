@@ -17,6 +17,8 @@ IN_USE_BYTE = 2
 FIRST_OWNER_BYTE = 1024
 """First of the owners' bytes. Each opening locks a byte of its own, which shows that it is alive."""
 MAX_OWNERS = 1024
+FIRST_TABLES_BYTE, MAX_TABLES_ID = 4096, 2**32
+"""Bytes of a slot file on disk: who uses it locks the one of its tables' id, shared."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -58,10 +60,15 @@ class ByteLocks:
         """Release all locks. Closing the file is not enough while it is mapped."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, 0, length=0))
 
-    def is_held_elsewhere(self, byte: int) -> bool:
-        """Return whether another opening holds a lock of a byte."""
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _pack_flock(fcntl.F_WRLCK, byte))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    def is_held_elsewhere(self, byte: int, length: int = 1) -> bool:
+        """Return whether another opening holds a lock of a byte, or of one of the `length` bytes from it on."""
+        return self.find_held_elsewhere(byte, length) is not None
+
+    def find_held_elsewhere(self, byte: int, length: int) -> int | None:
+        """Return a byte of these that another opening holds a lock of; None if there is none."""
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _pack_flock(fcntl.F_WRLCK, byte, length))
+        kind, _, held, *_ = _FLOCK.unpack(answer)
+        return held if kind != fcntl.F_UNLCK else None
 
 
 def _pack_flock(kind: int, byte: int, length: int = 1) -> bytes:

@@ -1,8 +1,10 @@
 """The slot table of an arena, its free list and eviction. Used under the metadata lock."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from penstock.failpoints import failpoint
+from penstock.failpoints import tier_failpoint
 from penstock.kvstore.arena.index import SlotIndex
 from penstock.kvstore.arena.layout import (
     FREE,
@@ -23,7 +25,7 @@ class SlotTable:
     """The slot table of an arena, with the index and the leases that go with it."""
 
     def __init__(self, tables: Tables) -> None:
-        self._tables, self.words = tables, tables.words
+        self._tables, self.words, self.tier = tables, tables.words, tables.tier
         self.index, self.leases = SlotIndex(tables), LeaseTable(tables)
         self._victims: list[tuple[int, int]] = []
         """Slots to evict next and the time of their last use; the last one goes first."""
@@ -39,18 +41,18 @@ class SlotTable:
         tables.key[start : start + 32] = key
         tables.generation[slot] += 1
         tables.owner[slot] = owner
-        failpoint("shared.put.1.1")
+        tier_failpoint(self.tier, "put.1.1")
         tables.state[slot] = WRITING
-        failpoint("shared.put.1.2")
+        tier_failpoint(self.tier, "put.1.2")
         return slot
 
     def publish_slot(self, slot: int) -> None:
         """Make a written block findable."""
         self._tables.state[slot] = READY
-        failpoint("shared.put.5.1")
+        tier_failpoint(self.tier, "put.5.1")
         self.index.insert_slot(slot)
         self.words[W_NUM_READY] += 1
-        failpoint("shared.put.5.2")
+        tier_failpoint(self.tier, "put.5.2")
 
     def free_slot(self, slot: int) -> None:
         """Free a slot whose block is not published."""
@@ -61,7 +63,7 @@ class SlotTable:
         """Remove a READY block, leased or not."""
         self._clear_slot(slot)
         self._push_free(slot)
-        failpoint("shared.forget.3")
+        tier_failpoint(self.tier, "forget.3")
 
     def evict_oldest(self) -> bool:
         """Evict the least recently used block without a lease. Return False if there is none."""
@@ -75,18 +77,33 @@ class SlotTable:
                 return True
         return False
 
-    def add_slots(self, first: int, count: int) -> None:
-        """Add slots that have memory now to the free list."""
-        for slot in range(first + count - 1, first - 1, -1):
-            self._push_free(slot)
-        failpoint("shared.allocate.3")
-        self.words[W_ALLOCATED] = first + count
+    def adopt_slots(self, first: int, keys: Sequence[bytes | None]) -> list[int]:
+        """Add slots of a file that were written before these tables were made: each with its block's key, or None.
 
-    def reclaim_slots(self, owner: int) -> None:
-        """Free the slots that a dead owner was writing."""
+        They count as used before all others. Return the slots of blocks that are in another slot, too.
+        """
+        tables, words, doubled = self._tables, self.words, list[int]()
+        for slot, key in reversed(list(enumerate(keys, first))):
+            if key is None or self.index.find_slot(key) >= 0:
+                self._push_free(slot)
+                doubled += [slot] if key is not None else []
+                continue
+            tables.key[32 * slot : 32 * slot + 32] = key
+            tables.generation[slot] += 1
+            tables.used[slot] = slot + 1
+            tables.state[slot] = READY
+            self.index.insert_slot(slot)
+            words[W_NUM_READY] += 1
+        tier_failpoint(self.tier, "allocate.3")
+        words[W_NUM_UNLEASED] += 1
+        words[W_ALLOCATED] = first + len(keys)
+        return doubled
+
+    def find_slots_of(self, owner: int) -> list[int]:
+        """Return the slots that an owner is writing."""
         tables = self._tables
-        for slot in np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist():
-            self.free_slot(slot)
+        slots: list[int] = np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist()
+        return slots
 
     def find_writers(self) -> list[int]:
         """Return the owners of slots that are being written."""
@@ -99,24 +116,25 @@ class SlotTable:
     def rebuild_tables(self) -> None:
         """Rebuild free list, leases and index from the slot table, after a process crashed while changing them."""
         tables, words = self._tables, self.words
+        tables.state_array[words[W_ALLOCATED] :] = FREE  # slots that were being adopted
         self.leases.rebuild_counts()
-        failpoint("shared.rebuild.1")
+        tier_failpoint(self.tier, "rebuild.1")
         words[W_FREE_HEAD], words[W_NUM_FREE] = NO_SLOT, 0
         states = tables.state_array[: words[W_ALLOCATED]]
         for slot in np.flatnonzero(states == FREE).tolist()[::-1]:
             self._push_free(slot)
-        failpoint("shared.rebuild.2")
+        tier_failpoint(self.tier, "rebuild.2")
         self.index.rebuild_index()
         words[W_NUM_READY] = int(np.count_nonzero(states == READY))
-        failpoint("shared.rebuild.3")
+        tier_failpoint(self.tier, "rebuild.3")
 
     def _clear_slot(self, slot: int) -> None:
         self.index.delete_slot(slot)
-        failpoint("shared.forget.1")
+        tier_failpoint(self.tier, "forget.1")
         self.leases.clear_slot(slot)
         self._tables.state[slot] = FREE
         self.words[W_NUM_READY] -= 1
-        failpoint("shared.forget.2")
+        tier_failpoint(self.tier, "forget.2")
 
     def _choose_victims(self) -> bool:
         """Choose a few blocks to evict next, so that not every eviction scans all slots."""

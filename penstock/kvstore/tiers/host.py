@@ -1,9 +1,11 @@
-"""The shared memory tier: an arena that all workers of a host map, so that a hand-off is one copy in and one out.
+"""The tiers of a host, in shared memory and on disk: an arena that all its workers use.
+
+In shared memory a hand-off is one copy in and one out. On disk blocks outlive the workers and the host.
 
 A put:
 
 1. A slot is allocated under the lock: a free one, or that of the least recently used block. It gets a new generation.
-2. The payload is copied to the slot, and its checksum is computed on the way.
+2. The payload is written to the slot, on disk after an erased header, and its checksum is computed.
 3. The page tag is checked: whether the memory that was copied still held the block.
 4. The header is written in front of the payload.
 5. The block is published under the lock, if the slot is still ours. From now on it is found.
@@ -18,6 +20,9 @@ A get:
    not, it is a miss; and unless the slot was given to another block meanwhile, the block is damaged, and is removed.
 
 A reader that crashes leaves nothing behind.
+
+An error of the disk is counted, and nothing is written for a while. If the disk is full, blocks are evicted as within
+the budget, and space is asked for again later.
 """
 
 import threading
@@ -25,52 +30,76 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.failpoints import failpoint
+from penstock.failpoints import tier_failpoint
 from penstock.kvstore.arena.arena import ALREADY_STORED, Arena, SlotRef
-from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
-from penstock.kvstore.copying import copy_and_hash
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.block import Block, BlockFormat, ReadRequest
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
 MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
 """A batch of this size is allocated and published together; at most a quarter of the arena."""
+WRITE_PAUSE_S = 1.0
+"""How long nothing is written after the disk failed."""
 
 
-class SharedTier:
-    """A tier whose blocks are in an arena."""
-
-    name, clock = "shared", staticmethod(time.thread_time)
+class HostTier:
+    """A tier whose blocks are in an arena: `shared` in memory, `disk` in a file."""
 
     def __init__(self, arena: Arena) -> None:
-        self.arena = arena
+        self.arena, self.name = arena, arena.tables.tier
+        self.clock = time.perf_counter if arena.geometry.on_disk else time.thread_time
         self.counters = TierCounters()
-        self._form = arena.form
+        self._form, self._medium = arena.form, arena.medium
         self._batch = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // arena.geometry.slot_bytes)
         self._counting = threading.Lock()
+        self._paused_until_s = 0.0
 
     @classmethod
-    def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "SharedTier":
-        """Open the host's arena for the pipeline, or make it; its memory is allocated in the background.
+    def open_shared(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "HostTier":
+        """Open the host's arena in memory for the pipeline, or make it; memory is allocated in the background.
 
         The budget covers the whole file. Raise `KVStoreError` if it does not fit, or the directory cannot be used.
         """
         return cls(Arena.open(form, pipeline, budget_bytes, directory))
 
     @classmethod
-    def attach(cls, path: Path) -> "SharedTier":
-        """Open an existing arena of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
+    def open_disk(cls, form: BlockFormat, directory: Path, budget_bytes: int, tables_directory: str = "") -> "HostTier":
+        """Open the blocks in a directory on disk, or make it; `tables_directory` is that of the shared memory.
+
+        The budget covers all slot files of the directory. Raise `KVStoreError` if it cannot be used. A full disk
+        raises nothing: its blocks are read, and new ones are written as soon as it has space.
+        """
+        return cls(Arena.open_on_disk(form, directory, budget_bytes, tables_directory))
+
+    @classmethod
+    def attach_shared(cls, path: Path) -> "HostTier":
+        """Open an existing arena in memory, of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
         return cls(Arena.attach(path))
+
+    @classmethod
+    def attach_disk(cls, slot_path: Path, tables_directory: str = "") -> "HostTier":
+        """Open an existing slot file, of any format, for tools. Raise `KVStoreError` if it cannot be opened."""
+        return cls(Arena.attach_on_disk(slot_path, tables_directory))
 
     def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
         """Implement `Tier.get`, in the steps of the module docstring."""
         refs = self.arena.find_slots([request.key.hash for request in requests])
-        failpoint("shared.get.1")
-        whole = [ref is not None and self._read_slot(ref, request) for ref, request in zip(refs, requests, strict=True)]
-        suspects = [ref for ref, is_whole in zip(refs, whole, strict=True) if ref and not is_whole]
+        tier_failpoint(self.name, "get.1")
+        whole, suspects, num_failed = list[bool](), list[SlotRef](), 0
+        for ref, request in zip(refs, requests, strict=True):
+            try:
+                whole.append(ref is not None and self._read_slot(ref, request))
+                if ref is not None and not whole[-1]:
+                    suspects.append(ref)
+            except OSError:
+                whole.append(False)
+                num_failed += 1
         num_damaged = self.arena.drop_slots(suspects) if suspects else 0
         with self._counting:
             self.counters.hits += sum(whole)
             self.counters.misses += len(whole) - sum(whole)
             self.counters.damaged += num_damaged
+            self.counters.errors += num_failed
             self.counters.bytes_read += sum(whole) * self._form.payload_bytes
         return whole
 
@@ -79,6 +108,8 @@ class SharedTier:
         stored: list[bool] = []
         size = max(1, min(self._batch, self.arena.num_usable_slots // 4))
         for start in range(0, len(blocks), size):
+            if time.monotonic() < self._paused_until_s:
+                return stored + self.has_blocks([block.key.hash for block in blocks[start:]])
             stored += self._put_batch(blocks[start : start + size])
         return stored
 
@@ -96,13 +127,17 @@ class SharedTier:
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Implement `Tier.remove_blocks`."""
-        return self.arena.remove_blocks(keys)
+        failed = self._medium.num_failed
+        num_removed = self.arena.remove_blocks(keys)
+        if self._medium.num_failed > failed:  # they are gone, but may come back when tables are made anew
+            self._count_error()
+        return num_removed
 
     def read_usage(self) -> TierUsage:
-        """Implement `Tier.read_usage`. The arena's tables count as used."""
+        """Implement `Tier.read_usage`. What lies before the slots counts as used."""
         num_blocks, num_leased = self.arena.count_blocks()
         geometry = self.arena.geometry
-        used = geometry.metadata_bytes + num_blocks * geometry.slot_bytes
+        used = geometry.slots_at + num_blocks * geometry.slot_bytes
         return TierUsage(num_blocks, used, geometry.total_bytes, num_leased)
 
     def list_entries(self) -> Iterator[TierEntry]:
@@ -116,25 +151,36 @@ class SharedTier:
         ref = self.arena.peek_slot(key)
         if ref is None:
             return None
-        found = bytes(self.arena.tables.slot_memory(ref.slot))
+        try:
+            found = self._medium.read_stored(ref.slot)
+        except OSError:
+            return None
         return found if self.arena.is_current(ref) else None
+
+    def check_integrity(self) -> list[str]:
+        """Return what is wrong with the tables, in words. Reads no block."""
+        self.arena.reclaim_stale()
+        return check_integrity(self.arena)
 
     def close(self) -> None:
         """Implement `Tier.close`."""
         self.arena.close()
 
     def _read_slot(self, ref: SlotRef, request: ReadRequest) -> bool:
-        """Do steps 2 and 3 of a get. Return whether the block is whole."""
-        stored = self.arena.tables.slot_memory(ref.slot)
-        checksum = copy_and_hash(request.target, stored[HEADER_BYTES:])
-        failpoint("shared.get.2")
-        is_whole = stored[:HEADER_BYTES] == self._form.make_header(request.key, checksum).pack()
-        failpoint("shared.get.3")
+        """Do steps 2 and 3 of a get. Return whether the block is whole. Raise `OSError`."""
+        header, checksum = self._medium.read_slot(ref.slot, request.target)
+        tier_failpoint(self.name, "get.2")
+        is_whole = header == self._form.make_header(request.key, checksum).pack()
+        tier_failpoint(self.name, "get.3")
         return is_whole and self.arena.is_current(ref)
 
     def _put_batch(self, blocks: Sequence[Block]) -> list[bool]:
-        refs = self.arena.allocate_slots([block.key.hash for block in blocks])
-        failpoint("shared.put.1")
+        try:
+            refs = self.arena.allocate_slots([block.key.hash for block in blocks])
+        except OSError:  # no slot at all has space
+            self._pause_writes()
+            return [False] * len(blocks)
+        tier_failpoint(self.name, "put.1")
         mine = [
             (ref, block)
             for ref, block in zip(refs, blocks, strict=True)
@@ -144,10 +190,12 @@ class SharedTier:
         try:
             for ref, block in mine:
                 written.append((ref, block.key.hash, self._write_slot(ref, block)))
-        finally:  # if a block could not be written, its slot is freed, and the error goes to the caller
+        except OSError:
+            self._pause_writes()
+        finally:  # if a block could not be written, its slot is freed, and an error of the caller goes to the caller
             written += [(ref, block.key.hash, False) for ref, block in mine[len(written) :]]
             published = iter(self.arena.publish_slots(written) if written else ())
-            failpoint("shared.put.5")
+            tier_failpoint(self.name, "put.5")
         stored = [ref is ALREADY_STORED or (ref is not None and next(published)) for ref in refs]
         with self._counting:
             self.counters.refused += sum(ref is None for ref in refs)
@@ -157,13 +205,20 @@ class SharedTier:
         return stored
 
     def _write_slot(self, ref: SlotRef, block: Block) -> bool:
-        """Do steps 2 to 4 of a put. Return whether the block is whole."""
-        into = self.arena.tables.slot_memory(ref.slot)
-        checksum = copy_and_hash(into[HEADER_BYTES:], block.payload)
-        failpoint("shared.put.2")
+        """Do steps 2 to 4 of a put. Return whether the block is whole. Raise `OSError`."""
+        checksum = self._medium.write_payload(ref.slot, block.payload)
+        tier_failpoint(self.name, "put.2")
         is_valid = block.is_valid()
-        failpoint("shared.put.3")
+        tier_failpoint(self.name, "put.3")
         if is_valid:
-            into[:HEADER_BYTES] = self._form.make_header(block.key, checksum).pack()
-        failpoint("shared.put.4")
+            self._medium.write_header(ref.slot, self._form.make_header(block.key, checksum).pack())
+        tier_failpoint(self.name, "put.4")
         return is_valid
+
+    def _pause_writes(self) -> None:
+        self._paused_until_s = time.monotonic() + WRITE_PAUSE_S
+        self._count_error()
+
+    def _count_error(self) -> None:
+        with self._counting:
+            self.counters.errors += 1

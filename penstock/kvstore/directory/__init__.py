@@ -1,1 +1,0 @@
-"""A directory of blocks on disk: its lock and usage (`ledger.py`), its files, leases, writers and eviction."""
