@@ -27,9 +27,7 @@ if TYPE_CHECKING:  # it needs torch, which most tests do without
 
     MakeLine = Callable[..., InProcessPipeline]
 
-forked.preload_modules(
-    "tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child"
-)
+forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.host_child")
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -44,8 +42,8 @@ SERVER_PARAMS = {"kafka", "streams", "embedded", "redis", "s3"}
 """Parameters by which a fixture chooses one of those."""
 SERVER_FOLDERS = {"pipeline", "page"}
 SLOW_FILES = {
-    "test_arena_deaths.py", "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
-    "test_disk_faults.py", "test_disk_full.py", "test_disk_machine.py", "test_equality.py", "test_fingerprint.py",
+    "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
+    "test_equality.py", "test_host_deaths.py", "test_host_machine.py", "test_fingerprint.py",
     "test_gpu.py", "test_kernels.py", "test_loading.py", "test_model.py", "test_native.py", "test_preemption.py",
     "test_staging.py",
 }  # fmt: skip

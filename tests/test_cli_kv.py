@@ -27,7 +27,7 @@ from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from sim.servers import serve_address
 from tests.commands import HERE, Terminal, penstock
-from tests.kvstore import arena_child, children
+from tests.kvstore import children, host_child
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 
@@ -56,7 +56,7 @@ class Host:
             (directory / name).mkdir()
         self.places: dict[str, Place] = {
             "shared": SharedPlace(directory / "shared"),
-            "disk": DiskPlace(directory / "disk"),
+            "disk": DiskPlace(directory / "disk", directory / "shared"),
             "redis": RedisPlace(url),
         }
         self.tiers: dict[str, Tier] = {name: place.open(FORM, BUDGET) for name, place in self.places.items()}
@@ -189,7 +189,7 @@ def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
     expected = {
         bad[0]: "the header's checksum is wrong",
         bad[1]: "the content's checksum is wrong",
-        bad[2]: "the content's checksum is wrong" if kind == "shared" else "1,308 bytes of content, 3,000 were written",
+        bad[2]: "the content's checksum is wrong" if kind != "redis" else "1,308 bytes of content, 3,000 were written",
         bad[3]: f"it is another block, {other.hash.hex()[:16]}…",
     }
     shown = host.kv("verify", code=1)
@@ -259,7 +259,7 @@ def test_an_arena_that_is_half_made_hides_no_other(host: Host) -> None:
     """Its maker was killed; it is the first in order, and one of another version the last."""
     directory, user = host.directory / "shared", os.geteuid()
     put(host.tiers["shared"], new_names(2))
-    assert children.start(arena_child.main, directory, "die", "shared.open.2", "1").wait(60) == -9
+    assert children.start(host_child.main, directory, "die", "shared", "open.2", "1").wait(60) == -9
     (directory / "log").unlink()
     (half,) = (path for path in directory.iterdir() if not path.read_bytes()[:8].strip(b"\0"))
     half.rename(directory / f"penstock-kv-{user}-{'0' * 16}-demo")

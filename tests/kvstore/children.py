@@ -19,9 +19,9 @@ def start(main: Main, directory: Path, *what: str) -> Child:
 
 
 @contextmanager
-def halted(main: Main, directory: Path, step: str) -> Iterator[Child]:
-    """One that stands still at a step."""
-    child = start(main, directory, "halt", step)
+def halted(main: Main, directory: Path, tier: str, step: str) -> Iterator[Child]:
+    """One that stands still at a step of a tier."""
+    child = start(main, directory, "halt", tier, step)
     wait_until((directory / "halted").exists, 60, "the child comes to the step")
     yield child
     if child.is_alive():

@@ -28,7 +28,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "shared":
         return SharedPlace(tmp_path)
     if request.param == "disk":
-        return DiskPlace(tmp_path)
+        return DiskPlace(tmp_path / "disk", tmp_path)
     return RedisPlace(request.getfixturevalue("kv_url"))
 
 

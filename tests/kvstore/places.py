@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 import redis
-from penstock.kvstore.tiers.disk import DiskTier
-from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.names import kv_key
+from sim.kv_faults import overwrite_block
 
 Change = Callable[[bytes], bytes]
 
@@ -37,33 +37,24 @@ class SharedPlace:
 
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        return SharedTier.open(form, "demo", budget_bytes, str(self._directory))
+        return HostTier.open_shared(form, "demo", budget_bytes, str(self._directory))
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
-        assert isinstance(tier, SharedTier)
-        place = tier.arena.peek_slot(key)
-        assert place is not None
-        slot = tier.arena.tables.slot_memory(place.slot)
-        stored = bytes(slot)
-        slot[:] = change(stored)[: len(stored)].ljust(len(stored), b"\0")
+        assert isinstance(tier, HostTier)
+        assert overwrite_block(tier, key, change)
 
 
-class DiskPlace:
-    """Files in a directory."""
+class DiskPlace(SharedPlace):
+    """Slot files in a directory, and their tables in another one."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, tables: Path) -> None:
+        super().__init__(directory)
+        self._tables = tables
 
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        return DiskTier.open(form, self._directory, budget_bytes)
-
-    def damage(self, tier: Tier, key: bytes, change: Change) -> None:
-        """See `Place.damage`. The file is changed where it is."""
-        path = self._directory / key.hex()[:2] / f"{key.hex()}.kv"
-        assert path.read_bytes() == tier.read_stored(key)
-        path.write_bytes(change(path.read_bytes()))
+        return HostTier.open_disk(form, self._directory, budget_bytes, str(self._tables))
 
 
 class RedisPlace:

@@ -1,4 +1,4 @@
-"""Arenas as files: sizes, names, opening, memory that comes by and by, attaching, removing, and the checker."""
+"""Arenas in memory as files: sizes, names, opening, growth, attaching, removing, and the checker."""
 
 import errno
 import logging
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.arena import growth
@@ -32,18 +31,19 @@ from penstock.kvstore.arena.layout import (
 )
 from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat
+from penstock.kvstore.tiers.host import HostTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
 BUDGET = 2**18
-Open = Callable[..., SharedTier]
+Open = Callable[..., HostTier]
 
 
 @pytest.fixture
 def open_tier(tmp_path: Path) -> Iterator[Open]:
-    opened: list[SharedTier] = []
+    opened: list[HostTier] = []
 
-    def make(form: BlockFormat = FORM, pipeline: str = "demo", budget: int = BUDGET) -> SharedTier:
-        opened.append(SharedTier.open(form, pipeline, budget, str(tmp_path)))
+    def make(form: BlockFormat = FORM, pipeline: str = "demo", budget: int = BUDGET) -> HostTier:
+        opened.append(HostTier.open_shared(form, pipeline, budget, str(tmp_path)))
         return opened[-1]
 
     yield make
@@ -58,12 +58,12 @@ def paths(directory: Path) -> list[Path]:
 # Sizes.
 
 
-@given(st.integers(0, 10**7), st.integers(0, 10**9))
-def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budget: int) -> None:
-    geometry = Geometry.fit_budget(payload_bytes, budget)
+@given(st.integers(0, 10**7), st.integers(0, 10**9), st.booleans())
+def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budget: int, on_disk: bool) -> None:
+    geometry = Geometry.fit_budget(payload_bytes, budget, on_disk=on_disk)
     if geometry.num_slots:
         assert geometry.total_bytes <= budget
-    assert Geometry(payload_bytes, geometry.num_slots + 1).total_bytes > budget
+    assert Geometry(payload_bytes, geometry.num_slots + 1, on_disk).total_bytes > budget
     assert geometry.slot_bytes % 4096 == geometry.metadata_bytes % 4096 == 0
     assert HEADER_BYTES + payload_bytes <= geometry.slot_bytes < HEADER_BYTES + payload_bytes + 4096
 
@@ -80,7 +80,7 @@ def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
 @pytest.mark.parametrize("budget", [0, 1, 4096, Geometry(PAYLOAD_BYTES, 1).total_bytes - 1])
 def test_a_budget_without_room_for_a_block(tmp_path: Path, budget: int) -> None:
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-        SharedTier.open(FORM, "demo", budget, str(tmp_path))
+        HostTier.open_shared(FORM, "demo", budget, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,12 +99,12 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for directory in ("missing", "file"):
         with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-            SharedTier.open(FORM, "demo", BUDGET, str(tmp_path / directory))
+            HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path / directory))
 
 
 def test_more_than_the_directory_has_room_for(tmp_path: Path) -> None:
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-        SharedTier.open(make_form(payload_bytes=2**30), "demo", 2**50, str(tmp_path))
+        HostTier.open_shared(make_form(payload_bytes=2**30), "demo", 2**50, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,12 +132,12 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 
     before = held()
     for _ in range(20):
-        tier = SharedTier.open(FORM, "demo", BUDGET, str(tmp_path))
+        tier = HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
         put(tier, new_names(3))
         tier.close()
         del tier
     with pytest.raises(KVStoreError):
-        SharedTier.open(FORM, "demo", 1, str(tmp_path))
+        HostTier.open_shared(FORM, "demo", 1, str(tmp_path))
     assert held() == before
 
 
@@ -206,7 +206,7 @@ def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(KVStoreError, match=r"No space left on device.*PENSTOCK_KV_STORE_SHARED_MB"):
-        SharedTier.open(FORM, "demo", BUDGET, str(tmp_path))
+        HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,7 +265,7 @@ def test_who_waited_while_it_was_removed_makes_a_new_one(open_tier: Open, tmp_pa
 def test_tools_attach_without_knowing_the_model(open_tier: Open) -> None:
     tier, names = open_tier(), new_names(4)
     put(tier, names)
-    tool = SharedTier.attach(tier.arena.path)
+    tool = HostTier.attach_shared(tier.arena.path)
     assert tool.arena.form == FORM
     assert {entry.key for entry in tool.list_entries()} == set(keys_of(names))
     assert read(tool, names) == [content(name) for name in names]
@@ -280,9 +280,9 @@ def test_what_is_no_arena_is_not_attached(tmp_path: Path, written: bytes) -> Non
     path.touch(0o600)
     path.write_bytes(written)
     with pytest.raises(KVStoreError):
-        SharedTier.attach(path)
+        HostTier.attach_shared(path)
     with pytest.raises(KVStoreError):
-        SharedTier.attach(tmp_path / "nothing")
+        HostTier.attach_shared(tmp_path / "nothing")
 
 
 def test_an_arena_of_another_version_or_cut_off_is_not_attached(open_tier: Open) -> None:
@@ -292,10 +292,10 @@ def test_an_arena_of_another_version_or_cut_off_is_not_attached(open_tier: Open)
     whole = path.read_bytes()
     path.write_bytes(whole[:8] + b"\2" + whole[9:])
     with pytest.raises(KVStoreError, match="not an arena of this version"):
-        SharedTier.attach(path)
+        HostTier.attach_shared(path)
     path.write_bytes(whole[:-1])
     with pytest.raises(KVStoreError, match="not an arena of this version"):
-        SharedTier.attach(path)
+        HostTier.attach_shared(path)
 
 
 # Leases.

@@ -1,319 +1,367 @@
-"""What only the disk tier does; its contract is in test_tiers.py, deaths and faults in test_disk_faults.py."""
+"""What only the disk tier does: it outlives its tables, shares a budget between models, and survives a failing disk."""
 
 import errno
 import os
-import random
-import resource
-import shutil
-import signal
-import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from penstock.kvstore.directory.layout import DirectoryLayout, round_to_pages
-from penstock.kvstore.tiers.disk import DiskTier
 
-from penstock.kvstore.block import HEADER_BYTES, BlockKey
-from penstock.kvstore.codec import PayloadShape, make_codecs
-from penstock.kvstore.tiers import disk
+from penstock.errors import KVStoreError
+from penstock.kvstore.arena import growth
+from penstock.kvstore.arena.directory import find_slot_files
+from penstock.kvstore.arena.layout import PAGE_BYTES, Geometry
+from penstock.kvstore.arena.medium import SlotFile
+from penstock.kvstore.block import BlockFormat
+from penstock.kvstore.tiers import host
+from penstock.kvstore.tiers.host import HostTier
 from penstock.waiting import wait_until
-from tests.kvstore.blocks import (
-    FORM,
-    PAYLOAD_BYTES,
-    block,
-    content,
-    is_here,
-    keys_of,
-    new_name,
-    new_names,
-    put,
-    read,
-)
+from sim.small_disk import run_on_small_disk
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 
-AMPLE = 2**20
-FILE_BYTES = round_to_pages(HEADER_BYTES + PAYLOAD_BYTES)
-SHAPE = PayloadShape("float32", ((PAYLOAD_BYTES // 100, 25),))
+NUM_SLOTS = 8
+BUDGET = Geometry(PAYLOAD_BYTES, NUM_SLOTS, on_disk=True).total_bytes
+SLOT_BYTES = (BUDGET - PAGE_BYTES) // NUM_SLOTS
+Open = Callable[..., HostTier]
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = DiskTier.open(FORM, tmp_path, AMPLE)
-    yield tier
+def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    monkeypatch.setattr(growth, "PIECE_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(growth, "ADOPTED_PIECE", 3)
+    opened: list[HostTier] = []
+
+    def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:
+        (tmp_path / tables).mkdir(exist_ok=True)
+        opened.append(HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables)))
+        assert opened[-1].arena.allocator.wait_until_mapped(30)
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def tier(open_tier: Open) -> HostTier:
+    return open_tier()
+
+
+def lose_tables(directory: Path) -> None:
+    """Do what starting the host anew does, when no tier is open."""
+    for path in (directory / "memory").iterdir():
+        path.unlink()
+
+
+def tables_of(directory: Path) -> list[Path]:
+    return list((directory / "memory").iterdir())
+
+
+# Tables that are lost.
+
+
+def test_blocks_outlive_their_tables(open_tier: Open, tmp_path: Path) -> None:
+    """Leases do not, and what was removed on purpose does not come back."""
+    first, names = open_tier(), new_names(NUM_SLOTS)
+    put(first, names)
+    first.lease_blocks("a job", keys_of(names), 600)
+    assert first.remove_blocks(keys_of(names[2:4])) == 2
+    first.close()
+    lose_tables(tmp_path)
+    tier = open_tier()
+    found = [None if index in (2, 3) else content(name) for index, name in enumerate(names)]
+    assert read(tier, names) == found
+    assert (tier.counters.damaged, tier.read_usage().blocks, tier.read_usage().leased) == (0, 6, 0)
+    assert put(tier, new_names(NUM_SLOTS)) == [True] * NUM_SLOTS
+    assert tier.check_integrity() == []
+
+
+def test_what_is_found_again_is_evicted_first(open_tier: Open, tmp_path: Path) -> None:
+    first, old, new = open_tier(), new_names(5), new_names(4)
+    put(first, old)
+    first.close()
+    lose_tables(tmp_path)
+    tier = open_tier()
+    put(tier, new)
+    assert is_here(tier, new) == [True] * 4
+    assert sum(is_here(tier, old)) == 4
+
+
+def test_a_block_in_two_slots_is_found_once(open_tier: Open, tmp_path: Path) -> None:
+    """Its process died when it had evicted a block, and had written nothing yet; then the block was stored again."""
+    first, names = open_tier(), new_names(NUM_SLOTS)
+    put(first, names)
+    ref, last = (first.arena.peek_slot(name.hash) for name in (names[0], names[-1]))
+    assert ref is not None
+    assert last is not None
+    first.remove_blocks(keys_of(names[3:]))
+    first.arena.medium.overwrite_slot(last.slot, first.arena.medium.read_stored(ref.slot))
+    first.close()
+    names = names[:3]
+    for _ in range(2):
+        lose_tables(tmp_path)
+        tier = open_tier()
+        assert tier.read_usage().blocks == 3
+        assert read(tier, names) == [content(name) for name in names]
+        assert tier.check_integrity() == []
+        tier.remove_blocks(keys_of(names[:1]))
+        names = names[1:] + new_names(1)
+        put(tier, names)
+        tier.close()
+
+
+def test_a_damaged_block_does_not_come_back(open_tier: Open, tmp_path: Path) -> None:
+    first, names = open_tier(), new_names(2)
+    put(first, names)
+    ref = first.arena.peek_slot(names[0].hash)
+    assert ref is not None
+    stored = first.arena.medium.read_stored(ref.slot)
+    first.arena.medium.overwrite_slot(ref.slot, stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert read(first, names) == [None, content(names[1])]
+    first.close()
+    lose_tables(tmp_path)
+    assert is_here(open_tier(), names) == [False, True]
+
+
+def test_the_budget_of_those_that_have_it_open_holds(open_tier: Open) -> None:
+    """While others have the file open theirs holds."""
+    first, names = open_tier(), new_names(NUM_SLOTS)
+    put(first, names)
+    half = Geometry(PAYLOAD_BYTES, NUM_SLOTS // 2, on_disk=True).total_bytes
+    assert open_tier(budget=half).read_usage().budget == BUDGET
+
+
+def test_a_smaller_budget_cuts_the_file_off(open_tier: Open, tmp_path: Path) -> None:
+    first, names = open_tier(), new_names(NUM_SLOTS)
+    put(first, names)
+    first.close()
+    half = Geometry(PAYLOAD_BYTES, NUM_SLOTS // 2, on_disk=True).total_bytes
+    tier = open_tier(budget=half)
+    (path,) = find_slot_files(tmp_path / "kv")
+    assert path.stat().st_size <= half
+    assert tier.read_usage().blocks == sum(is_here(tier, names)) == NUM_SLOTS // 2
     tier.close()
+    larger = open_tier()
+    assert put(larger, new_names(4)) == [True] * 4
+    assert sum(is_here(larger, names)) == 4
+    assert larger.counters.evictions == 0
 
 
-def path_of(directory: Path, name: BlockKey) -> Path:
-    return directory / name.hash.hex()[:2] / f"{name.hash.hex()}.kv"
+# Processes without the same shared memory.
+
+
+def test_who_has_other_shared_memory_is_refused(open_tier: Open, tmp_path: Path) -> None:
+    """As in another container. When the others are gone it may, and theirs are not taken for current later."""
+    first, (kept, gone) = open_tier(), new_names(2)
+    put(first, [kept, gone])
+    with pytest.raises(KVStoreError, match=r"PENSTOCK_KV_STORE_DISK_DIR.*other shared memory"):
+        open_tier(tables="elsewhere")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert read(first, [kept]) == [content(kept)]
+    first.close()
+    other = open_tier(tables="elsewhere")
+    assert other.remove_blocks(keys_of([gone])) == 1
+    with pytest.raises(KVStoreError, match="other shared memory"):
+        open_tier()
+    other.close()
+    again = open_tier()
+    assert is_here(again, [kept, gone]) == [True, False]
+    assert again.counters.damaged == 0
+    assert again.check_integrity() == []
+
+
+# Several models in one directory.
+
+
+def test_an_unused_model_s_blocks_go_when_space_is_needed(open_tier: Open, tmp_path: Path) -> None:
+    former, form, names = open_tier(), make_form("a new model"), new_names(NUM_SLOTS)
+    put(former, new_names(NUM_SLOTS - 2))
+    former.close()
+    tier = open_tier(form)
+    assert len(find_slot_files(tmp_path / "kv")) == len(tables_of(tmp_path)) == 2
+    assert put(tier, names, form) == [True] * NUM_SLOTS
+    assert tier.counters.evictions == 0
+    assert len(find_slot_files(tmp_path / "kv")) == len(tables_of(tmp_path)) == 1
+
+
+def test_models_in_use_share_the_budget(open_tier: Open, tmp_path: Path) -> None:
+    used, form, names = open_tier(), make_form("a second model"), new_names(NUM_SLOTS)
+    put(used, names[:5])
+    tier = open_tier(form)
+    assert put(tier, names, form) == [True] * NUM_SLOTS
+    assert sum(path.stat().st_size for path in find_slot_files(tmp_path / "kv")) <= BUDGET
+    assert tier.read_usage().blocks == 2
+    assert is_here(used, names[:5]) == [True] * 5
+    assert tier.check_integrity() == used.check_integrity() == []
+
+
+def test_tables_of_a_deleted_file_are_removed(open_tier: Open, tmp_path: Path) -> None:
+    first = open_tier()
+    put(first, new_names(2))
+    first.close()
+    (path,) = find_slot_files(tmp_path / "kv")
+    path.rename(tmp_path / "elsewhere.slots")
+    assert open_tier().read_usage().blocks == 0
+    assert len(tables_of(tmp_path)) == 1
+
+
+def test_blocks_of_an_older_version_are_removed(
+    open_tier: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "kv"
+    old = [root / "ab" / f"ab{'0' * 62}.kv", root / "writers" / "one" / "draft", root / "leases" / "a job" / "link"]
+    kept = [root / "ab" / "notes.txt", root / "cd" / "notes.kv", root / "notes.txt"]
+    for path in old + kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("something")
+    tier = open_tier()
+    assert [path.exists() for path in old + kept] == [False] * 3 + [True] * 3
+    assert caplog.text.count("of an older version") == 1
+    assert put(tier, new_names(1)) == [True]
 
 
 # Opening.
 
 
-def test_after_a_restart_of_the_machine_files_are_counted(tier: DiskTier, tmp_path: Path) -> None:
-    """The record may be older than what is there, or newer."""
-    name, other = new_names(2)
-    put(tier, [name, other])
-    record = bytearray((tmp_path / "lock").read_bytes())
-    tier.close()
-    path_of(tmp_path, name).unlink()
-    (tmp_path / "lock").write_bytes(record)
-    again = DiskTier.open(FORM, tmp_path, AMPLE)
-    again._directory.ledger._boot = bytes(range(16))
-    assert again.read_usage().blocks == 1
-    assert again.check_integrity() == []
-    again.close()
+def test_nobody_else_can_read_it(tier: HostTier, tmp_path: Path) -> None:
+    put(tier, new_names(2))
+    for path in [tmp_path / "kv", *(tmp_path / "kv").iterdir(), *tables_of(tmp_path)]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-# Damage.
+def test_what_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_DIR"):
+        HostTier.open_disk(FORM, tmp_path / "file" / "kv", BUDGET, str(tmp_path))
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_MB"):
+        HostTier.open_disk(FORM, tmp_path / "kv", PAYLOAD_BYTES, str(tmp_path))
 
 
-def test_files_cut_off_while_they_are_read(tier: DiskTier, tmp_path: Path) -> None:
-    """At any time, to any length: a miss, never a signal, never a wrong block."""
-    names, stop, rng = new_names(6), threading.Event(), random.Random(3)
+def test_tools_attach_to_what_workers_made(tier: HostTier, tmp_path: Path) -> None:
+    names, memory = new_names(3), str(tmp_path / "memory")
     put(tier, names)
-
-    def cut() -> None:
-        while not stop.is_set():
-            name = rng.choice(names)
-            try:
-                os.truncate(path_of(tmp_path, name), rng.randrange(HEADER_BYTES + PAYLOAD_BYTES))
-            except FileNotFoundError:
-                put(tier, [name])
-
-    thread = threading.Thread(target=cut)
-    thread.start()
-    try:
-        while tier.counters.damaged < 200:
-            for name, got in zip(names, read(tier, names), strict=True):
-                assert got in (None, content(name))
-    finally:
-        stop.set()
-        thread.join()
-    assert tier.counters.errors == 0
-    tier.remove_blocks(keys_of(names))
-    assert tier.read_usage().bytes == 0
-    assert tier.check_integrity() == []
+    (path,) = find_slot_files(tmp_path / "kv")
+    tool = HostTier.attach_disk(path, memory)
+    assert tool.read_usage() == tier.read_usage()
+    assert {entry.key for entry in tool.list_entries()} == set(keys_of(names))
+    assert tool.read_stored(names[0].hash) == tier.read_stored(names[0].hash)
+    assert tool.remove_blocks(keys_of(names[:2])) == 2
+    assert is_here(tier, names) == [False, False, True]
+    tool.close()
+    tier.close()
+    lose_tables(tmp_path)
+    with pytest.raises(KVStoreError, match="no worker"):
+        HostTier.attach_disk(path, memory)
+    assert tables_of(tmp_path) == []
 
 
-def test_a_damaged_block_that_was_replaced_stays(
-    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the read and the removal another worker wrote it anew."""
-    name = new_name()
-    put(tier, [name])
-    path = path_of(tmp_path, name)
-    os.truncate(path, 100)
-    drop = tier._directory.drop_blocks
-
-    def late(keys: dict[bytes, int | None]) -> int:
-        other = DiskTier.open(FORM, tmp_path, AMPLE)
-        kept = path.with_suffix(".old")
-        path.rename(kept)  # its number stays taken
-        put(other, [name])
-        other.close()
-        kept.unlink()
-        return drop(keys)
-
-    monkeypatch.setattr(tier._directory, "drop_blocks", late)
-    assert read(tier, [name]) == [None]
-    assert read(tier, [name]) == [content(name)]
+# A disk that fails.
 
 
-def test_a_directory_in_the_place_of_a_block(tier: DiskTier, tmp_path: Path) -> None:
-    name = new_name()
-    path_of(tmp_path, name).mkdir(parents=True)
-    assert read(tier, [name]) == [None]
-    assert (tier.counters.misses, tier.counters.errors) == (1, 1)
+def refuse(number: int) -> Callable[..., int]:
+    def call(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
-def test_a_block_that_the_disk_lost_goes(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could never be read again, and each question after it would be a use."""
-    lost, kept = new_names(2)
-    put(tier, [lost, kept])
-    tier.lease_blocks("a job", [lost.hash], 600)
-
-    def fails(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lost = new_names(2), new_names(3)
+    put(tier, kept)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", fails)
-        assert read(tier, [lost]) == [None]
-    assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
-    assert is_here(tier, [lost, kept]) == [False, True]
-    assert tier.check_integrity() == []
-    assert put(tier, [lost]) == [True]
-    assert read(tier, [lost]) == [content(lost)]
-
-
-def test_a_block_that_was_copied_in_and_removed(tier: DiskTier, tmp_path: Path) -> None:
-    """More blocks go than are known of."""
-    mine, copied = new_names(2)
-    put(tier, [mine])
-    path_of(tmp_path, copied).parent.mkdir(exist_ok=True)
-    shutil.copy(path_of(tmp_path, mine), path_of(tmp_path, copied))
-    assert [tier.remove_blocks([name.hash]) for name in (mine, copied)] == [1, 1]
-    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (0, 0)
-    assert tier.counters.errors == 0
-
-
-def test_a_lease_of_a_file_that_is_gone_is_none_of_the_next(tier: DiskTier, tmp_path: Path) -> None:
-    (name,) = new_names(1)
-    put(tier, [name])
-    tier.lease_blocks("a job", [name.hash], 600)
-    path_of(tmp_path, name).unlink()
-    tier.lease_blocks("a job", [name.hash], 600)
-    assert not list((tmp_path / "leases").rglob("*.*"))
-    put(tier, [name])
-    tier.lease_blocks("a job", [name.hash], 600)
-    path_of(tmp_path, name).unlink()
-    put(tier, [name])
-    for _ in range(2):
-        tier.lease_blocks("a job", [name.hash], 600)
-    assert path_of(tmp_path, name).stat().st_nlink == 2
-    assert [entry.leases for entry in tier.list_entries()] == [1]
-
-
-# A disk that takes no more.
-
-
-def test_a_full_disk_is_counted_and_left_alone_for_a_while(
-    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files may have no more than so many bytes: writing fails in the middle of a block."""
-    kept, lost, later = new_names(3)
-    put(tier, [kept])
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        assert put(tier, [lost]) == [False]
-        assert tier.counters.errors == 1
-        assert put(tier, [later]) == [False]
+        patch.setattr(os, "pwritev", refuse(errno.EIO))
+        assert put(tier, lost) == [False] * 3
+        assert put(tier, [kept[0], lost[0]]) == [True, False]
         assert tier.counters.errors == 1, "it was not left alone"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert read(tier, [kept, lost]) == [content(kept), None]
-    assert tier.read_usage().blocks == 1
+        assert read(tier, kept) == [content(name) for name in kept]
+        assert tier.remove_blocks(keys_of(kept[:1])) == 1
+        assert tier.counters.errors == 2, "it may come back"
+    monkeypatch.setattr(host, "WRITE_PAUSE_S", 0.0)
+    wait_until(lambda: put(tier, lost) == [True] * 3, 30, "it takes blocks again")
+    assert tier.read_usage().blocks == 4
     assert tier.check_integrity() == []
-    monkeypatch.setattr(disk, "WRITE_PAUSE_S", 0.0)
-    wait_until(lambda: put(tier, [lost]) == [True], 30, "the disk is tried again")
-    assert read(tier, [lost]) == [content(lost)]
 
 
 def test_an_error_in_the_middle_of_a_batch_keeps_what_was_written(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = new_names(3)
-    write = tier._files.write_block
+    names, write = new_names(3), SlotFile.write_payload
 
-    def fails_once(path: str, header: bytes, stored: memoryview) -> None:
-        if stored == content(names[1]):
-            raise OSError(28, "No space left on device")
-        write(path, header, stored)
+    def fails_once(medium: SlotFile, slot: int, payload: memoryview) -> int:
+        return refuse(errno.ENOSPC)() if payload == content(names[1]) else write(medium, slot, payload)
 
-    monkeypatch.setattr(tier._files, "write_block", fails_once)
-    assert put(tier, names) == [True, False, False]
-    assert read(tier, names) == [content(names[0]), None, None]
+    monkeypatch.setattr(SlotFile, "write_payload", fails_once)
+    stored = put(tier, names)
+    assert stored[1:] == [False, False]
+    assert read(tier, names) == [content(names[0]) if stored[0] else None, None, None]
     assert tier.check_integrity() == []
 
 
-def test_an_error_of_the_caller_leaves_no_draft(tier: DiskTier, tmp_path: Path) -> None:
-    def fails() -> bool:
-        raise RuntimeError("a tag that cannot be asked")
-
-    good, bad = new_names(2)
-    with pytest.raises(RuntimeError):
-        tier.put([block(good), block(bad, is_valid=fails)])
-    assert is_here(tier, [good, bad]) == [True, False]
-    assert tier.check_integrity() == []
-    assert [path.name for path in (tmp_path / "writers").glob("*/*")] == ["reserved"]
-
-
-# Room.
-
-
-@pytest.fixture
-def listings(monkeypatch: pytest.MonkeyPatch) -> list[DirectoryLayout]:
-    """Grows by one whenever all blocks are listed."""
-    found, blocks = list[DirectoryLayout](), DirectoryLayout.list_blocks
-
-    def listed(layout: DirectoryLayout) -> Iterator[tuple[bytes, os.stat_result]]:
-        found.append(layout)
-        return blocks(layout)
-
-    monkeypatch.setattr(DirectoryLayout, "list_blocks", listed)
-    return found
+def test_a_block_that_the_disk_lost_goes_and_one_that_cannot_be_read_now_stays(
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, kept = new_names(2)
+    put(tier, [lost, kept])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuse(errno.EIO))
+        assert read(tier, [lost]) == [None]
+        patch.setattr(os, "preadv", refuse(errno.EMFILE))
+        assert read(tier, [kept]) == [None]
+    assert (tier.counters.damaged, tier.counters.errors, tier.counters.misses) == (1, 1, 2)
+    assert is_here(tier, [lost, kept]) == [False, True]
 
 
-def test_the_directory_is_not_listed_for_every_put(tmp_path: Path, listings: list[DirectoryLayout]) -> None:
-    tier, names = DiskTier.open(FORM, tmp_path, 200 * FILE_BYTES), new_names(600)
+def test_a_file_that_is_cut_off_is_no_signal(tier: HostTier, tmp_path: Path) -> None:
+    names = new_names(NUM_SLOTS)
     put(tier, names)
-    assert tier.counters.evictions == 400
-    assert len(listings) <= 10
-    assert is_here(tier, names) == [False] * 400 + [True] * 200
-    assert tier.check_integrity() == []
-    tier.close()
+    (path,) = find_slot_files(tmp_path / "kv")
+    os.truncate(path, PAGE_BYTES + 2 * SLOT_BYTES + 100)
+    found = read(tier, names)
+    assert sum(got is not None for got in found) == tier.read_usage().blocks == 2
+    assert tier.counters.damaged == NUM_SLOTS - 2
+    assert put(tier, names) == [True] * NUM_SLOTS
+    assert read(tier, names) == [content(name) for name in names]
 
 
-def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, listings: list[DirectoryLayout]) -> None:
-    tier, names = DiskTier.open(FORM, tmp_path, 4 * FILE_BYTES), new_names(4)
-    put(tier, names)
-    tier.lease_blocks("a job", keys_of(names), 600)
-    before = len(listings)
-    assert put(tier, new_names(3)) == [False] * 3
-    assert (len(listings) - before, tier.counters.refused) == (1, 3)
-    tier.release_leases("a job", keys_of(names[:1]))
+def test_a_payload_or_a_target_of_another_size_is_the_caller_s_mistake(tier: HostTier) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        tier.put([block(new_names(1)[0], make_form(payload_bytes=10))])
+    name = new_names(1)
+    put(tier, name)
+    with pytest.raises(ValueError, match="bytes"):
+        read(tier, name, make_form(payload_bytes=10))
+
+
+# Space.
+
+
+def test_space_is_taken_as_it_is_needed(tier: HostTier, tmp_path: Path) -> None:
+    (path,) = find_slot_files(tmp_path / "kv")
+    for count in range(1, NUM_SLOTS + 1):
+        put(tier, new_names(1))
+        assert path.stat().st_size == PAGE_BYTES + count * SLOT_BYTES
     assert put(tier, new_names(1)) == [True]
-    tier.close()
+    assert path.stat().st_size == BUDGET
+    assert tier.counters.evictions == 1
 
 
-# Codecs.
+def test_where_the_disk_is_full_blocks_are_evicted(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = new_names(4)
+    put(tier, names[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+        assert put(tier, names[2:3]) == [True]
+        assert is_here(tier, names[:3]) == [False, True, True]
+        assert tier.counters.errors == 0
+    monkeypatch.setattr(SlotFile, "retry_s", 0.0)
+    tier.arena.allocator._retry_at_s = 0.0
+    assert put(tier, names[3:]) == [True]
+    assert is_here(tier, names) == [False, True, True, True]
+    assert tier.check_integrity() == []
 
 
-@pytest.mark.parametrize("choice", ["lossless", "int8"])
-def test_blocks_are_written_as_the_codec_says(tmp_path: Path, choice: str) -> None:
-    name, payload = new_name(), bytes(PAYLOAD_BYTES)
-    tier = DiskTier.open(FORM, tmp_path, AMPLE, make_codecs(choice, SHAPE))  # type: ignore[arg-type]
-    assert tier.put([replace(block(name), payload=memoryview(payload))]) == [True]
-    stored = tier.read_stored(name.hash)
-    assert stored is not None
-    assert len(stored) < HEADER_BYTES + PAYLOAD_BYTES
-    assert read(tier, [name]) == [payload]
-    plain = DiskTier.open(FORM, tmp_path, AMPLE)
-    assert read(plain, [name]) == [None]
-    assert is_here(tier, [name]) == [False], "what nobody here can read is removed"
-    plain.close()
-    tier.close()
-
-
-def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
-    tier, rng = DiskTier.open(FORM, tmp_path, AMPLE, make_codecs("lossless", SHAPE)), random.Random(1)
-    for _ in range(50):
-        name = new_name()
-        payload = bytes(rng.choices(range(4), k=PAYLOAD_BYTES))
-        tier.put([replace(block(name), payload=memoryview(payload))])
-        path = path_of(tmp_path, name)
-        stored = bytearray(path.read_bytes())
-        stored[rng.randrange(len(stored))] ^= 1 << rng.randrange(8)
-        path.write_bytes(stored)
-        assert read(tier, [name]) == [None]
-    assert tier.counters.damaged == 50
-    assert tier.read_usage().blocks == 0
-    tier.close()
-
-
-# The checker itself.
-
-
-def test_the_checker_sees_what_is_wrong(tier: DiskTier, tmp_path: Path) -> None:
-    name, leased = new_names(2)
-    put(tier, [name, leased])
-    tier.lease_blocks("a job", [leased.hash], 600)
-    path_of(tmp_path, leased).unlink()
-    (tmp_path / "writers" / "0123").mkdir()
-    (tmp_path / "writers" / "0123" / "draft").write_bytes(b"left")
-    found = "\n".join(tier.check_integrity())
-    for words in ("no lease of a block", "dead process", "are recorded"):
-        assert words in found
+@pytest.mark.parametrize("what", ["turn", "start", "wait"])
+def test_a_disk_smaller_than_the_budget(tmp_path: Path, what: str) -> None:
+    """See `host_child.py`."""
+    child = run_on_small_disk(tmp_path, 24, "tests.kvstore.host_child", what)
+    assert child.returncode == 0, child.read_log_tail()

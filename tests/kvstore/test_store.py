@@ -55,7 +55,7 @@ def places(tmp_path: Path, kv_url: str, store: KVStore) -> list[Place]:
     assert [tier.name for tier in store.tiers] == ["shared", "disk", "redis"]
     kept = RedisPlace.__new__(RedisPlace)
     kept._url = kv_url
-    return [SharedPlace(tmp_path), DiskPlace(tmp_path / "disk"), kept]
+    return [SharedPlace(tmp_path), DiskPlace(tmp_path / "disk", tmp_path), kept]
 
 
 def names_of(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[BlockKey]:

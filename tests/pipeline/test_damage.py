@@ -7,8 +7,8 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings
+from penstock.kvstore.arena import medium
 from penstock.kvstore.block import HEADER_BYTES
-from penstock.kvstore.tiers import shared
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
@@ -44,7 +44,7 @@ def place_of(line: InProcessPipeline, directory: Path) -> Place:
     (tier,) = line.decode.store.tiers
     if tier.name == "redis":
         return RedisPlace(line.addresses.kv_url)
-    return SharedPlace(directory) if tier.name == "shared" else DiskPlace(directory / "disk")
+    return SharedPlace(directory) if tier.name == "shared" else DiskPlace(directory / "disk", directory)
 
 
 def work_of(line: InProcessPipeline) -> list[Request]:
@@ -92,7 +92,7 @@ def test_without_the_checksum_it_would(
         into[:] = source
         return 0
 
-    monkeypatch.setattr(shared, "copy_and_hash", copied)
+    monkeypatch.setattr(medium, "copy_and_hash", copied)
     got, expected = run_damaged(line, place_of(line, tmp_path))
     assert got.keys() == expected.keys()
     assert got != expected

@@ -69,7 +69,7 @@ class Arena:
         self.num_evicted = 0
         """Blocks that this process evicted."""
         self._fd, self._locks = fd, ByteLocks(fd)
-        self.tables = Tables(mmap.mmap(fd, geometry.total_bytes), geometry)
+        self.tables = Tables(mmap.mmap(fd, geometry.tables_file_bytes), geometry)
         self.medium: SlotMedium = slot_file or SlotMemory(fd, self.tables.memory, geometry)
         self._slots = SlotTable(self.tables)
         self._guard = TablesLock(self._slots, self._locks)

@@ -245,7 +245,7 @@ def read_format(slots: int) -> BlockFormat | None:
 
 
 def _write_slot_superblock(slots: int, form: BlockFormat, tables_id: int) -> None:
-    """Write a slot file's first page. If the disk is full, a new file has none, and no slot, until it is opened again."""
+    """Write a slot file's first page. If the disk is full, a new file has none until it is opened again."""
     try:
         os.pwrite(slots, _pack_superblock(form, tables_id).ljust(PAGE_BYTES, b"\0"), 0)
     except OSError as error:

@@ -87,9 +87,10 @@ class ArenaAllocator:
         """
         words = self._tables.words
         while words[W_NUM_FREE] < count and not self.is_finished:
-            is_adopted = words[W_ALLOCATED] < self._medium.num_present
+            allocated = words[W_ALLOCATED]
+            is_adopted = allocated < self._medium.num_present
             self._try_allocate_piece(wait=True)
-            if is_adopted:
+            if is_adopted or words[W_ALLOCATED] == allocated:
                 break
         if self._problem is not None and not words[W_ALLOCATED]:
             raise self._problem

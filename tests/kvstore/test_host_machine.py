@@ -1,4 +1,4 @@
-"""An arena that two openings change by turns does what the plainest model of it does."""
+"""An arena, in memory or on disk, that two openings change by turns does what the plainest model of it does."""
 
 import tempfile
 from pathlib import Path
@@ -7,11 +7,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import BlockKey
+from penstock.kvstore.tiers.host import HostTier
+from sim.kv_faults import overwrite_block
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
 
 NUM_SLOTS = 4
@@ -25,8 +26,17 @@ NAMES = [BlockKey(bytes([number % 3]) * 8 + bytes([number]) * 24, 16, TAG) for n
 """Their keys collide in the index."""
 
 
+def open_machine(directory: Path, medium: str) -> HostTier:
+    budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS, on_disk=medium == "disk").total_bytes
+    if medium == "disk":
+        return HostTier.open_disk(FORM, directory / "kv", budget, str(directory))
+    return HostTier.open_shared(FORM, "demo", budget, str(directory))
+
+
 class ArenaMachine(RuleBasedStateMachine):
     """The model: keys in the order of their use, and the owners of leases on each."""
+
+    medium = "shared"
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,9 +45,8 @@ class ArenaMachine(RuleBasedStateMachine):
         self.order: list[int] = []
         self.leases: dict[int, set[str]] = {}
 
-    def open(self) -> SharedTier:
-        budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes
-        return SharedTier.open(FORM, "demo", budget, self.directory.name)
+    def open(self) -> HostTier:
+        return open_machine(Path(self.directory.name), self.medium)
 
     @initialize()
     def fill(self) -> None:
@@ -120,9 +129,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, number=PICKS, at=st.integers(0, PAYLOAD_BYTES + 143))
     def damage(self, tier: int, number: int, at: int) -> None:
         key = self.pick(number)
-        arena = self.tiers[tier].arena
-        if (place := arena.peek_slot(NAMES[key].hash)) is not None:
-            arena.tables.slot_memory(place.slot)[at] ^= 1
+        if overwrite_block(self.tiers[tier], NAMES[key].hash, lambda stored: flip_bit(stored, at)):
             assert read(self.tiers[tier], [NAMES[key]], FORM) == [None]
             self.forget(key)
 
@@ -156,13 +163,39 @@ class ArenaMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
-test_any_sequence = pytest.mark.timeout(120)(ArenaMachine.TestCase)
+class DiskMachine(ArenaMachine):
+    """The same, with tables that may be lost: then the order is that of the slots, and no leases are left."""
+
+    medium = "disk"
+
+    @rule()
+    def host_started_anew(self) -> None:
+        refs = {key: self.tiers[0].arena.peek_slot(NAMES[key].hash) for key in self.order}
+        for tier in self.tiers:
+            tier.close()
+        for path in Path(self.directory.name).glob("penstock-kvdisk-*"):
+            path.unlink()
+        self.tiers = [self.open(), self.open()]
+        for tier in self.tiers:
+            assert tier.arena.allocator.wait_until_mapped(30)
+        self.order.sort(key=lambda key: refs[key].slot if refs[key] else -1)  # type: ignore[union-attr]
+        self.leases.clear()
 
 
-def test_the_order_of_use_is_one_of_the_host(tmp_path: Path) -> None:
+def flip_bit(stored: bytes, at: int) -> bytes:
+    return stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :]
+
+
+for machine in (ArenaMachine, DiskMachine):
+    machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
+test_any_sequence_in_memory = pytest.mark.timeout(120)(ArenaMachine.TestCase)
+test_any_sequence_on_disk = pytest.mark.timeout(120)(DiskMachine.TestCase)
+
+
+@pytest.mark.parametrize("medium", ["shared", "disk"])
+def test_the_order_of_use_is_one_of_the_host(tmp_path: Path, medium: str) -> None:
     """Even many uses in one tick of the clock have an order."""
-    tier = SharedTier.open(FORM, "demo", Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes, str(tmp_path))
+    tier = open_machine(tmp_path, medium)
     tier.put([block(name, FORM) for name in NAMES[:4]])
     for _ in range(200):
         tier.has_blocks([name.hash for name in NAMES[:4]])

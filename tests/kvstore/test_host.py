@@ -1,28 +1,38 @@
-"""The shared memory tier: what may happen between the steps of a put and of a get."""
+"""The tiers of the host, in memory and on disk: what may happen between the steps of a put and of a get."""
 
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from penstock.kvstore.tiers.shared import SharedTier
 
 from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import Geometry
-from penstock.kvstore.block import HEADER_BYTES, Block
+from penstock.kvstore.block import Block
+from penstock.kvstore.tiers.host import HostTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
 
 NUM_SLOTS = 4
 
 
-@pytest.fixture
-def make_tier(tmp_path: Path) -> Iterator[Callable[[], SharedTier]]:
-    opened: list[SharedTier] = []
+@pytest.fixture(params=["shared", "disk"])
+def which(request: pytest.FixtureRequest) -> str:
+    """The name of the tier."""
+    return str(request.param)
 
-    def make() -> SharedTier:
-        budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes
-        opened.append(SharedTier.open(FORM, "demo", budget, str(tmp_path)))
+
+@pytest.fixture
+def make_tier(tmp_path: Path, which: str) -> Iterator[Callable[[], HostTier]]:
+    opened: list[HostTier] = []
+
+    def make() -> HostTier:
+        budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS, on_disk=which == "disk").total_bytes
+        opened.append(
+            HostTier.open_disk(FORM, tmp_path / "kv", budget, str(tmp_path))
+            if which == "disk"
+            else HostTier.open_shared(FORM, "demo", budget, str(tmp_path))
+        )
         return opened[-1]
 
     yield make
@@ -31,22 +41,22 @@ def make_tier(tmp_path: Path) -> Iterator[Callable[[], SharedTier]]:
 
 
 @pytest.fixture
-def tier(make_tier: Callable[[], SharedTier]) -> SharedTier:
+def tier(make_tier: Callable[[], HostTier]) -> HostTier:
     return make_tier()
 
 
 @pytest.fixture
-def other(make_tier: Callable[[], SharedTier]) -> SharedTier:
+def other(make_tier: Callable[[], HostTier]) -> HostTier:
     """Another worker's opening of the same arena."""
     return make_tier()
 
 
 @pytest.fixture
-def at_step() -> Iterator[Callable[[str, Callable[[], object]], None]]:
+def at_step(which: str) -> Iterator[Callable[[str, Callable[[], object]], None]]:
     """Does something the first time that a step is reached."""
 
     def arm(step: str, action: Callable[[], object]) -> None:
-        failpoints.arm_action(step, action, passage=1)
+        failpoints.arm_action(f"{which}.{step}", action, passage=1)
 
     yield arm
     failpoints.disarm()
@@ -58,9 +68,9 @@ AtStep = Callable[[str, Callable[[], object]], None]
 # A get.
 
 
-@pytest.mark.parametrize("step", ["shared.get.1", "shared.get.2", "shared.get.3"])
+@pytest.mark.parametrize("step", ["get.1", "get.2", "get.3"])
 def test_a_slot_that_is_given_to_another_block_under_a_reader(
-    tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
+    tier: HostTier, other: HostTier, at_step: AtStep, step: str
 ) -> None:
     """A plain miss: nothing was damaged, and the new block stays."""
     name, usurpers = new_name(), new_names(NUM_SLOTS)
@@ -72,9 +82,7 @@ def test_a_slot_that_is_given_to_another_block_under_a_reader(
     assert check_integrity(tier.arena) == []
 
 
-def test_a_slot_that_is_given_away_and_back_under_a_reader(
-    tier: SharedTier, other: SharedTier, at_step: AtStep
-) -> None:
+def test_a_slot_that_is_given_away_and_back_under_a_reader(tier: HostTier, other: HostTier, at_step: AtStep) -> None:
     """The same block in the same slot is another generation."""
     name = new_name()
     put(tier, [name])
@@ -83,13 +91,13 @@ def test_a_slot_that_is_given_away_and_back_under_a_reader(
         assert other.remove_blocks([name.hash]) == 1
         assert put(other, [name]) == [True]
 
-    at_step("shared.get.3", away_and_back)
+    at_step("get.3", away_and_back)
     assert read(tier, [name]) == [None]
     assert (tier.counters.misses, tier.counters.damaged) == (1, 0)
     assert read(tier, [name]) == [content(name)]
 
 
-def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+def test_a_half_overwritten_slot_is_a_miss(tier: HostTier, other: HostTier, at_step: AtStep) -> None:
     """The reader comes when the next owner has copied its payload, and not yet written its header."""
     name, usurper = new_name(), new_name()
     fill = new_names(NUM_SLOTS - 1)
@@ -99,10 +107,10 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
         other.remove_blocks([name.hash])
         (place,) = other.arena.allocate_slots([usurper.hash])
         assert place is not None
-        other.arena.tables.slot_memory(place.slot)[HEADER_BYTES:] = content(usurper)
+        other.arena.medium.write_payload(place.slot, memoryview(content(usurper)))
         other.arena.publish_slots([(place, usurper.hash, False)])
 
-    at_step("shared.get.1", while_it_reads)
+    at_step("get.1", while_it_reads)
     assert read(tier, [name]) == [None]
     assert tier.counters.damaged == 0
     assert is_here(tier, [name, *fill]) == [False, True, True, True]
@@ -111,18 +119,18 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
 # A put.
 
 
-def test_the_same_block_from_two_writers_at_once(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+def test_the_same_block_from_two_writers_at_once(tier: HostTier, other: HostTier, at_step: AtStep) -> None:
     name = new_name()
-    at_step("shared.put.4", lambda: put(other, [name]))
+    at_step("put.4", lambda: put(other, [name]))
     assert put(tier, [name]) == [True]
     assert tier.read_usage().blocks == 1
     assert read(tier, [name]) == [content(name)]
     assert check_integrity(tier.arena) == []
 
 
-@pytest.mark.parametrize("step", ["shared.put.1", "shared.put.2", "shared.put.3", "shared.put.4"])
+@pytest.mark.parametrize("step", ["put.1", "put.2", "put.3", "put.4"])
 def test_nobody_finds_a_block_before_it_is_published(
-    tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
+    tier: HostTier, other: HostTier, at_step: AtStep, step: str
 ) -> None:
     name, seen = new_name(), list[bytes | None]()
     at_step(step, lambda: seen.extend(read(other, [name])))
@@ -131,7 +139,7 @@ def test_nobody_finds_a_block_before_it_is_published(
     assert other.counters.damaged == 0
 
 
-def test_memory_that_changes_while_it_is_copied(tier: SharedTier, at_step: AtStep) -> None:
+def test_memory_that_changes_while_it_is_copied(tier: HostTier, at_step: AtStep) -> None:
     """The page tag says so: neither the old nor the new content is stored under the key."""
     name, is_valid, payload = new_name(), [True], bytearray(PAYLOAD_BYTES)
 
@@ -139,13 +147,13 @@ def test_memory_that_changes_while_it_is_copied(tier: SharedTier, at_step: AtSte
         payload[:] = b"\1" * PAYLOAD_BYTES
         is_valid[0] = False
 
-    at_step("shared.put.1", recycled)
+    at_step("put.1", recycled)
     assert tier.put([Block(name, memoryview(payload), lambda: is_valid[0])]) == [False]
     assert tier.read_usage().blocks == 0
     assert check_integrity(tier.arena) == []
 
 
-def test_a_payload_of_another_size_is_the_caller_s_mistake(tier: SharedTier) -> None:
+def test_a_payload_of_another_size_is_the_caller_s_mistake(tier: HostTier) -> None:
     """It raises, and takes no slot away."""
     good = new_names(NUM_SLOTS)
     with pytest.raises(ValueError, match="bytes"):
@@ -155,7 +163,7 @@ def test_a_payload_of_another_size_is_the_caller_s_mistake(tier: SharedTier) -> 
     assert check_integrity(tier.arena) == []
 
 
-def test_a_page_tag_that_raises_takes_no_slot_away(tier: SharedTier) -> None:
+def test_a_page_tag_that_raises_takes_no_slot_away(tier: HostTier) -> None:
     def broken() -> bool:
         raise RuntimeError("broken")
 
@@ -165,13 +173,13 @@ def test_a_page_tag_that_raises_takes_no_slot_away(tier: SharedTier) -> None:
     assert check_integrity(tier.arena) == []
 
 
-def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+def test_slots_that_others_write_are_not_taken(tier: HostTier, other: HostTier, at_step: AtStep) -> None:
     """Where all others are leased a block is refused; the writer keeps its slot."""
     names = new_names(NUM_SLOTS - 1)
     put(tier, names)
     tier.lease_blocks("a job", keys_of(names), 600)
     refused: list[bool] = []
-    at_step("shared.put.2", lambda: refused.extend(put(other, new_names(1))))
+    at_step("put.2", lambda: refused.extend(put(other, new_names(1))))
     mine = new_name()
     assert put(tier, [mine]) == [True]
     assert refused == [False]
@@ -179,13 +187,10 @@ def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTi
     assert read(tier, [mine]) == [content(mine)]
 
 
-# Room.
-
-
 # Closing.
 
 
-def test_closing_waits_for_what_is_being_written(tier: SharedTier, other: SharedTier) -> None:
+def test_closing_waits_for_what_is_being_written(tier: HostTier, other: HostTier) -> None:
     name, begun, go_on = new_name(), threading.Event(), threading.Event()
 
     def is_valid() -> bool:
@@ -209,7 +214,7 @@ def test_closing_waits_for_what_is_being_written(tier: SharedTier, other: Shared
     assert read(other, [name]) == [content(name)]
 
 
-def test_a_closed_tier_has_nothing_and_takes_nothing(tier: SharedTier, other: SharedTier) -> None:
+def test_a_closed_tier_has_nothing_and_takes_nothing(tier: HostTier, other: HostTier) -> None:
     names = new_names(2)
     put(tier, names[:1])
     tier.close()
