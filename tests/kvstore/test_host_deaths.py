@@ -21,14 +21,14 @@ TIERS = ["shared", "disk"]
 start = partial(children.start, main)
 
 
-def check_sound(tier: HostTier, *, num_damaged: int = 0) -> None:
+def check_sound(tier: HostTier, *, max_damaged: int = 0) -> None:
     """The arena agrees with itself, nothing is lost, every block in it is right, and it can be filled with others."""
     tier.arena.reclaim_stale()
     assert check_integrity(tier.arena) == []
     assert WRITING not in tier.arena.tables.state.tolist()
     found = read(tier, NAMES, FORM)
     assert all(got in (None, content(name, FORM)) for name, got in zip(NAMES, found, strict=True))
-    assert tier.counters.damaged == num_damaged
+    assert tier.counters.damaged <= max_damaged
     for owner in ("a job", "another"):
         tier.release_leases(owner, keys_of(NAMES))
     assert tier.read_usage().leased == 0
@@ -37,6 +37,11 @@ def check_sound(tier: HostTier, *, num_damaged: int = 0) -> None:
     assert sum(is_here(tier, NAMES)) == tier.read_usage().blocks == NUM_SLOTS
     assert (tier.counters.refused, tier.counters.errors) == (0, 0)
     assert check_integrity(tier.arena) == []
+
+
+def is_half_removed(tier: str, step: str) -> bool:
+    """Whether a block on disk may have lost its header, and be in the tables still."""
+    return tier == "disk" and step in ("remove.1", "forget.1")
 
 
 STEPS = [tuple(point.split(".", 1)) for point in failpoints.SHARED + failpoints.DISK]
@@ -50,7 +55,7 @@ def test_killed_at_a_step(tmp_path: Path, tier: str, step: str, times: int) -> N
     assert child.wait(60) == -9, child.read_log_tail()
     opened = open_tier(tmp_path, tier)
     assert opened.arena.allocator.wait_until_mapped(30)
-    check_sound(opened, num_damaged=step == "remove.1")
+    check_sound(opened, max_damaged=is_half_removed(tier, step))
     opened.close()
 
 
@@ -75,7 +80,7 @@ def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: str, step: s
     opened = open_tier(tmp_path, tier) if step != "allocate.2" else None
     assert start(tmp_path, "die", tier, step, "1").wait(60) == -9
     opened = opened or open_tier(tmp_path, tier)
-    check_sound(opened)
+    check_sound(opened, max_damaged=is_half_removed(tier, step))
     opened.close()
 
 

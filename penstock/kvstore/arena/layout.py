@@ -17,7 +17,7 @@ from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 MAGIC = int.from_bytes(b"PKVARENA", "little")
 VERSION = 1
 PAGE_BYTES = 4096
-LEASES_PER_SLOT_IN_MEMORY, LEASES_PER_SLOT_ON_DISK = 4, 1
+LEASES_PER_SLOT = 4
 NO_SLOT = 0xFFFFFFFF
 """Marks the end of the free list."""
 FREE, WRITING, READY = 0, 1, 2
@@ -57,7 +57,7 @@ class Geometry:
     @property
     def num_leases(self) -> int:
         """Rows of the lease table."""
-        return (LEASES_PER_SLOT_ON_DISK if self.on_disk else LEASES_PER_SLOT_IN_MEMORY) * self.num_slots
+        return LEASES_PER_SLOT * self.num_slots
 
     @property
     def index_size(self) -> int:
