@@ -67,19 +67,21 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
     publish_messages(kafka_bus, make_messages(topic, 10))
     with kafka_bus.join_group("prefill", "a") as member:
         taken = take_deliveries(member, 10)
+        order = list_numbers(taken)  # what is published at once may change places where a part is sent again
         member.settle([make_settlement(pipeline, taken[number]) for number in (0, 1, 4, 5)])
         wait_until(lambda: kafka_bus.count_unsettled()[topic] == 6, 30, "that is committed")
         first = read(reader, part, 3, most=3)
-        assert list_numbers(first) == [2, 3, 6]
-        assert list_numbers(read(reader, part, 3)) == [7, 8, 9]
+        assert list_numbers(first) == [order[place] for place in (2, 3, 6)]
+        assert list_numbers(read(reader, part, 3)) == order[7:]
         assert not any(delivery.is_held for delivery in first)
         assert (first[0].key, first[0].topic, first[0].klass) == (taken[2].key, topic, "interactive")
         assert first[0].timestamp_s == taken[2].timestamp_s
         assert reader.read_orphans(part, 100) == []
         publish_messages(kafka_bus, [*make_messages(topic, 12)[10:]])
-        assert list_numbers(read(reader, part, 2)) == [10, 11]
+        late = list_numbers(read(reader, part, 2))
+        assert sorted(late) == [10, 11]
         assert reader.read_orphans([], 100) == []
-        assert list_numbers(read(reader, part, 8)) == [2, 3, 6, 7, 8, 9, 10, 11]
+        assert list_numbers(read(reader, part, 8)) == [*(order[place] for place in (2, 3, 6)), *order[7:], *late]
         member.settle([make_settlement(pipeline, delivery) for delivery in taken[2:4]])  # its owner lost nothing
 
 
