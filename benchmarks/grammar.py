@@ -1,0 +1,160 @@
+"""What structured output costs: compiling a grammar, a mask for each row of a step, and replaying an answer.
+
+python -m benchmarks.grammar [--quick] [--json FILE]
+
+Schemas of many kinds (`sim/schemas.py`) are compiled and answered at random, with the demo model's 1,024 words and
+with a byte-level vocabulary of 152,000 words that the script makes: pieces of words, with and without a blank,
+numbers, punctuation and pieces of other scripts. Told are processor times of one thread. Each mask is timed at the
+place in its answer where it is needed; the replay takes all tokens of an answer in one call.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.common import describe_machine, parse_arguments, report_figures
+from penstock.engine.files import DEMO_MODEL
+from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
+from penstock.grammar.spec import make_schema_spec
+from penstock.grammar.state import GrammarState
+from sim.schemas import make_schemas
+
+LARGE_VOCABULARY = 152_000
+MAX_TOKENS = 200
+_RIGHT = {"word": "word", "capital": "word", "number": "number", "sign": "sign", "other": "other"}
+"""From which pieces the second half of a word is taken, by the kind of the first."""
+
+
+def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
+    """Return the text of a `tokenizer.json` with that many words; word 0 ends an answer."""
+    draw = random.Random(seed)
+    letters = _byte_letters()
+    words = ["<eos>", *letters.values()]
+    known = set(words)
+    merges: list[list[str]] = []
+    groups = {
+        "word": [letters[byte] for byte in b"abcdefghijklmnopqrstuvwxyz"],
+        "capital": [letters[byte] for byte in b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"],
+        "number": [letters[byte] for byte in b"0123456789"],
+        "sign": [letters[byte] for byte in b"\"':,.{}[]()/\\_-=<>#;!? \n\t"],
+        "other": [letters[byte] for byte in range(128, 256)],
+    }
+    weights = {"word": 70, "capital": 8, "number": 2, "sign": 5, "other": 15}
+    longest = {"word": 12, "capital": 12, "number": 3, "sign": 6, "other": 9}
+    blank = letters[0x20]
+    while len(words) < num_words:
+        kind = draw.choices(list(weights), list(weights.values()))[0]
+        # Mostly early, so short, pieces: most others would be too long together.
+        left, right = (group[int(len(group) * draw.random() ** 4)] for group in (groups[kind], groups[_RIGHT[kind]]))
+        if kind in {"word", "capital"} and draw.random() < 0.25:
+            left = blank
+        made = left + right
+        if len(made) > longest[kind] or made in known or (blank in right):
+            continue
+        known.add(made)
+        words.append(made)
+        merges.append([left, right])
+        groups[kind].append(made)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {word: number for number, word in enumerate(words)},
+        "merges": merges,
+    }
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": 0, "content": "<eos>", **flags}],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": model,
+        }
+    )
+
+
+def _byte_letters() -> dict[int, str]:
+    """Return the letter that stands for each byte in byte-level vocabularies."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(unseen)}
+
+
+def measure_tokenizer(name: str, tokenizer: GrammarTokenizer, num_schemas: int) -> dict[str, float]:
+    """Return the times of one tokenizer, in the units that the figures' names say."""
+    compiles: list[float] = []
+    masks: list[float] = []
+    advances: list[float] = []
+    replays: list[float] = []
+    row = np.zeros(tokenizer.num_mask_words, np.int32)
+    for number, schema in enumerate(make_schemas(num_schemas, seed=5)):
+        started = time.thread_time()
+        grammar = CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer)
+        compiles.append(time.thread_time() - started)
+        state = GrammarState(grammar)
+        draw = np.random.default_rng(number)
+        while len(state.token_ids) < MAX_TOKENS and not state.is_ended:
+            started = time.thread_time()
+            state.fill_mask(row)
+            masks.append(time.thread_time() - started)
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            token = int(allowed[draw.integers(len(allowed))])
+            if token in tokenizer.eos_token_ids:
+                break
+            started = time.thread_time()
+            state.advance([token])
+            advances.append(time.thread_time() - started)
+        if len(state.token_ids) > 20:
+            fresh = GrammarState(CompiledGrammar(grammar.spec, tokenizer))
+            started = time.thread_time()
+            fresh.advance(state.token_ids)
+            replays.append((time.thread_time() - started) / len(state.token_ids))
+    return {
+        f"{name}_compile_ms_p50": statistics.median(compiles) * 1e3,
+        f"{name}_compile_ms_p99": _find_quantile(compiles, 0.99) * 1e3,
+        f"{name}_mask_us_mean": statistics.fmean(masks) * 1e6,
+        f"{name}_mask_us_p50": statistics.median(masks) * 1e6,
+        f"{name}_mask_us_p99": _find_quantile(masks, 0.99) * 1e6,
+        f"{name}_mask_ms_worst": max(masks) * 1e3,
+        f"{name}_advance_us_p50": statistics.median(advances) * 1e6,
+        f"{name}_replay_us_per_token": statistics.median(replays) * 1e6,
+    }
+
+
+def _find_quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def main() -> None:
+    """Measure both vocabularies."""
+    given = parse_arguments("what structured output costs")
+    num_schemas = 100 if given.quick else 500
+    print(describe_machine())
+    text = (DEMO_MODEL / "tokenizer.json").read_text()
+    figures = measure_tokenizer(
+        "demo", GrammarTokenizer.from_json(text, vocab_size=1024, eos_token_ids=[1]), num_schemas
+    )
+    made = make_large_tokenizer(LARGE_VOCABULARY)
+    started = time.thread_time()
+    large = GrammarTokenizer.from_json(made, vocab_size=LARGE_VOCABULARY, eos_token_ids=[0])
+    figures["large_tokenizer_s"] = time.thread_time() - started
+    figures |= measure_tokenizer("large", large, num_schemas)
+    report_figures(figures, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,582 @@
+"""Preparing JSON schemas for the grammar engine: what it cannot enforce exactly is refused, by keyword and path.
+
+`prepare_schema` builds a new schema out of the keywords that are known to be enforced; no other reaches the engine:
+
+- `$ref`s are resolved here, inside of the schema only, and each target is prepared once, as an entry of `$defs`.
+- `oneOf` becomes `anyOf` where the alternatives exclude each other: by their types, by constants, or by a property
+  that all of them require and give different constants, also behind a `$ref`.
+- Older drafts' `items` and `additionalItems` for tuples become `prefixItems` and `items`.
+- `format` of dates, times and host names becomes a pattern that is exact about leap years and lengths.
+- Patterns are translated (`pattern.py`).
+- Annotations, and keywords that no draft knows, are left out, as the specification says.
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from penstock.grammar.errors import UnsupportedSchema
+from penstock.grammar.pattern import PatternRefused, check_text, translate_pattern
+
+MAX_DEPTH = 96
+"""The most schemas inside of each other, `$ref`s followed. The engine's compiler recurses; at 600 its stack ends."""
+MAX_SCHEMAS = 5000
+MAX_PROPERTIES = 1000
+MAX_OPTIONAL_PROPERTIES = 256
+"""Of one object. The engine's parser has four items for each in one row, and room for 2,000."""
+MAX_ENUM_VALUES = 5000
+MAX_PATTERN_PROPERTIES = 16
+"""Of one object. Each pair of them is checked for names that match both."""
+MAX_COMPARED_ALTERNATIVES = 64
+"""Of one `oneOf`: each is compared with each."""
+_MAX_MEETINGS = 50
+"""Of schemas in which several apply to the same value; above that all are taken to meet."""
+MAX_PATTERNS_AT_ONCE = 4
+"""That one text has to match. Their intersection takes time exponential in their number."""
+MAX_EXACT_INT = 2**53
+"""The engine keeps bounds and constants as float64."""
+MAX_LENGTH = 2**31 - 1
+MAX_INT_DIVISOR = 1000
+"""The largest integer of `multipleOf`: the engine's automaton has a state for each remainder."""
+
+Node = dict[str, Any] | bool
+"""A prepared schema."""
+
+_APPLICATORS = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
+"""What applies to the same value, and what the engine intersects in the order in which it comes."""
+_LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("not", "if", "then", "else"), "conditions cannot be enforced"),
+    **dict.fromkeys(("contains", "minContains", "maxContains"), "items cannot be counted by what they are"),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), "dependencies cannot be enforced"),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), "it cannot be enforced"),
+    **dict.fromkeys(("$dynamicRef", "$dynamicAnchor"), "only '$ref' is supported"),
+    **dict.fromkeys(("$recursiveRef", "$recursiveAnchor"), "only '$ref' is supported"),
+    **dict.fromkeys(("extends", "disallow", "divisibleBy"), "keywords of draft 3 are not supported"),
+    "x-guidance": "options of the engine cannot be given",
+}
+_FORMATS = frozenset({"duration", "email", "ipv4", "ipv6", "uuid", "uri"})
+"""Those which the engine enforces itself."""
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
+_COMMON_DAY = (
+    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_DATE = f"(?:{_YEAR}-(?:{_COMMON_DAY})|{_LEAP})"
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMAT_PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "date": (f"^{_DATE}$",),
+    "time": (f"^{_TIME}$",),
+    "date-time": (f"^{_DATE}[tT]{_TIME}$",),
+    "hostname": (f"^{_LABEL}(?:\\.{_LABEL})*$", "^[A-Za-z0-9]+(?:[.-][A-Za-z0-9]+)*$"),
+}
+"""Formats of which the engine also allows texts that are not valid: 29 February in any year, leap seconds in any
+minute, and host names that are too long or have two hyphens where an encoded name has them."""
+_MAX_HOSTNAME_CHARS = 253
+
+
+@dataclass(frozen=True)
+class PreparedSchema:
+    """A schema with the same meaning as another one, which the engine enforces exactly if it takes it."""
+
+    schema: dict[str, Any]
+    paths: Mapping[int, str]
+    """Where each schema inside of it, by its `id()`, comes from: a JSON pointer into the given schema."""
+
+
+def prepare_schema(schema: Any) -> PreparedSchema:
+    """Prepare a schema for the engine. Raises `UnsupportedSchema`."""
+    return _Preparation(schema).prepare()
+
+
+class _Preparation:
+    """One schema while it is prepared."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._num_schemas = 0
+        self._num_enum_values = 0
+        self._names: dict[str, str] = {}
+        """The entry of `$defs` for each target of a `$ref`, by the target's JSON pointer."""
+        self._defs: dict[str, Node] = {}
+        self._paths: dict[int, str] = {}
+
+    def prepare(self) -> PreparedSchema:
+        if not isinstance(self._root, dict):
+            raise UnsupportedSchema("schema", "#", "it must be an object")
+        self._prepare_target("#", 0)
+        self._check_ends()
+        if sum_patterns(self._defs) > MAX_PATTERNS_AT_ONCE:
+            reason = f"a text would have to match more than {MAX_PATTERNS_AT_ONCE} patterns at once"
+            raise UnsupportedSchema("pattern", "#", reason)
+        self._check_exclusive_bounds()
+        for node in iterate_nodes(self._defs):
+            self._replace_one_of(node)
+        return PreparedSchema({"$ref": "#/$defs/0", "$defs": self._defs}, self._paths)
+
+    def _prepare_target(self, pointer: str, depth: int) -> str:
+        """Prepare what a JSON pointer names, if it is not yet, and return the reference to its entry of `$defs`."""
+        if pointer not in self._names:
+            self._names[pointer] = name = str(len(self._names))
+            self._defs[name] = True
+            self._defs[name] = self._prepare(self._resolve(pointer), pointer, depth)
+        return f"#/$defs/{self._names[pointer]}"
+
+    def _resolve(self, pointer: str) -> Any:
+        node = self._root
+        for part in pointer.split("/")[1:]:
+            part = unquote(part).replace("~1", "/").replace("~0", "~")  # noqa: PLW2901
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                raise UnsupportedSchema("$ref", pointer, "there is no such schema")
+        return node
+
+    def _prepare(self, node: Any, path: str, depth: int) -> Node:
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            raise UnsupportedSchema("schema", path, "it must be an object or a boolean")
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise UnsupportedSchema("schema", path, f"there are more than {MAX_SCHEMAS:,} schemas")
+        if depth > MAX_DEPTH:
+            raise UnsupportedSchema("schema", path, f"it is more than {MAX_DEPTH} schemas deep")
+        for keyword, value in node.items():
+            self._check_keyword(keyword, value, f"{path}/{escape_pointer(keyword)}")
+        plain: dict[str, Any] = {}
+        applied: dict[str, Any] = {}
+        for keyword, value in node.items():
+            made = self._prepare_keyword(node, keyword, value, f"{path}/{escape_pointer(keyword)}", depth)
+            if made is not None:
+                (applied if keyword in _APPLICATORS else plain).update(made)
+        if "allOf" in plain:  # of a format
+            applied["allOf"] = [*applied.get("allOf", ()), *plain.pop("allOf")]
+        self._check_object(plain, path)
+        # The engine takes `additionalProperties` for what the keywords before it, up to an applicator, leave over.
+        first = next((keyword for keyword in node if keyword in (*_APPLICATORS, "properties")), "")
+        found = {**applied, **plain} if first in _APPLICATORS else {**plain, **applied}
+        self._paths[id(found)] = path
+        return found
+
+    def _check_keyword(self, keyword: str, value: Any, path: str) -> None:
+        if keyword in _REFUSED:
+            raise UnsupportedSchema(keyword, path, _REFUSED[keyword])
+        if keyword == "$id" and path != "#/$id":
+            raise UnsupportedSchema(keyword, path, "only the root may have one")
+        if keyword == "uniqueItems" and value is not False:
+            raise UnsupportedSchema(keyword, path, "items cannot be compared")
+        if keyword == "propertyNames" and value not in (True, {}, {"type": "string"}):
+            raise UnsupportedSchema(keyword, path, "use 'patternProperties' and 'additionalProperties': false")
+
+    def _prepare_keyword(
+        self, node: dict[str, Any], keyword: str, value: Any, path: str, depth: int
+    ) -> dict[str, Any] | None:
+        """Return what a keyword becomes; None for an annotation."""
+        if keyword in _VALUE_CHECKS:
+            return {keyword: _VALUE_CHECKS[keyword](value, keyword, path)}
+        if keyword == "format":
+            return _prepare_format(node, value, path)
+        if keyword in {"items", "additionalItems"}:
+            return self._prepare_items(node, keyword, value, path, depth)
+        made: Any = None
+        match keyword:
+            case "const":
+                made = self._check_constant(value, keyword, path)
+            case "enum":
+                made = self._prepare_enum(value, path)
+            case "$ref":
+                made = self._prepare_ref(value, path, depth)
+            case "allOf" | "anyOf" | "oneOf" | "prefixItems":
+                made = self._prepare_list(value, keyword, path, depth)
+            case "properties" | "patternProperties":
+                made = self._prepare_map(value, keyword, path, depth)
+            case "additionalProperties":
+                made = self._prepare(value, path, depth + 1)
+            case _:
+                return None
+        return {keyword: made}
+
+    def _prepare_items(
+        self, node: dict[str, Any], keyword: str, value: Any, path: str, depth: int
+    ) -> dict[str, Any] | None:
+        """Return `items` of the latest draft, or what a tuple of older drafts becomes in it."""
+        is_tuple = isinstance(node.get("items"), list)
+        if keyword == "items" and is_tuple:
+            return {"prefixItems": self._prepare_list(value, keyword, path, depth)}
+        if keyword == "additionalItems" and not is_tuple:
+            return None
+        return {"items": self._prepare(value, path, depth + 1)}
+
+    def _prepare_ref(self, value: Any, path: str, depth: int) -> str:
+        if not isinstance(value, str):
+            raise UnsupportedSchema("$ref", path, "it must be a text")
+        if value != "#" and not value.startswith("#/"):
+            raise UnsupportedSchema("$ref", path, "only '#' and JSON pointers, '#/...', are followed")
+        return self._prepare_target(value, depth + 1)
+
+    def _prepare_list(self, value: Any, keyword: str, path: str, depth: int) -> list[Node]:
+        if not isinstance(value, list) or (not value and keyword != "prefixItems"):
+            raise UnsupportedSchema(keyword, path, "it must be a list of schemas")
+        return [self._prepare(one, f"{path}/{index}", depth + 1) for index, one in enumerate(value)]
+
+    def _prepare_map(self, value: Any, keyword: str, path: str, depth: int) -> dict[str, Node]:
+        if not isinstance(value, dict):
+            raise UnsupportedSchema(keyword, path, "it must be an object")
+        if len(value) > (MAX_PROPERTIES if keyword == "properties" else MAX_PATTERN_PROPERTIES):
+            raise UnsupportedSchema(keyword, path, "it has too many entries")
+        found = {}
+        for name, one in value.items():
+            where = f"{path}/{escape_pointer(name)}"
+            if keyword == "patternProperties":
+                found[_translate(name, keyword, where)] = self._prepare(one, where, depth + 1)
+            else:
+                _check_writable(name, keyword, where)
+                found[name] = self._prepare(one, where, depth + 1)
+        return found
+
+    def _prepare_enum(self, value: Any, path: str) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise UnsupportedSchema("enum", path, "it must be a list of values")
+        self._num_enum_values += len(value)
+        if self._num_enum_values > MAX_ENUM_VALUES:
+            raise UnsupportedSchema("enum", path, f"there are more than {MAX_ENUM_VALUES:,} values")
+        for one in value:
+            self._check_constant(one, "enum", path)
+        return value
+
+    def _check_constant(self, value: Any, keyword: str, path: str) -> Any:
+        """Return a value as it is. Raises `UnsupportedSchema` if answers cannot have it."""
+        if isinstance(value, str):
+            _check_writable(value, keyword, path)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_number(value, keyword, path)
+        elif isinstance(value, list):
+            for one in value:
+                self._check_constant(one, keyword, path)
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                self._check_constant(name, keyword, path)
+                self._check_constant(one, keyword, path)
+        return value
+
+    def _check_object(self, plain: dict[str, Any], path: str) -> None:
+        names = plain.get("properties", {})
+        required = plain.get("required", [])
+        if len(set(names) - set(required)) > MAX_OPTIONAL_PROPERTIES:
+            reason = f"an object may have {MAX_OPTIONAL_PROPERTIES} that are not required"
+            raise UnsupportedSchema("properties", f"{path}/properties", reason)
+        free = plain.get("additionalProperties", True) is not False or plain.get("patternProperties")
+        if free and plain.get("minProperties", 0) > len(set(required)) + 1:
+            raise UnsupportedSchema(
+                "minProperties", f"{path}/minProperties", "names that are not listed might come twice"
+            )
+
+    def _check_ends(self) -> None:
+        """Refuse a recursion that no value can end."""
+        ending: set[str] = set()
+        num_known = -1
+        while len(ending) > num_known:
+            num_known = len(ending)
+            for name in reversed(self._defs):  # those that others refer to first
+                if name not in ending and _can_end(self._defs[name], ending):
+                    ending.add(name)
+        for pointer, name in self._names.items():
+            if name not in ending:
+                raise UnsupportedSchema("$ref", pointer, "no value ends this recursion")
+
+    def _check_exclusive_bounds(self) -> None:
+        """Refuse whole exclusive bounds less than 1 from the opposite bound: the engine allows the bound itself.
+
+        Bounds meet where they stand in one schema, and in schemas that apply to the same value.
+        """
+        nodes = list(iterate_nodes(self._defs))
+        if _find_near_bound(nodes) is None:
+            return
+        meetings = [node for node in nodes if _has_several_parts(node)]
+        groups = [[node] for node in nodes]
+        groups += [nodes] if len(meetings) > _MAX_MEETINGS else [self._reach(node) for node in meetings]
+        for group in groups:
+            if (found := _find_near_bound(group)) is not None:
+                keyword, node = found
+                path = f"{self._paths.get(id(node), '#')}/{keyword}"
+                raise UnsupportedSchema(keyword, path, "it is less than 1 from an opposite bound")
+
+    def _reach(self, start: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a schema with all those inside of it, `$ref`s followed."""
+        found = {id(start): start}
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            inner = [*iterate_children(node), *([self._follow(node)] if "$ref" in node else [])]
+            for one in inner:
+                if isinstance(one, dict) and id(one) not in found:
+                    found[id(one)] = one
+                    waiting.append(one)
+        return list(found.values())
+
+    def _follow(self, node: dict[str, Any]) -> Node:
+        return self._defs[node["$ref"].rpartition("/")[2]]
+
+    def _replace_one_of(self, node: dict[str, Any]) -> None:
+        options = node.get("oneOf")
+        if options is None or "anyOf" in node or len(options) > MAX_COMPARED_ALTERNATIVES:
+            return
+        if all(_is_disjoint(one, two, self._defs, 4) for i, one in enumerate(options) for two in options[:i]):
+            order = {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in node.items()}
+            node.clear()
+            node.update(order)
+
+
+def _find_near_bound(nodes: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """Return a whole exclusive bound that is less than 1 from the opposite bound of one of these schemas."""
+    for keyword, sign, opposite in (
+        ("exclusiveMinimum", 1, ("maximum", "exclusiveMaximum")),
+        ("exclusiveMaximum", -1, ("minimum", "exclusiveMinimum")),
+    ):
+        others = sorted({sign * node[name] for node in nodes for name in opposite if name in node})
+        for node in nodes:
+            bound = sign * node.get(keyword, 0.5)
+            if bound == int(bound) and "number" in _types_of(node):
+                nearest = bisect_right(others, bound)
+                if nearest < len(others) and others[nearest] < bound + 1:
+                    return keyword, node
+    return None
+
+
+def _has_several_parts(node: dict[str, Any]) -> bool:
+    """Return whether several schemas inside of this one, or it and one inside of it, apply to the same value."""
+    inner = len(node.get("allOf", ())) + sum(keyword in node for keyword in ("anyOf", "oneOf", "$ref"))
+    return inner + bool(node.keys() - {*_APPLICATORS, "type"}) > 1
+
+
+def iterate_nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schemas in `$defs`, or inside of a schema, the inner ones after the outer ones."""
+    for node in value.values() if isinstance(value, dict) else value:
+        if isinstance(node, dict):
+            yield node
+            yield from iterate_nodes(list(iterate_children(node)))
+
+
+def iterate_children(node: dict[str, Any]) -> Iterator[Node]:
+    """Yield the schemas directly inside of a schema."""
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        yield from node.get(keyword, ())
+    yield from _iterate_inner(node)
+
+
+def sum_patterns(defs: Mapping[str, Node]) -> int:
+    """Return a bound of how many patterns one text may have to match at once."""
+    known: dict[str, int] = {}
+
+    def weigh(node: Node) -> int:
+        if isinstance(node, bool):
+            return 0
+        target = node.get("$ref", "")
+        inner = [weigh(one) for one in _iterate_inner(node)]
+        options = [weigh(one) for keyword in ("anyOf", "oneOf") for one in node.get(keyword, ())]
+        own = ("pattern" in node) + ("format" in node) + sum(weigh(one) for one in node.get("allOf", ()))
+        return own + max(inner, default=0) + max(options, default=0) + (follow(target) if target else 0)
+
+    def follow(target: str) -> int:
+        name = target.rpartition("/")[2]
+        if name not in known:
+            known[name] = 0  # a recursion meets itself one level below
+            known[name] = weigh(defs[name])
+        return known[name]
+
+    return max(follow(name) for name in defs)
+
+
+def _iterate_inner(node: dict[str, Any]) -> Iterator[Node]:
+    """Yield the schemas of what a value contains."""
+    for keyword in ("items", "additionalProperties"):
+        if keyword in node:
+            yield node[keyword]
+    yield from node.get("prefixItems", ())
+    for keyword in ("properties", "patternProperties"):
+        yield from node.get(keyword, {}).values()
+
+
+def _can_end(node: Node, ending: set[str]) -> bool:
+    """Return whether there is a value for a schema, if there are values for these entries of `$defs`."""
+    if isinstance(node, bool):
+        return True
+    if "$ref" in node and node["$ref"].rpartition("/")[2] not in ending:
+        return False
+    if not all(_can_end(one, ending) for one in node.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in node and not any(_can_end(one, ending) for one in node[keyword]):
+            return False
+    types = set(_types_of(node))
+    if not types <= {"object", "array"}:
+        return True
+    return ("object" in types and _object_can_end(node, ending)) or ("array" in types and _array_can_end(node, ending))
+
+
+def _object_can_end(node: dict[str, Any], ending: set[str]) -> bool:
+    names = node.get("properties", {})
+    return all(_can_end(names.get(name, True), ending) for name in node.get("required", ()))
+
+
+def _array_can_end(node: dict[str, Any], ending: set[str]) -> bool:
+    prefix = node.get("prefixItems", [])[: node.get("minItems", 0)]
+    rest = node.get("items", True) if node.get("minItems", 0) > len(prefix) else True
+    return all(_can_end(one, ending) for one in (*prefix, rest))
+
+
+def _is_disjoint(one: Node, two: Node, defs: Mapping[str, Node], depth: int) -> bool:
+    """Return whether it is certain that no value matches both schemas."""
+    one, two = _follow_refs(one, defs), _follow_refs(two, defs)
+    if isinstance(one, bool) or isinstance(two, bool) or depth == 0:
+        return False
+    if not _simple_types(one) & _simple_types(two):
+        return True
+    first, second = _constants_of(one), _constants_of(two)
+    if first is not None and second is not None and not first & second:
+        return True
+    if _simple_types(one) & _simple_types(two) != {"object"}:
+        return False
+    shared = set(one.get("required", ())) & set(two.get("required", ()))
+    names, other = one.get("properties", {}), two.get("properties", {})
+    return any(
+        name in names and name in other and _is_disjoint(names[name], other[name], defs, depth - 1) for name in shared
+    )
+
+
+def _follow_refs(node: Node, defs: Mapping[str, Node]) -> Node:
+    """Return the target of a schema that is nothing but a `$ref`."""
+    for _ in range(16):
+        if isinstance(node, bool) or set(node) != {"$ref"}:
+            return node
+        node = defs[node["$ref"].rpartition("/")[2]]
+    return True
+
+
+def _simple_types(node: dict[str, Any]) -> set[str]:
+    return {"number" if one == "integer" else one for one in _types_of(node)}
+
+
+def _types_of(node: dict[str, Any]) -> Sequence[str]:
+    if "type" in node:
+        return [node["type"]] if isinstance(node["type"], str) else list(node["type"])
+    values = [node["const"]] if "const" in node else node.get("enum")
+    return _TYPES if values is None else [_type_of_value(one) for one in values]
+
+
+def _type_of_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    kinds = {str: "string", int: "number", float: "number", list: "array", dict: "object"}
+    return kinds[type(value)]
+
+
+def _constants_of(node: dict[str, Any]) -> set[str] | None:
+    """Return the values of a schema that allows only some; None for another one."""
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if values is None:
+        return None
+    # 1 and 1.0 are the same value.
+    return {f"{float(one)}" if _type_of_value(one) == "number" else json.dumps(one, sort_keys=True) for one in values}
+
+
+def _check_type(value: Any, keyword: str, path: str) -> str | list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+        raise UnsupportedSchema(keyword, path, "it must be a name, or a list of names")
+    if unknown := [one for one in names if one not in _TYPES]:
+        raise UnsupportedSchema(keyword, path, f"there is no type {unknown[0]!r}")
+    return value if isinstance(value, str) else list(names)
+
+
+def _check_names(value: Any, keyword: str, path: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UnsupportedSchema(keyword, path, "it must be a list of names")
+    if len(value) > MAX_PROPERTIES:
+        raise UnsupportedSchema(keyword, path, "it has too many entries")
+    for one in value:
+        _check_writable(one, keyword, path)
+    return value
+
+
+def _check_writable(text: str, keyword: str, path: str) -> None:
+    try:
+        check_text(text)
+    except PatternRefused as error:
+        raise UnsupportedSchema(keyword, path, str(error)) from None
+
+
+def _translate(value: Any, keyword: str, path: str) -> str:
+    if not isinstance(value, str):
+        raise UnsupportedSchema(keyword, path, "it must be a text")
+    try:
+        return translate_pattern(value)
+    except PatternRefused as error:
+        raise UnsupportedSchema(keyword, path, str(error)) from None
+
+
+def _prepare_format(node: dict[str, Any], value: Any, path: str) -> dict[str, Any] | None:
+    if "string" not in _types_of(node):
+        return None
+    if value in _FORMATS:
+        return {"format": value}
+    if not isinstance(value, str) or value not in _FORMAT_PATTERNS:
+        raise UnsupportedSchema("format", path, f"the format {value!r} cannot be enforced")
+    more: list[Node] = [{"pattern": pattern} for pattern in _FORMAT_PATTERNS[value]]
+    if value == "hostname":
+        more.append({"maxLength": _MAX_HOSTNAME_CHARS})
+    return {"allOf": more}
+
+
+def _check_length(value: Any, keyword: str, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        raise UnsupportedSchema(keyword, path, "it must be a whole number from 0 on")
+    if value > MAX_LENGTH:
+        raise UnsupportedSchema(keyword, path, f"it may be {MAX_LENGTH:,}")
+    return int(value)
+
+
+def _check_number(value: Any, keyword: str, path: str) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UnsupportedSchema(keyword, path, "it must be a number")
+    if abs(value) > MAX_EXACT_INT:
+        raise UnsupportedSchema(keyword, path, "numbers beyond 2^53 are not exact")
+    return value
+
+
+def _check_divisor(value: Any, keyword: str, path: str) -> int | float:
+    number = _check_number(value, keyword, path)
+    if number <= 0:
+        raise UnsupportedSchema(keyword, path, "it must be above 0")
+    digits = f"{number:.9f}".rstrip("0").replace(".", "").lstrip("0")
+    if float(f"{number:.9f}") != number or int(digits or 0) > MAX_INT_DIVISOR:
+        raise UnsupportedSchema(keyword, path, f"it may have the digits of a number up to {MAX_INT_DIVISOR:,}")
+    return number
+
+
+def escape_pointer(name: str) -> str:
+    """Return a name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+_VALUE_CHECKS: Mapping[str, Callable[[Any, str, str], Any]] = {
+    "type": _check_type,
+    "required": _check_names,
+    "pattern": _translate,
+    "multipleOf": _check_divisor,
+    **dict.fromkeys(_LENGTHS, _check_length),
+    **dict.fromkeys(_BOUNDS, _check_number),
+}
+"""What makes the prepared value of a keyword from its value, the keyword and its path."""

@@ -1,0 +1,171 @@
+"""What a grammar is on the wire, and how it is built from the fields of HTTP APIs."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.errors import InvalidRequest
+from penstock.messages import Wire
+
+MAX_SOURCE_BYTES = 256 * 1024
+"""The largest schema, regular expression, grammar or list of choices."""
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+ENGINE = "llguidance"
+
+
+class GrammarSpec(Wire):
+    """What an answer must match. It travels in the request and in its job."""
+
+    kind: GrammarKind
+    source: str = ""
+    """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
+    engine: str = Field(default="", max_length=64)
+    """Name and version of the engine that checked it, as `llguidance 1.9.1`; empty: nobody has checked it yet."""
+
+    @model_validator(mode="after")
+    def _source_fits(self) -> Self:
+        if len(self.source.encode()) > MAX_SOURCE_BYTES:
+            raise ValueError(f"a grammar may have {MAX_SOURCE_BYTES:,} bytes")
+        if (self.kind == "json_object") != (not self.source):
+            raise ValueError(f"the source of a grammar of kind {self.kind} is wrong")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Return the hash of what the grammar means; the engine's version is no part of it."""
+        return hashlib.sha256(f"{self.kind}\n{self.source}".encode()).hexdigest()
+
+
+def make_schema_spec(schema: object, param: str) -> GrammarSpec:
+    """Return the grammar of a JSON schema, given as an object or as JSON. Raises `InvalidRequest`."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(f"{param} is not valid JSON") from None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"{param} is not a JSON schema: it must be an object")
+    try:
+        source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{param} is not valid JSON") from None
+    return _make_spec("json_schema", source, param)
+
+
+def from_response_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
+    """Return the grammar of a `response_format` of `/v1/chat/completions`; None where it asks for text."""
+    param = "response_format"
+    match _get_type(value, param):
+        case "text":
+            return None
+        case "json_object":
+            return GrammarSpec(kind="json_object")
+        case "json_schema":
+            inner = (value or {}).get("json_schema")
+            if not isinstance(inner, Mapping) or "schema" not in inner:
+                raise InvalidRequest(f"{param}.json_schema.schema is missing")
+            return make_schema_spec(inner["schema"], f"{param}.json_schema.schema")
+        case other:
+            raise InvalidRequest(f"{param}.type {other!r} is not supported")
+
+
+def from_text_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
+    """Return the grammar of a `text.format` of `/v1/responses`; None where it asks for text."""
+    param = "text.format"
+    match _get_type(value, param):
+        case "text":
+            return None
+        case "json_object":
+            return GrammarSpec(kind="json_object")
+        case "json_schema":
+            if "schema" not in (value or {}):
+                raise InvalidRequest(f"{param}.schema is missing")
+            return make_schema_spec((value or {})["schema"], f"{param}.schema")
+        case other:
+            raise InvalidRequest(f"{param}.type {other!r} is not supported")
+
+
+def from_structured_outputs(value: Mapping[str, Any] | None) -> GrammarSpec | None:
+    """Return the grammar of vLLM's `structured_outputs`; None without one.
+
+    Its options that are on are refused, because each would change what is allowed.
+    """
+    param = "structured_outputs"
+    given = {name: one for name, one in (value or {}).items() if one is not None and one is not False}
+    known = {"json", "regex", "choice", "grammar", "json_object"}
+    if unknown := sorted(given.keys() - known):
+        raise InvalidRequest(f"{param}.{unknown[0]} is not supported")
+    return _from_one_field({f"{param}.{name}": (name, one) for name, one in given.items()})
+
+
+def from_guided_fields(body: Mapping[str, Any]) -> GrammarSpec | None:
+    """Return the grammar of vLLM's older fields `guided_json`, `_regex`, `_choice` and `_grammar`; None without."""
+    names = ("json", "regex", "choice", "grammar")
+    return _from_one_field(
+        {f"guided_{name}": (name, body[f"guided_{name}"]) for name in names if body.get(f"guided_{name}") is not None}
+    )
+
+
+def from_tool(tool: Mapping[str, Any]) -> GrammarSpec | None:
+    """Return the grammar of a strict tool's arguments; None for a tool that is not strict.
+
+    It takes the form of chat completions, `{"type": "function", "function": {...}}`, and the flat one of responses.
+    """
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        raise InvalidRequest("tools.function is not an object")
+    if function.get("strict") is not True:
+        return None
+    parameters = function.get("parameters")
+    if parameters is None:  # a function without parameters
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    return make_schema_spec(parameters, f"tools.{function.get('name')}.parameters")
+
+
+def choose_grammar(given: Mapping[str, GrammarSpec | None]) -> GrammarSpec | None:
+    """Return the one grammar among those of several fields. Raises `InvalidRequest` if two fields have one."""
+    found = {name: spec for name, spec in given.items() if spec is not None}
+    if len(found) > 1:
+        raise InvalidRequest(f"only one of {', '.join(found)} can be given")
+    return next(iter(found.values()), None)
+
+
+def _from_one_field(given: Mapping[str, tuple[str, Any]]) -> GrammarSpec | None:
+    return choose_grammar({param: _from_field(name, value, param) for param, (name, value) in given.items()})
+
+
+def _from_field(name: str, value: Any, param: str) -> GrammarSpec:
+    match name:
+        case "json":
+            return make_schema_spec(value, param)
+        case "json_object":
+            return GrammarSpec(kind="json_object")
+        case "choice":
+            if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+                raise InvalidRequest(f"{param} must be a list of texts")
+            return _make_spec("choice", json.dumps(value, ensure_ascii=False), param)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{param} must be a text")
+    return _make_spec("regex" if name == "regex" else "lark", value, param)
+
+
+def _make_spec(kind: GrammarKind, source: str, param: str) -> GrammarSpec:
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param} has a lone surrogate") from None
+    if size > MAX_SOURCE_BYTES:
+        raise InvalidRequest(f"{param} has {size:,} bytes; a grammar may have {MAX_SOURCE_BYTES:,}")
+    return GrammarSpec(kind=kind, source=source)
+
+
+def _get_type(value: Mapping[str, Any] | None, param: str) -> str:
+    if value is None:
+        return "text"
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{param}.type is missing")
+    return kind

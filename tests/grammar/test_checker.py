@@ -1,0 +1,61 @@
+"""Checking grammars in a child process: what it says, and that it survives what the engine does not."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.errors import InvalidRequest
+from penstock.grammar import checker as checker_module
+from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.engine import ENGINE_VERSION
+from penstock.grammar.errors import UnsupportedSchema
+from penstock.grammar.spec import GrammarSpec, make_schema_spec
+
+GOOD = make_schema_spec({"type": "integer"}, "schema")
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    with GrammarChecker() as checker:
+        yield checker
+
+
+def test_a_good_grammar_comes_back_with_its_engine(checker: GrammarChecker) -> None:
+    checked = checker.check_grammar(GOOD)
+    assert checked == GOOD.model_copy(update={"engine": ENGINE_VERSION})
+    assert checker.check_grammar(GOOD) is checked
+
+
+def test_a_refusal_keeps_its_keyword_and_path(checker: GrammarChecker) -> None:
+    with pytest.raises(UnsupportedSchema) as raised:
+        checker.check_grammar(make_schema_spec({"items": {"not": {}}}, "schema"))
+    assert (raised.value.keyword, raised.value.path) == ("not", "#/items/not")
+    for spec in (GrammarSpec(kind="regex", source="(?=a)b"), GrammarSpec(kind="lark", source="start: %json {}")):
+        with pytest.raises(InvalidRequest):
+            checker.check_grammar(spec)
+
+
+def test_a_grammar_whose_masks_fail_soon_is_refused(checker: GrammarChecker) -> None:
+    patterns = [{"pattern": f"^(.*x.{{{count}}}y.*)*$"} for count in (7, 11, 13)]
+    with pytest.raises(InvalidRequest, match="too complex"):
+        checker.check_grammar(make_schema_spec({"type": "string", "allOf": patterns, "maxLength": 200}, "schema"))
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "CHECK_TIMEOUT_S", 0.0)
+    with pytest.raises(InvalidRequest, match="could not be checked"):
+        checker.check_grammar(GOOD)
+    monkeypatch.undo()
+    assert checker.check_grammar(GOOD).engine == ENGINE_VERSION
+
+
+def test_a_child_that_died_is_started_again(checker: GrammarChecker) -> None:
+    checker.check_grammar(GOOD)
+    process = checker._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    other = make_schema_spec({"type": "null"}, "schema")
+    assert checker.check_grammar(other).engine == ENGINE_VERSION

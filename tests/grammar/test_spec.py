@@ -1,0 +1,108 @@
+"""How grammars are read from the fields of HTTP APIs."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.errors import InvalidRequest
+from penstock.grammar.spec import (
+    MAX_SOURCE_BYTES,
+    GrammarSpec,
+    choose_grammar,
+    from_guided_fields,
+    from_response_format,
+    from_structured_outputs,
+    from_text_format,
+    from_tool,
+)
+from penstock.messages import decode_message
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+SPEC = GrammarSpec(kind="json_schema", source='{"type":"object","properties":{"b":{},"a":{}}}')
+
+
+def test_every_field_with_a_schema_gives_the_same_grammar() -> None:
+    named = {"name": "x", "strict": True, "schema": SCHEMA}
+    assert from_response_format({"type": "json_schema", "json_schema": named}) == SPEC
+    assert from_text_format({"type": "json_schema", **named}) == SPEC
+    assert from_guided_fields({"guided_json": SCHEMA, "model": "m"}) == SPEC
+    assert from_guided_fields({"guided_json": json.dumps(SCHEMA)}) == SPEC
+    assert from_structured_outputs({"json": SCHEMA, "regex": None, "disable_fallback": False}) == SPEC
+    function = {"name": "f", "parameters": SCHEMA, "strict": True}
+    assert from_tool({"type": "function", "function": function}) == SPEC
+    assert from_tool({"type": "function", **function}) == SPEC
+
+
+def test_the_other_kinds_are_read() -> None:
+    assert from_response_format({"type": "json_object"}) == GrammarSpec(kind="json_object")
+    assert from_text_format({"type": "json_object"}) == GrammarSpec(kind="json_object")
+    assert from_structured_outputs({"json_object": True}) == GrammarSpec(kind="json_object")
+    assert from_guided_fields({"guided_regex": "a+"}) == GrammarSpec(kind="regex", source="a+")
+    assert from_guided_fields({"guided_grammar": "start: A"}) == GrammarSpec(kind="lark", source="start: A")
+    assert from_structured_outputs({"choice": ["é", "b"]}) == GrammarSpec(kind="choice", source='["é", "b"]')
+
+
+def test_what_asks_for_no_grammar_gives_none() -> None:
+    assert from_response_format(None) is None
+    assert from_response_format({"type": "text"}) is None
+    assert from_text_format({"type": "text"}) is None
+    assert from_guided_fields({"guided_json": None}) is None
+    assert from_structured_outputs({}) is None
+    assert from_tool({"type": "function", "function": {"name": "f", "parameters": SCHEMA}}) is None
+
+
+def test_a_strict_tool_without_parameters_takes_none() -> None:
+    spec = from_tool({"type": "function", "function": {"name": "f", "strict": True}})
+    assert spec is not None
+    assert json.loads(spec.source)["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("read", "value", "named"),
+    [
+        (from_response_format, {"type": "xml"}, "response_format.type"),
+        (from_response_format, {}, "response_format.type"),
+        (
+            from_response_format,
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            from_response_format,
+            {"type": "json_schema", "json_schema": {"schema": [1]}},
+            "response_format.json_schema.schema",
+        ),
+        (from_text_format, {"type": "json_schema", "name": "x"}, "text.format.schema"),
+        (from_guided_fields, {"guided_json": "{"}, "guided_json"),
+        (from_guided_fields, {"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        (from_guided_fields, {"guided_choice": []}, "guided_choice"),
+        (from_guided_fields, {"guided_choice": ["a", 1]}, "guided_choice"),
+        (from_guided_fields, {"guided_regex": "x" * (MAX_SOURCE_BYTES + 1)}, "guided_regex"),
+        (from_structured_outputs, {"structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        (from_structured_outputs, {"json": SCHEMA, "disable_any_whitespace": True}, "disable_any_whitespace"),
+        (from_guided_fields, {"guided_regex": "\ud800"}, "guided_regex"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_name_of_its_field(read: Any, value: Any, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        read(value)
+
+
+def test_only_one_field_may_have_a_grammar() -> None:
+    assert choose_grammar({"response_format": None, "guided_json": SPEC}) == SPEC
+    with pytest.raises(InvalidRequest, match="response_format, guided_json"):
+        choose_grammar({"response_format": SPEC, "guided_json": SPEC})
+
+
+def test_a_grammar_on_the_wire_keeps_the_order_of_its_names() -> None:
+    assert decode_message(GrammarSpec, SPEC.encode()) == SPEC
+    assert SPEC.digest == SPEC.model_copy(update={"engine": "llguidance 1.9.1"}).digest
+
+
+def test_a_source_belongs_to_every_kind_but_one() -> None:
+    with pytest.raises(ValidationError):
+        GrammarSpec(kind="regex")
+    with pytest.raises(ValidationError):
+        GrammarSpec(kind="json_object", source="{}")
