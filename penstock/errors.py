@@ -10,6 +10,8 @@ PenstockError
 │   ├── IdConflict             the id was used before with another body
 │   ├── DeadlineExceeded       its deadline passed
 │   ├── Cancelled              a client cancelled it
+│   ├── UnsupportedSchema      a JSON schema asks for something that cannot be enforced exactly
+│   ├── GrammarFailed          an answer cannot go on in its grammar
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
@@ -39,7 +41,7 @@ PenstockError
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class PenstockError(Exception):
@@ -100,6 +102,31 @@ class Cancelled(RequestError):
     """The request was cancelled."""
 
     code = "cancelled"
+
+
+class UnsupportedSchema(RequestError):
+    """A JSON schema asks for something that cannot be enforced exactly. `keyword` and `path` say which and where.
+
+    `path` is a JSON pointer from the root of the schema, which is `#`. They are empty where only the message is known.
+    """
+
+    code = "unsupported_schema"
+    keyword: str = ""
+    path: str = ""
+    reason: str = ""
+
+    @classmethod
+    def at_keyword(cls, keyword: str, path: str, reason: str) -> Self:
+        """Return the error for a keyword."""
+        error = cls(f"'{keyword}' at {path}: {reason}")
+        error.keyword, error.path, error.reason = keyword, path, reason
+        return error
+
+
+class GrammarFailed(RequestError):
+    """A grammar cannot go on: a token of the log is not allowed by it, or computing a mask exceeds its limits."""
+
+    code = "grammar_failed"
 
 
 class AttemptsExhausted(RequestError):

@@ -4,6 +4,7 @@
 the token log in Redis and the payloads of its pub/sub channel. `Job`, `Result` and `EndEvent` may have an `ErrorInfo`.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -44,6 +45,9 @@ MAX_TOKEN_BYTES = 100
 """The longest text of a token beside its log probability; a longer one is left out, as results must fit in a topic."""
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+MAX_SOURCE_BYTES = 256 * 1024
+"""The largest schema, regular expression, grammar or list of choices."""
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -81,10 +85,33 @@ class ChatMessage(Wire):
     content: str
 
 
+class GrammarSpec(Wire):
+    """What an answer must match. It travels in the request and in its job."""
+
+    kind: GrammarKind
+    source: str = ""
+    """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
+    engine: str = Field(default="", max_length=64)
+    """Name and version of the engine that checked it, as `llguidance 1.9.1`; empty: nobody has checked it yet."""
+
+    @model_validator(mode="after")
+    def _source_fits(self) -> Self:
+        if len(self.source.encode()) > MAX_SOURCE_BYTES:
+            raise ValueError(f"a grammar may have {MAX_SOURCE_BYTES:,} bytes")
+        if (self.kind == "json_object") != (not self.source):
+            raise ValueError(f"the source of a grammar of kind {self.kind} is wrong")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Return the hash of what the grammar means; the engine's version is no part of it."""
+        return hashlib.sha256(f"{self.kind}\n{self.source}".encode()).hexdigest()
+
+
 class Sampling(Wire):
     """How tokens are chosen. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
 
-    Applied in this order: bias, penalties, temperature, top-k, top-p, min-p.
+    Applied in this order: bias, penalties, grammar, temperature, top-k, top-p, min-p.
     """
 
     temperature: float = Field(default=1.0, ge=0, le=100)
@@ -115,11 +142,19 @@ class Sampling(Wire):
     """A request whose prompt and `max_tokens` exceed the context is not refused: its answer ends with the context."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens even if the model ends the answer, for load tests."""
+    grammar: GrammarSpec | None = None
+    """The answer follows this grammar. `max_tokens` and stop strings may cut it short."""
 
     @property
     def min_new_tokens(self) -> int:
         """The number of new tokens that must fit into the context after the prompt."""
         return 1 if self.fit_context else self.max_tokens
+
+    @model_validator(mode="after")
+    def _grammar_may_end(self) -> Self:
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos and a grammar cannot both be given: after the grammar's end nothing follows")
+        return self
 
     @model_validator(mode="after")
     def _logprobs_fit(self) -> Self:

@@ -14,7 +14,7 @@ GROUND = "messages, names, errors"
 """The modules in `penstock/` itself."""
 FLOORS = (
     (GROUND,),
-    ("redis",),
+    ("redis", "grammar"),
     ("config",),
     ("telemetry",),
     ("bus", "record", "kvstore", "engine"),

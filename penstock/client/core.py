@@ -21,10 +21,12 @@ from penstock.bus.contract import Outgoing, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, load_settings
 from penstock.errors import BusUnavailable, IdConflict, InvalidRequest, StreamDiverged, StreamExpired, StreamTimeout
+from penstock.grammar.spec import from_response_format
 from penstock.messages import (
     ChatMessage,
     EndEvent,
     FinishReason,
+    GrammarSpec,
     Logprobs,
     Request,
     Sampling,
@@ -78,6 +80,9 @@ class RequestFields(TypedDict, total=False):
     max_tokens: int
     fit_context: Literal[True] | None
     ignore_eos: bool
+    grammar: GrammarSpec | None
+    response_format: Mapping[str, Any] | None
+    """What the answer must be, as in OpenAI's chat completions; it stands for a `grammar`. The workers check it."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,14 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
     """Return a valid request made of a caller's arguments. Raises `InvalidRequest` or `RequestTooLarge`."""
     body: dict[str, Any] = {"v": messages.VERSION, "prompt": prompt, "sampling": {}}
     for name, value in fields.items():
+        if name == "response_format":
+            continue
         part = body["sampling"] if name in Sampling.model_fields else body
         part["class" if name == "klass" else name] = value
+    if (grammar := from_response_format(fields.get("response_format"))) is not None:
+        if fields.get("grammar") is not None:
+            raise InvalidRequest("only one of response_format and grammar can be given")
+        body["sampling"]["grammar"] = grammar
     body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
     try:
         encoded = json.dumps(body, ensure_ascii=False, default=_to_plain_value).encode()
@@ -138,7 +149,7 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
 
 def _to_plain_value(value: Any) -> Any:
     """Return an argument as a value that JSON has. Raises `TypeError`."""
-    if isinstance(value, ChatMessage):
+    if isinstance(value, (ChatMessage, GrammarSpec)):
         return value.model_dump()
     if isinstance(value, Mapping):
         return dict(value)

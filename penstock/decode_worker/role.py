@@ -22,6 +22,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
+from penstock.grammar.state import GrammarState
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import (
     EndEvent,
@@ -37,8 +38,9 @@ from penstock.messages import (
 from penstock.names import TENANT_HEADER, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import read_operation
+from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.retry import is_suspect, make_dead_letters
+from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
 
 log = logging.getLogger(__name__)
@@ -57,14 +59,25 @@ class DecodeRole:
 
     def __init__(self, pipeline: Pipeline, engine: Engine) -> None:
         self.pipeline, self.engine = pipeline, engine
+        self.grammars = GrammarCompiler(engine.model)
 
     # 6. Claim.
 
-    def identify_request(self, delivery: Delivery) -> Task | None:
-        """Return the request of a job; None where not even its id can be read."""
-        return self.read_message(delivery)
-
     def read_message(self, delivery: Delivery) -> Task | None:
+        """Return the request of a job with its grammar, else like `identify_request`."""
+        task = self.identify_request(delivery)
+        if task is None or task.error is not None or (spec := _job_of(task).sampling.grammar) is None:
+            return task
+        try:
+            task.grammar = self.grammars.compile_grammar(spec)
+        except RequestError as error:
+            task.error = error
+        except Exception as bug:  # this request's, not its neighbours'
+            log.exception("request %s", task.id)
+            task.failure = to_request_error(bug)
+        return task
+
+    def identify_request(self, delivery: Delivery) -> Task | None:
         """Return the request of a job; None where not even its id can be read.
 
         A job that cannot be read gives a request with its id and an error.
@@ -95,8 +108,11 @@ class DecodeRole:
         sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
         task.message = job.model_copy(update={"sampling": sampling})
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        for event in task.log_events:
-            task.finish_reason = task.output.add_token(event.token)[1]
+        logged = [event.token for event in task.log_events]
+        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
+        for index, token in enumerate(logged):
+            ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
+            task.finish_reason = task.output.add_token(token, is_grammar_ended=ends)[1]
         if task.finish_reason is not None:
             return None
         task.blocks = kv.hash_prompt(job.tenant, job.token_ids)
@@ -108,11 +124,12 @@ class DecodeRole:
             sampling=sampling,
             seed=job.seed,
             max_new_tokens=sampling.max_tokens,
-            output_token_ids=[event.token for event in task.log_events],
+            output_token_ids=logged,
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
             suspect=is_suspect(task.claim),
+            grammar=grammar,
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:

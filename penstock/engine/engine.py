@@ -10,7 +10,9 @@ import time
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
@@ -26,7 +28,7 @@ from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tok
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
-from penstock.errors import ModelLoadError
+from penstock.errors import GrammarFailed, ModelLoadError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -259,7 +261,7 @@ class Engine:
         except BaseException as error:
             for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # undo the step
                 seq.num_computed_tokens = num_computed_tokens
-            if quarantine is None or not isinstance(error, Exception):
+            if quarantine is None or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
                 raise
             quarantine.record_failure(plan, error)
             return []
@@ -299,13 +301,24 @@ class Engine:
         return self._sample(batch, logits)
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
-        """Sample the tokens of the step; while a device computes its logits, the next step is prepared."""
+        """Sample the tokens of the step; while a device computes its logits, the next step is prepared.
+
+        Raises `SequenceFailed` if a sequence cannot go on in its grammar.
+        """
+        masks = [_compute_mask(seq) for seq in batch.sampled_sequences]
         self.runner.prepare_next_step(batch.sampled_sequences)
         params = [
-            SamplingParams(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids)
-            for seq in batch.sampled_sequences
+            SamplingParams(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids, mask)
+            for seq, mask in zip(batch.sampled_sequences, masks, strict=True)
         ]
         logits = logits[: len(params)]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
         return [Sampled(*entry) for entry in zip(batch.sampled_sequences, tokens, logprobs, strict=True)]
+
+
+def _compute_mask(seq: Sequence) -> NDArray[np.int32] | None:
+    try:
+        return seq.compute_mask()
+    except GrammarFailed as error:
+        raise SequenceFailed(seq, error) from error

@@ -1,8 +1,14 @@
 """One request inside the engine: its tokens, how far their KV is computed, and its block table."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import GrammarFailed
+from penstock.grammar.state import GrammarState
 from penstock.messages import Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -38,6 +44,9 @@ class Sequence:
     A preempted sequence loses its blocks and keeps its tokens. When it is admitted again, blocks that are still in
     the pool are not computed again.
 
+    `grammar` has been advanced by `output_token_ids`. It moves on with each token, and stays where it is when the
+    sequence is preempted.
+
     A `suspect` sequence is computed alone until one of its tokens was sampled.
     """
 
@@ -55,6 +64,7 @@ class Sequence:
         tenant: str = "",
         weight: float = 1.0,
         suspect: bool = False,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.id = id
         self.sampling = sampling
@@ -66,6 +76,7 @@ class Sequence:
         """The tenant's share of the tokens where tenants compete."""
         self.suspect = suspect
         """Whether it may make a step fail. It is computed alone until its next token."""
+        self.grammar = grammar
         self.block_keys = list(block_keys)
         self.token_ids = [*prompt, *output_token_ids]
         self.num_prompt_tokens = len(prompt)
@@ -112,6 +123,23 @@ class Sequence:
         """Sort key among the running sequences; the greatest is preempted first."""
         return self.priority, self.is_backfilled, self.arrival_number
 
+    @property
+    def is_grammar_ended(self) -> bool:
+        """Return whether it has a grammar after whose end it is."""
+        return self.grammar is not None and self.grammar.is_ended
+
+    def compute_mask(self) -> NDArray[np.int32] | None:
+        """Return the mask of the tokens that its grammar allows next; None without a grammar.
+
+        Raises `GrammarFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
+        """
+        if self.grammar is None:
+            return None
+        self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])  # what was refused before
+        row = np.zeros(self.grammar.grammar.tokenizer.num_mask_words, np.int32)
+        self.grammar.fill_mask(row)
+        return row
+
     def count_blocks_needed(self, block_size: int) -> int:
         """Return how many blocks it needs in the end: for every token but the last, whose KV is never read."""
         return -(-(self.num_prompt_tokens + self.max_new_tokens - 1) // block_size)
@@ -135,5 +163,8 @@ class Sequence:
         assert self.num_pending_tokens == 0
         self.suspect = False
         self.token_ids.append(token_id)
+        if self.grammar is not None:
+            with suppress(GrammarFailed):  # the token is in the answer all the same: the next mask fails
+                self.grammar.advance([token_id])
         if self.num_output_tokens == self.max_new_tokens:
             self.move_to(State.DONE)

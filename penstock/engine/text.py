@@ -36,14 +36,15 @@ class OutputText:
         self._held = ""
         """Whole characters that may be the beginning of a stop string."""
 
-    def add_token(self, token_id: int) -> tuple[str, FinishReason | None]:
+    def add_token(self, token_id: int, *, is_grammar_ended: bool = False) -> tuple[str, FinishReason | None]:
         """Add a token. Returns the text that it adds, and the finish reason if the output ends with it.
 
+        After a token with which its grammar has ended, nothing may follow: the output ends with `stop`.
         The text of the last token includes everything that was held back, up to a stop string if one was found.
         """
         self._num_tokens += 1
         ends = token_id in self._eos_ids or token_id in self._stop_ids
-        is_last = ends or self._num_tokens >= self._max_new
+        is_last = ends or is_grammar_ended or self._num_tokens >= self._max_new
         if not ends and token_id not in self._unseen_ids:
             self._window.append(token_id)
         self._held += self._take_text(everything=is_last)
@@ -52,7 +53,7 @@ class OutputText:
             text, self._held = self._held[:found], ""
             return text, "stop"
         if is_last:
-            return self.take_rest(), "stop" if ends else "length"
+            return self.take_rest(), "stop" if ends or is_grammar_ended else "length"
         keep = _count_stop_prefix(self._held, self._stop)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]

@@ -16,10 +16,8 @@ import time
 from collections import OrderedDict
 from typing import Self
 
-from penstock.errors import REQUEST_ERRORS, InvalidRequest, RequestError
-from penstock.grammar.errors import UnsupportedSchema
-from penstock.grammar.spec import GrammarSpec
-from penstock.messages import ErrorInfo, decode_message
+from penstock.errors import REQUEST_ERRORS, InvalidRequest, RequestError, UnsupportedSchema
+from penstock.messages import ErrorInfo, GrammarSpec, decode_message
 
 CHECK_TIMEOUT_S = 5.0
 MAX_CHECKER_BYTES = 2**31
@@ -104,8 +102,8 @@ def probe_grammar(spec: GrammarSpec) -> GrammarSpec:
     """
     import numpy as np
 
+    from penstock.errors import GrammarFailed
     from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarTokenizer
-    from penstock.grammar.errors import GrammarFailed
     from penstock.grammar.state import GrammarState
 
     tokenizer = GrammarTokenizer.make_bytes()
@@ -130,7 +128,7 @@ def probe_grammar(spec: GrammarSpec) -> GrammarSpec:
 
 def _read_error(error: dict[str, str]) -> RequestError:
     if error["code"] == UnsupportedSchema.code:
-        return UnsupportedSchema(error["keyword"], error["path"], error["reason"])
+        return UnsupportedSchema.at_keyword(error["keyword"], error["path"], error["reason"])
     return REQUEST_ERRORS[error["code"]](error["message"])
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from penstock.errors import InvalidRequest, ModelLoadError
-from penstock.grammar.errors import UnsupportedSchema
+from penstock.errors import InvalidRequest, ModelLoadError, UnsupportedSchema
 from penstock.grammar.schema import Node, PreparedSchema, escape_pointer, iterate_children, prepare_schema
-from penstock.grammar.spec import ENGINE, GrammarSpec
+from penstock.grammar.spec import ENGINE
+from penstock.messages import GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -155,7 +155,7 @@ def _compile_schema(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SCHEMA_OPTIONS)
     except ValueError as error:  # its JSON parser allows 128 levels
-        raise UnsupportedSchema("schema", "#", str(error)) from None
+        raise UnsupportedSchema.at_keyword("schema", "#", str(error)) from None
     return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
@@ -205,13 +205,13 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
                 {name: value for name, value in node.items() if name != keyword}
             ):
                 why = "its alternatives are not known to exclude each other" if keyword == "oneOf" else reason
-                return UnsupportedSchema(keyword, f"{path}/{escape_pointer(keyword)}", why)
-        return UnsupportedSchema("schema", path, reason)
+                return UnsupportedSchema.at_keyword(keyword, f"{path}/{escape_pointer(keyword)}", why)
+        return UnsupportedSchema.at_keyword("schema", path, reason)
 
     for node in reversed(defs.values()):  # the innermost first
         if isinstance(node, dict) and not compiles(node):
             return descend(node)
-    return UnsupportedSchema("schema", "#", reason)
+    return UnsupportedSchema.at_keyword("schema", "#", reason)
 
 
 def _cut(message: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from penstock.grammar.errors import UnsupportedSchema
+from penstock.errors import UnsupportedSchema
 from penstock.grammar.pattern import PatternRefused, check_text, translate_pattern
 
 MAX_DEPTH = 96
@@ -110,12 +110,12 @@ class _Preparation:
 
     def prepare(self) -> PreparedSchema:
         if not isinstance(self._root, dict):
-            raise UnsupportedSchema("schema", "#", "it must be an object")
+            raise UnsupportedSchema.at_keyword("schema", "#", "it must be an object")
         self._prepare_target("#", 0)
         self._check_ends()
         if sum_patterns(self._defs) > MAX_PATTERNS_AT_ONCE:
             reason = f"a text would have to match more than {MAX_PATTERNS_AT_ONCE} patterns at once"
-            raise UnsupportedSchema("pattern", "#", reason)
+            raise UnsupportedSchema.at_keyword("pattern", "#", reason)
         self._check_exclusive_bounds()
         for node in iterate_nodes(self._defs):
             self._replace_one_of(node)
@@ -138,19 +138,19 @@ class _Preparation:
             elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
                 node = node[int(part)]
             else:
-                raise UnsupportedSchema("$ref", pointer, "there is no such schema")
+                raise UnsupportedSchema.at_keyword("$ref", pointer, "there is no such schema")
         return node
 
     def _prepare(self, node: Any, path: str, depth: int) -> Node:
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
-            raise UnsupportedSchema("schema", path, "it must be an object or a boolean")
+            raise UnsupportedSchema.at_keyword("schema", path, "it must be an object or a boolean")
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
-            raise UnsupportedSchema("schema", path, f"there are more than {MAX_SCHEMAS:,} schemas")
+            raise UnsupportedSchema.at_keyword("schema", path, f"there are more than {MAX_SCHEMAS:,} schemas")
         if depth > MAX_DEPTH:
-            raise UnsupportedSchema("schema", path, f"it is more than {MAX_DEPTH} schemas deep")
+            raise UnsupportedSchema.at_keyword("schema", path, f"it is more than {MAX_DEPTH} schemas deep")
         for keyword, value in node.items():
             self._check_keyword(keyword, value, f"{path}/{escape_pointer(keyword)}")
         plain: dict[str, Any] = {}
@@ -170,13 +170,15 @@ class _Preparation:
 
     def _check_keyword(self, keyword: str, value: Any, path: str) -> None:
         if keyword in _REFUSED:
-            raise UnsupportedSchema(keyword, path, _REFUSED[keyword])
+            raise UnsupportedSchema.at_keyword(keyword, path, _REFUSED[keyword])
         if keyword == "$id" and path != "#/$id":
-            raise UnsupportedSchema(keyword, path, "only the root may have one")
+            raise UnsupportedSchema.at_keyword(keyword, path, "only the root may have one")
         if keyword == "uniqueItems" and value is not False:
-            raise UnsupportedSchema(keyword, path, "items cannot be compared")
+            raise UnsupportedSchema.at_keyword(keyword, path, "items cannot be compared")
         if keyword == "propertyNames" and value not in (True, {}, {"type": "string"}):
-            raise UnsupportedSchema(keyword, path, "use 'patternProperties' and 'additionalProperties': false")
+            raise UnsupportedSchema.at_keyword(
+                keyword, path, "use 'patternProperties' and 'additionalProperties': false"
+            )
 
     def _prepare_keyword(
         self, node: dict[str, Any], keyword: str, value: Any, path: str, depth: int
@@ -219,21 +221,21 @@ class _Preparation:
 
     def _prepare_ref(self, value: Any, path: str, depth: int) -> str:
         if not isinstance(value, str):
-            raise UnsupportedSchema("$ref", path, "it must be a text")
+            raise UnsupportedSchema.at_keyword("$ref", path, "it must be a text")
         if value != "#" and not value.startswith("#/"):
-            raise UnsupportedSchema("$ref", path, "only '#' and JSON pointers, '#/...', are followed")
+            raise UnsupportedSchema.at_keyword("$ref", path, "only '#' and JSON pointers, '#/...', are followed")
         return self._prepare_target(value, depth + 1)
 
     def _prepare_list(self, value: Any, keyword: str, path: str, depth: int) -> list[Node]:
         if not isinstance(value, list) or (not value and keyword != "prefixItems"):
-            raise UnsupportedSchema(keyword, path, "it must be a list of schemas")
+            raise UnsupportedSchema.at_keyword(keyword, path, "it must be a list of schemas")
         return [self._prepare(one, f"{path}/{index}", depth + 1) for index, one in enumerate(value)]
 
     def _prepare_map(self, value: Any, keyword: str, path: str, depth: int) -> dict[str, Node]:
         if not isinstance(value, dict):
-            raise UnsupportedSchema(keyword, path, "it must be an object")
+            raise UnsupportedSchema.at_keyword(keyword, path, "it must be an object")
         if len(value) > (MAX_PROPERTIES if keyword == "properties" else MAX_PATTERN_PROPERTIES):
-            raise UnsupportedSchema(keyword, path, "it has too many entries")
+            raise UnsupportedSchema.at_keyword(keyword, path, "it has too many entries")
         found = {}
         for name, one in value.items():
             where = f"{path}/{escape_pointer(name)}"
@@ -246,10 +248,10 @@ class _Preparation:
 
     def _prepare_enum(self, value: Any, path: str) -> list[Any]:
         if not isinstance(value, list) or not value:
-            raise UnsupportedSchema("enum", path, "it must be a list of values")
+            raise UnsupportedSchema.at_keyword("enum", path, "it must be a list of values")
         self._num_enum_values += len(value)
         if self._num_enum_values > MAX_ENUM_VALUES:
-            raise UnsupportedSchema("enum", path, f"there are more than {MAX_ENUM_VALUES:,} values")
+            raise UnsupportedSchema.at_keyword("enum", path, f"there are more than {MAX_ENUM_VALUES:,} values")
         for one in value:
             self._check_constant(one, "enum", path)
         return value
@@ -274,10 +276,10 @@ class _Preparation:
         required = plain.get("required", [])
         if len(set(names) - set(required)) > MAX_OPTIONAL_PROPERTIES:
             reason = f"an object may have {MAX_OPTIONAL_PROPERTIES} that are not required"
-            raise UnsupportedSchema("properties", f"{path}/properties", reason)
+            raise UnsupportedSchema.at_keyword("properties", f"{path}/properties", reason)
         free = plain.get("additionalProperties", True) is not False or plain.get("patternProperties")
         if free and plain.get("minProperties", 0) > len(set(required)) + 1:
-            raise UnsupportedSchema(
+            raise UnsupportedSchema.at_keyword(
                 "minProperties", f"{path}/minProperties", "names that are not listed might come twice"
             )
 
@@ -292,7 +294,7 @@ class _Preparation:
                     ending.add(name)
         for pointer, name in self._names.items():
             if name not in ending:
-                raise UnsupportedSchema("$ref", pointer, "no value ends this recursion")
+                raise UnsupportedSchema.at_keyword("$ref", pointer, "no value ends this recursion")
 
     def _check_exclusive_bounds(self) -> None:
         """Refuse whole exclusive bounds less than 1 from the opposite bound: the engine allows the bound itself.
@@ -309,7 +311,7 @@ class _Preparation:
             if (found := _find_near_bound(group)) is not None:
                 keyword, node = found
                 path = f"{self._paths.get(id(node), '#')}/{keyword}"
-                raise UnsupportedSchema(keyword, path, "it is less than 1 from an opposite bound")
+                raise UnsupportedSchema.at_keyword(keyword, path, "it is less than 1 from an opposite bound")
 
     def _reach(self, start: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a schema with all those inside of it, `$ref`s followed."""
@@ -495,17 +497,17 @@ def _constants_of(node: dict[str, Any]) -> set[str] | None:
 def _check_type(value: Any, keyword: str, path: str) -> str | list[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
-        raise UnsupportedSchema(keyword, path, "it must be a name, or a list of names")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a name, or a list of names")
     if unknown := [one for one in names if one not in _TYPES]:
-        raise UnsupportedSchema(keyword, path, f"there is no type {unknown[0]!r}")
+        raise UnsupportedSchema.at_keyword(keyword, path, f"there is no type {unknown[0]!r}")
     return value if isinstance(value, str) else list(names)
 
 
 def _check_names(value: Any, keyword: str, path: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UnsupportedSchema(keyword, path, "it must be a list of names")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a list of names")
     if len(value) > MAX_PROPERTIES:
-        raise UnsupportedSchema(keyword, path, "it has too many entries")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it has too many entries")
     for one in value:
         _check_writable(one, keyword, path)
     return value
@@ -515,16 +517,16 @@ def _check_writable(text: str, keyword: str, path: str) -> None:
     try:
         check_text(text)
     except PatternRefused as error:
-        raise UnsupportedSchema(keyword, path, str(error)) from None
+        raise UnsupportedSchema.at_keyword(keyword, path, str(error)) from None
 
 
 def _translate(value: Any, keyword: str, path: str) -> str:
     if not isinstance(value, str):
-        raise UnsupportedSchema(keyword, path, "it must be a text")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a text")
     try:
         return translate_pattern(value)
     except PatternRefused as error:
-        raise UnsupportedSchema(keyword, path, str(error)) from None
+        raise UnsupportedSchema.at_keyword(keyword, path, str(error)) from None
 
 
 def _prepare_format(node: dict[str, Any], value: Any, path: str) -> dict[str, Any] | None:
@@ -533,7 +535,7 @@ def _prepare_format(node: dict[str, Any], value: Any, path: str) -> dict[str, An
     if value in _FORMATS:
         return {"format": value}
     if not isinstance(value, str) or value not in _FORMAT_PATTERNS:
-        raise UnsupportedSchema("format", path, f"the format {value!r} cannot be enforced")
+        raise UnsupportedSchema.at_keyword("format", path, f"the format {value!r} cannot be enforced")
     more: list[Node] = [{"pattern": pattern} for pattern in _FORMAT_PATTERNS[value]]
     if value == "hostname":
         more.append({"maxLength": _MAX_HOSTNAME_CHARS})
@@ -542,27 +544,29 @@ def _prepare_format(node: dict[str, Any], value: Any, path: str) -> dict[str, An
 
 def _check_length(value: Any, keyword: str, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise UnsupportedSchema(keyword, path, "it must be a whole number from 0 on")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a whole number from 0 on")
     if value > MAX_LENGTH:
-        raise UnsupportedSchema(keyword, path, f"it may be {MAX_LENGTH:,}")
+        raise UnsupportedSchema.at_keyword(keyword, path, f"it may be {MAX_LENGTH:,}")
     return int(value)
 
 
 def _check_number(value: Any, keyword: str, path: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UnsupportedSchema(keyword, path, "it must be a number")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a number")
     if abs(value) > MAX_EXACT_INT:
-        raise UnsupportedSchema(keyword, path, "numbers beyond 2^53 are not exact")
+        raise UnsupportedSchema.at_keyword(keyword, path, "numbers beyond 2^53 are not exact")
     return value
 
 
 def _check_divisor(value: Any, keyword: str, path: str) -> int | float:
     number = _check_number(value, keyword, path)
     if number <= 0:
-        raise UnsupportedSchema(keyword, path, "it must be above 0")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be above 0")
     digits = f"{number:.9f}".rstrip("0").replace(".", "").lstrip("0")
     if float(f"{number:.9f}") != number or int(digits or 0) > MAX_INT_DIVISOR:
-        raise UnsupportedSchema(keyword, path, f"it may have the digits of a number up to {MAX_INT_DIVISOR:,}")
+        raise UnsupportedSchema.at_keyword(
+            keyword, path, f"it may have the digits of a number up to {MAX_INT_DIVISOR:,}"
+        )
     return number
 
 

@@ -1,42 +1,13 @@
-"""What a grammar is on the wire, and how it is built from the fields of HTTP APIs."""
+"""How a grammar is built from the fields of HTTP APIs."""
 
-import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import Any
 
 from penstock.errors import InvalidRequest
-from penstock.messages import Wire
+from penstock.messages import MAX_SOURCE_BYTES, GrammarKind, GrammarSpec
 
-MAX_SOURCE_BYTES = 256 * 1024
-"""The largest schema, regular expression, grammar or list of choices."""
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 ENGINE = "llguidance"
-
-
-class GrammarSpec(Wire):
-    """What an answer must match. It travels in the request and in its job."""
-
-    kind: GrammarKind
-    source: str = ""
-    """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
-    engine: str = Field(default="", max_length=64)
-    """Name and version of the engine that checked it, as `llguidance 1.9.1`; empty: nobody has checked it yet."""
-
-    @model_validator(mode="after")
-    def _source_fits(self) -> Self:
-        if len(self.source.encode()) > MAX_SOURCE_BYTES:
-            raise ValueError(f"a grammar may have {MAX_SOURCE_BYTES:,} bytes")
-        if (self.kind == "json_object") != (not self.source):
-            raise ValueError(f"the source of a grammar of kind {self.kind} is wrong")
-        return self
-
-    @property
-    def digest(self) -> str:
-        """Return the hash of what the grammar means; the engine's version is no part of it."""
-        return hashlib.sha256(f"{self.kind}\n{self.source}".encode()).hexdigest()
 
 
 def make_schema_spec(schema: object, param: str) -> GrammarSpec:

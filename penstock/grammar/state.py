@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
+from penstock.errors import GrammarFailed
 from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar
-from penstock.grammar.errors import GrammarFailed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,6 +18,8 @@ from penstock.errors import (
 STATUS_BY_CODE: Mapping[str, int] = {
     "invalid_request": 400,
     "unsupported_version": 400,
+    "unsupported_schema": 400,
+    "grammar_failed": 500,
     "unknown_model": 404,
     "request_too_large": 413,
     "id_conflict": 409,

@@ -19,6 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.text import OutputText
 from penstock.errors import InvalidRequest, RequestError
+from penstock.grammar.state import GrammarState
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
@@ -28,6 +29,7 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
+from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
@@ -54,6 +56,7 @@ class PrefillRole:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
         self.pipeline, self.engine, self.backpressure = pipeline, engine, backpressure
         self.prompt_reader = PromptTokenizer(engine.model)
+        self.grammars = GrammarCompiler(engine.model)
 
     # 2. Claim.
 
@@ -94,6 +97,11 @@ class PrefillRole:
             if request.klass not in (None, task.klass):
                 raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
             task.token_ids = self.prompt_reader.tokenize_prompt(request)
+            if (grammar := request.sampling.grammar) is not None:
+                checked = self.grammars.check_grammar(grammar)
+                task.grammar = self.grammars.compile_grammar(checked)
+                sampling = request.sampling.model_copy(update={"grammar": checked})
+                task.message = request.model_copy(update={"sampling": sampling})
         except RequestError as error:
             task.error = error
         except Exception as bug:  # this request's, not its neighbours'
@@ -122,6 +130,7 @@ class PrefillRole:
             tenant=request.tenant,
             weight=request.weight,
             suspect=is_suspect(task.claim),
+            grammar=None if task.grammar is None else GrammarState(task.grammar),
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
 from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
 from penstock.names import Stage, roll_hash
@@ -96,11 +97,13 @@ class ClaimEvent(Enum):
 def compute_body_hash(request: Request) -> str:
     """Return the SHA-256 (hex) of a request's body, by which a request that is sent again under its id is recognised.
 
-    Deadline, class, session and weight are left out: they may differ when it is sent again. Defaults are left out too,
-    so that a worker whose version knows one more field computes the same hash.
+    Deadline, class, session, weight and the engine that checked a grammar are left out: they may differ when it is sent
+    again. Defaults are left out too, so that a worker whose version knows one more field computes the same hash.
     """
-    body = request.model_dump(
-        mode="json", by_alias=True, exclude={"deadline", "klass", "session", "weight"}, exclude_defaults=True
-    )
+    left_out: dict[str, Any] = {
+        **dict.fromkeys(("deadline", "klass", "session", "weight"), True),
+        "sampling": {"grammar": {"engine"}},
+    }
+    body = request.model_dump(mode="json", by_alias=True, exclude=left_out, exclude_defaults=True)
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

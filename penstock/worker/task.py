@@ -13,6 +13,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.text import OutputText
 from penstock.errors import RequestError, RequestTooLarge
+from penstock.grammar.engine import CompiledGrammar
 from penstock.kvstore.connector import KVConnector, SequenceBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
@@ -39,6 +40,8 @@ class Task:
     """In decode the job's name: the first job claimed is bound to the request."""
     token_ids: list[int] = field(default_factory=list)
     """The prompt's token ids."""
+    grammar: CompiledGrammar | None = None
+    """The grammar of its answer, if it has one."""
     failure: RequestError | None = None
     """Why the message could not be read, if that was not the message's fault."""
     error: RequestError | None = None
@@ -144,7 +147,7 @@ class Role(Protocol):
     stage: Stage
     engine: Engine
     max_inline_bytes: int
-    """The loop itself reads messages up to this size; longer ones are read on a thread."""
+    """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
     hands_off: bool
     """Whether requests go on in another stage. Their claims are given up once that stage has them and the leases on
     their blocks.

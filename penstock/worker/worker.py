@@ -40,7 +40,15 @@ from penstock.bus.dead_letters import build_dead_letter
 from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
 from penstock.engine.token_text import get_token_texts
-from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
+from penstock.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    GrammarFailed,
+    IdConflict,
+    InvalidRequest,
+    RequestError,
+    SequenceFailed,
+)
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.kvstore.connector import KVConnector, Loaded, Stored
 from penstock.kvstore.store import KVStore
@@ -52,6 +60,7 @@ from penstock.telemetry.genai import build_request_attributes, build_usage_attri
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.grammars import may_have_grammar
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader
 from penstock.worker.rescue import Rescuer
@@ -210,14 +219,18 @@ class Worker:
         return not self.running and not len(self.reader)
 
     def _read_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
-        """Read short messages at once, and have long ones read on a thread beside the engine's steps."""
+        """Read short messages at once, and have those that take time read on a thread beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
-            if len(delivery.value) > self.role.max_inline_bytes:
+            if self._takes_time(delivery):
                 self.reader.submit(delivery, None)
             elif (task := self._accept_read_task(delivery, self.role.read_message(delivery))) is not None:
                 tasks.append(task)
         return tasks
+
+    def _takes_time(self, delivery: Delivery) -> bool:
+        """Return whether a message is read on a thread: it is long, or has a grammar to compile."""
+        return len(delivery.value) > self.role.max_inline_bytes or may_have_grammar(delivery.value)
 
     def _accept_read_task(self, delivery: Delivery, task: Task | None) -> Task | None:
         """Return the task that was read of a message. Without one, send the message to the dead letters and return
@@ -287,7 +300,7 @@ class Worker:
             self.metrics.count_take_over()
             try:
                 delivery = deserialize_delivery(claimed.message)
-                if len(delivery.value) > self.role.max_inline_bytes:
+                if self._takes_time(delivery):
                     self.session.add_claim(claimed.claim)
                     self.reader.submit(delivery, claimed.claim)
                 else:
@@ -438,7 +451,12 @@ class Worker:
     def _fail_task(self, failed: SequenceFailed) -> None:
         """Retry or end the request that makes engine steps fail. Tokens of the last step are in its log by now."""
         task = self.running.get(failed.seq.id)
-        if task is not None and task.seq is failed.seq:
+        if task is None or task.seq is not failed.seq:
+            return
+        if isinstance(failed.error, GrammarFailed):  # it depends on the tokens alone: another attempt would fail too
+            task.error = failed.error
+            self._end_tasks(task)
+        else:
             self._retry_or_end(task, failed.error)
 
     def _store_full_blocks(self) -> None:
@@ -495,7 +513,7 @@ class Worker:
     def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
         """Return the log event of a request's next token."""
         assert task.output is not None
-        text, task.finish_reason = task.output.add_token(item.token_id)
+        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.seq.is_grammar_ended)
         logprobs = get_token_texts(self.engine.model.tokenizer).add_texts(item.logprobs, item.token_id)
         event = task.claim.next_event(item.token_id, text, logprobs)
         task.log_events.append(event)

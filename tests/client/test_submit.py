@@ -18,7 +18,7 @@ from tests.record.play import end, prefill, say
 
 def test_a_caller_may_give_every_field_of_a_request() -> None:
     of_request = Request.model_fields.keys() - {"v", "prompt", "sampling"}
-    assert RequestFields.__annotations__.keys() == of_request | Sampling.model_fields.keys()
+    assert RequestFields.__annotations__.keys() == of_request | Sampling.model_fields.keys() | {"response_format"}
 
 
 def test_a_request_is_published_under_its_id(client: Client, bus: Bus, pipeline: Pipeline) -> None:

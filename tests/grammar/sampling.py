@@ -10,8 +10,9 @@ import numpy as np
 
 import penstock
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
-from penstock.grammar.spec import GrammarSpec, make_schema_spec
+from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
+from penstock.messages import GrammarSpec
 
 DEMO_MODEL = Path(penstock.__file__).parent / "engine" / "demo" / "model"
 

@@ -8,8 +8,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from penstock.grammar.spec import GrammarSpec
 from penstock.grammar.state import GrammarState
+from penstock.messages import GrammarSpec
 from sim.schemas import Schema, make_schemas
 from tests.grammar.sampling import RandomAnswer, compile_schema, compile_spec, draw_answer, read_mask
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, UnsupportedSchema
 from penstock.grammar import checker as checker_module
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.engine import ENGINE_VERSION
-from penstock.grammar.errors import UnsupportedSchema
-from penstock.grammar.spec import GrammarSpec, make_schema_spec
+from penstock.grammar.spec import make_schema_spec
+from penstock.messages import GrammarSpec
 
 GOOD = make_schema_spec({"type": "integer"}, "schema")
 

@@ -6,8 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.errors import InvalidRequest
-from penstock.grammar.errors import UnsupportedSchema
+from penstock.errors import InvalidRequest, UnsupportedSchema
 from penstock.grammar.schema import prepare_schema
 from penstock.grammar.spec import make_schema_spec
 from sim.schemas import RefusedSchema, make_refused_schemas

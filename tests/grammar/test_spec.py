@@ -8,8 +8,6 @@ from pydantic import ValidationError
 
 from penstock.errors import InvalidRequest
 from penstock.grammar.spec import (
-    MAX_SOURCE_BYTES,
-    GrammarSpec,
     choose_grammar,
     from_guided_fields,
     from_response_format,
@@ -17,7 +15,7 @@ from penstock.grammar.spec import (
     from_text_format,
     from_tool,
 )
-from penstock.messages import decode_message
+from penstock.messages import MAX_SOURCE_BYTES, GrammarSpec, decode_message
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 SPEC = GrammarSpec(kind="json_schema", source='{"type":"object","properties":{"b":{},"a":{}}}')

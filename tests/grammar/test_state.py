@@ -4,10 +4,11 @@ import threading
 
 import pytest
 
+from penstock.errors import GrammarFailed
 from penstock.grammar.engine import CompiledGrammar, GrammarCache, GrammarTokenizer
-from penstock.grammar.errors import GrammarFailed
-from penstock.grammar.spec import GrammarSpec, make_schema_spec
+from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
+from penstock.messages import GrammarSpec
 from tests.grammar.sampling import (
     DEMO_MODEL,
     compile_schema,

@@ -15,7 +15,7 @@ from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, find_
 TURN = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
 NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
-    "a format": (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format", "unsupported_parameter"),
+    "a format": (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
     "tools called before": (CHAT, {"messages": [TURN, CALLS]}, "messages.1.tool_calls", "unsupported_parameter"),
     "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
@@ -26,7 +26,7 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
         CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation", "unsupported_parameter",
     ),
-    "JSON": (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    "JSON": (CHAT, {"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
     "audio": (CHAT, {"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     "an image": (
         CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
@@ -35,6 +35,12 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "a tool's turn": (
         CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role",
         "unsupported_parameter",
+    ),
+    "an endless grammar": (
+        CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", "invalid_value",
+    ),
+    "two grammars": (
+        CHAT, {"guided_regex": "a+", "response_format": {"type": "json_object"}}, "response_format", "invalid_value",
     ),
     "too hot": (CHAT, {"temperature": 3}, "temperature", "invalid_value"),
     "no choice": (CHAT, {"n": 0}, "n", "invalid_value"),

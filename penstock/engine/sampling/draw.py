@@ -6,6 +6,9 @@ A resumed request draws the numbers it would have drawn, in another batch, on an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.messages import Sampling
 
 _MASK = 2**64 - 1
@@ -21,6 +24,8 @@ class SamplingParams:
     position: int
     token_ids: Sequence[int] = ()
     """The prompt and the output so far. Only penalties read it."""
+    allowed: NDArray[np.int32] | None = None
+    """The mask of the tokens that may follow, if the sequence has a grammar (`GrammarState.fill_mask`)."""
 
     @property
     def output_token_ids(self) -> Sequence[int]:

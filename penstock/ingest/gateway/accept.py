@@ -3,7 +3,7 @@
     1  find     the pipeline that serves the model; what cannot be answered is refused
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
     3  admit    the caller's limits, the lag, and the tenant's bucket
-    4  make     one request for each choice, on a thread if they are large
+    4  make     a grammar is checked; one request for each choice, on a thread if they are large
     5  meta     write what any gateway must know to stream the answer, unless it is there
     6  publish  one request for each choice
     7  note     with an `Idempotency-Key`, in the meta data: all requests are durable
@@ -22,7 +22,7 @@ from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
 from penstock.client.core import make_request
-from penstock.errors import PenstockError, RequestTooLarge
+from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
@@ -94,6 +94,7 @@ async def accept_request(
     check_prompt_sizes(submit_args)
     ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
+        await _check_grammar(gateway, body, submit_args)
         requests, bodies = await _make_requests(submit_args)
         meta = meta.model_copy(update={"bodies": bodies})
         found = await gateway.stream_metas.put(meta)
@@ -127,6 +128,20 @@ def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
                 f"the prompts of {len(submit_args)} choices have more than {MAX_REQUEST_BYTES:,} bytes together: "
                 "ask for fewer choices (`n`) or prompts at once"
             )
+
+
+async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
+    """Have the answer's grammar checked. Raises `ApiError` 400 if it cannot be enforced exactly."""
+    found = body.find_grammar()
+    if found is None:
+        return
+    param, spec = found
+    try:
+        checked = await gateway.check_grammar(spec)
+    except (UnsupportedSchema, InvalidRequest) as error:
+        raise ApiError(400, str(error), param=param, code=error.code) from None
+    for args in submit_args:
+        args["grammar"] = checked
 
 
 async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security
@@ -20,6 +21,7 @@ from penstock.config.settings import (
     load_settings,
 )
 from penstock.errors import PenstockError
+from penstock.grammar.checker import GrammarChecker
 from penstock.ingest.admission import Admission
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
@@ -31,6 +33,7 @@ from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
+from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
@@ -59,6 +62,9 @@ class Gateway:
         self.keyring = Keyring(open_key_source(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._fetch_lag, admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
+        self._checker = GrammarChecker()
+        # Its own thread: checks wait for each other, and nothing else waits for them.
+        self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self.is_stopping = False
         """Set when this process is told to stop: streams then tell their readers to go on elsewhere."""
         self._clients: dict[str, AsyncClient] = {}
@@ -77,6 +83,8 @@ class Gateway:
             task.cancel()
         await asyncio.wait(tasks)
         self.broadcast.stop()
+        self._checking.shutdown(wait=False, cancel_futures=True)
+        self._checker.close()
         await self.batch_service.close()
         for client in self._clients.values():
             await client.close()
@@ -88,6 +96,10 @@ class Gateway:
         task = asyncio.create_task(work)
         self._later.add(task)
         task.add_done_callback(self._later.discard)
+
+    async def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
+        """Return a grammar that a child process has checked. Raises `UnsupportedSchema` or `InvalidRequest`."""
+        return await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
 
     def get_client(self, pipeline: str) -> AsyncClient:
         """Return the client of a pipeline."""

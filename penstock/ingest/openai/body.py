@@ -6,6 +6,7 @@ change the answer if they had an effect (`Refused`, `allow_only`). For the last,
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
@@ -13,12 +14,16 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from penstock.client.core import RequestFields
+from penstock.errors import InvalidRequest
+from penstock.grammar.spec import from_guided_fields, from_response_format, from_structured_outputs
 from penstock.ingest.errors import ApiError
-from penstock.messages import TokenId
+from penstock.messages import GrammarSpec, TokenId
 
 MAX_CHOICES = 128
 """The most choices of one request: its prompts times its `n`."""
 MAX_SEED = 2**63
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GrammarReader = Callable[[], GrammarSpec | None]
 UNSUPPORTED_CODE = "unsupported_parameter"
 
 
@@ -129,10 +134,48 @@ class Body(StrictModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     """End at the first of these tokens."""
 
+    structured_outputs: dict[str, Any] | None = None
+    """One of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark): what the answer must match."""
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema that the answer must match."""
+    guided_regex: str | None = None
+    """A regular expression that the answer must match."""
+    guided_choice: list[str] | None = None
+    """The answer is one of these."""
+    guided_grammar: str | None = None
+    """A grammar in Lark's form that the answer must match."""
+
     @property
     def num_choices(self) -> int:
         """How many requests of the pipeline are needed."""
         return 1
+
+    def grammar_readers(self) -> dict[str, GrammarReader]:
+        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
+        return {
+            "structured_outputs": partial(from_structured_outputs, self.structured_outputs),
+            **{name: partial(from_guided_fields, {name: getattr(self, name)}) for name in GUIDED_FIELDS},
+        }
+
+    def find_grammar(self) -> tuple[str, GrammarSpec] | None:
+        """Return the parameter that has the answer's grammar, and the grammar. Raises `ApiError` 400."""
+        found = []
+        for param, read in self.grammar_readers().items():
+            try:
+                spec = read()
+            except InvalidRequest as error:
+                raise ApiError(
+                    400, f"Invalid value for '{param}': {error}", param=param, code="invalid_value"
+                ) from None
+            if spec is not None:
+                found.append((param, spec))
+        if len(found) > 1:
+            names = ", ".join(f"'{param}'" for param, _ in found)
+            raise ApiError(400, f"Only one of {names} can be given.", param=found[0][0], code="invalid_value")
+        if found and self.ignore_eos:
+            message = f"'ignore_eos' cannot be used with '{found[0][0]}': after the grammar's end nothing follows"
+            raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+        return found[0] if found else None
 
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
@@ -140,6 +183,8 @@ class Body(StrictModel):
         for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
+        if (grammar := self.find_grammar()) is not None:
+            fields["grammar"] = grammar[1]
         if self.top_k is not None:
             fields["top_k"] = max(0, self.top_k)
         if self.top_p == 0:
@@ -166,6 +211,12 @@ class CompletionsBody(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     """Added to the scores of these tokens."""
+    response_format: dict[str, Any] | None = None
+    """What the answer must be: `text`, `json_object`, or `json_schema` with its schema."""
+
+    def grammar_readers(self) -> dict[str, GrammarReader]:
+        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
+        return {"response_format": partial(from_response_format, self.response_format)} | super().grammar_readers()
 
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""

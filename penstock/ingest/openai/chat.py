@@ -57,7 +57,6 @@ class ChatBody(CompletionsBody):
     """Return the log probability of each token."""
     top_logprobs: NumTopLogprobs | None = None
     """Return as well the log probabilities of this many likeliest tokens."""
-    response_format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
     tools: Refused = None
     tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None

@@ -1,13 +1,16 @@
 """`/v1/responses`: text in, text out. Only the stream is kept, nothing for a later turn."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
+from penstock.grammar.spec import from_text_format
 from penstock.ingest.openai.body import (
     Body,
+    GrammarReader,
     NumTopLogprobs,
     Refused,
     StrictModel,
@@ -39,9 +42,10 @@ class InputItem(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """The form of the answer: plain text."""
+    """The form of the answer."""
 
-    format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
+    format: dict[str, Any] | None = None
+    """What the answer must be: `text`, `json_object`, or `json_schema` with its schema."""
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
 
 
@@ -82,6 +86,11 @@ class ResponseBody(Body):
         if self.top_logprobs and not self.wants_logprobs:
             raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
         return self
+
+    def grammar_readers(self) -> dict[str, GrammarReader]:
+        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
+        text_format = None if self.text is None else self.text.format
+        return {"text.format": partial(from_text_format, text_format)} | super().grammar_readers()
 
     @property
     def wants_logprobs(self) -> bool:
@@ -158,7 +167,7 @@ class Response(BaseModel):
     service_tier: str
     store: bool = False
     temperature: float
-    text: dict[str, dict[str, str]] = {"format": {"type": "text"}}
+    text: dict[str, dict[str, Any]] = {"format": {"type": "text"}}
     tool_choice: Literal["auto"] = "auto"
     tools: list[None] = []
     top_logprobs: int = 0
@@ -216,6 +225,8 @@ def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed",
         )
         if options.get(name) is not None
     }  # fmt: skip
+    if text_format := (options.get("text") or {}).get("format"):
+        given["text"] = {"format": text_format}
     return Response(
         id=meta.id,
         created_at=meta.created,
