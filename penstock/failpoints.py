@@ -33,7 +33,7 @@ METER = ("meter.1.read", "meter.2.counted")
 HOST_STEPS = (
     "open.1", "open.2", "open.4",
     "put.1.1", "put.1.2", "put.1", "put.2", "put.3", "put.4", "put.5.1", "put.5.2", "put.5",
-    "forget.1", "forget.2", "forget.3",
+    "forget.1", "forget.2", "forget.3", "remove.1",
     "lease.1", "lease.2",
     "release.1", "release.2",
     "rebuild.1", "rebuild.2", "rebuild.3", "rebuild.4",
@@ -41,7 +41,7 @@ HOST_STEPS = (
     "get.1", "get.2", "get.3",
 )  # fmt: skip
 SHARED = tuple(f"shared.{step}" for step in HOST_STEPS)
-DISK = (*(f"disk.{step}" for step in HOST_STEPS), "disk.open.3", "disk.put.2.1", "disk.remove.1")
+DISK = (*(f"disk.{step}" for step in HOST_STEPS), "disk.open.3", "disk.put.2.1")
 """The tiers of a host: steps of `kvstore/tiers/host.py`, and of `file.py`, `directory.py` and `growth.py` in
 `kvstore/arena/`."""
 POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)

@@ -22,9 +22,12 @@ def disarmed() -> Iterator[None]:
 
 
 def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
-    files = (HERE / "penstock").rglob("*.py")
-    calls = [call for file in files for call in re.findall(r"\b(?:stage_)?failpoint\(([^()]*)\)", file.read_text())]
-    found = [name for call in calls for name in re.findall(r'"([^"]+)"', call)]
+    found = []
+    for file in (HERE / "penstock").rglob("*.py"):
+        for prefix, call in re.findall(r"\b(stage_|tier_)?failpoint\(([^()]*)\)", file.read_text()):
+            names = re.findall(r'"([^"]+)"', call)
+            # The host store's steps are those of both its tiers.
+            found += [f"{tier}.{names[-1]}" for tier in ("shared", "disk")] if prefix == "tier_" and names else names
     assert sorted(found) == sorted(failpoints.POINTS)
 
 

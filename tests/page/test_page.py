@@ -13,6 +13,7 @@ from penstock.ingest.keys import KeyBook
 from penstock.ingest.tenants import make_key
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
+from penstock.waiting import wait_until
 from sim.chaos.proxy import Proxy
 from sim.forked import ForkedStack
 from tests.gateways import EventSource, GatewayProcess
@@ -259,5 +260,5 @@ def test_a_killed_worker_is_shown_as_lost(tabs: Tabs, line: Stack) -> None:
     expect(page.locator("[data-worker='decode-0']")).to_have_attribute("data-state", "ready")
     ask(page, "Art thou still there?", 8)
     wait_for_state(page, "done")
-    line.restart_dead()
+    wait_until(lambda: line.restart_dead() or victim.child, 60, "it is started again", 0.2)
     expect(row).to_have_attribute("data-state", "ready", timeout=120_000)

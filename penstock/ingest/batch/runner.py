@@ -95,6 +95,8 @@ class BatchRunner:
         self._held: dict[str, _HeldBatch] = {}
         self._wake_up = asyncio.Event()
         self._runner_task: asyncio.Task[None] | None = None
+        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls, so loops look at this too.
+        self._is_closing = False
         self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:
@@ -107,6 +109,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Stop. Finished rows are written, and other gateways can take the batches."""
+        self._is_closing = True
         held = [one.task for one in self._held.values()]
         tasks = held if self._runner_task is None else [self._runner_task, *held]
         for task in tasks:
@@ -114,7 +117,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_forever(self) -> None:
-        while True:
+        while not self._is_closing:
             self._wake_up.clear()
             try:
                 await self._take_batches()
@@ -182,7 +185,7 @@ class BatchRunner:
         """Work on a batch while this process has its lease."""
         working = asyncio.create_task(self._work_or_log(work.run(), spec))
         try:
-            while not working.done():
+            while not working.done() and not self._is_closing:
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
                 if await self._leases.is_lost(spec.id):
                     log.warning("%s is another gateway's now", spec.id)
