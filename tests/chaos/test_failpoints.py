@@ -22,7 +22,7 @@ def disarmed() -> Iterator[None]:
 
 
 def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
-    found = []
+    found: list[str] = []
     for file in (HERE / "penstock").rglob("*.py"):
         for prefix, call in re.findall(r"\b(stage_|tier_)?failpoint\(([^()]*)\)", file.read_text()):
             names = re.findall(r'"([^"]+)"', call)
