@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905
 """Make the synthetic conversations that the tool model learns from and is scored on.
 
 Each conversation is made from a seed: short instructions, extraction of JSON under a schema, calls of calculators and
@@ -22,8 +23,8 @@ FIRST = (
 ).split()
 LAST = (
     "Adler Baker Berg Braun Costa Cruz Dietz Duval Engel Fischer Fox Garcia Gray Haas Hall Ito Jansen Jung Keller Khan "
-    "King Klein Lang Lopez Maier Mann Meyer Moreau Nagy Novak Olsen Park Perez Petrov Reed Rossi Sato Silva Singh Stein "
-    "Stone Tanaka Vogel Wagner Weber Wolf Wong Young Zeller Ziegler"
+    "King Klein Lang Lopez Maier Mann Meyer Moreau Nagy Novak Olsen Park Perez Petrov Reed Rossi Sato Silva Singh "
+    "Stein Stone Tanaka Vogel Wagner Weber Wolf Wong Young Zeller Ziegler"
 ).split()
 CITIES = (
     "Athens Basel Berlin Bern Bogota Bonn Boston Cairo Chicago Dakar Delhi Denver Dublin Essen Geneva Ghent Graz Hanoi "
@@ -32,15 +33,18 @@ CITIES = (
     "Zagreb Zurich"
 ).split()
 PRODUCTS = (
-    "lamp chair table desk sofa shelf mirror clock kettle teapot mug plate spoon knife pan pot oven fridge radio camera "
-    "phone tablet laptop printer monitor keyboard mouse cable charger speaker bicycle helmet tent backpack jacket shirt "
-    "coat scarf hat glove boot sandal pillow blanket carpet curtain candle vase basket bottle ladder hammer drill saw"
+    "lamp chair table desk sofa shelf mirror clock kettle teapot mug plate spoon knife pan pot oven fridge radio "
+    "camera phone tablet laptop printer monitor keyboard mouse cable charger speaker bicycle helmet tent backpack "
+    "jacket shirt coat scarf hat glove boot sandal pillow blanket carpet curtain candle vase basket bottle ladder "
+    "hammer drill saw"
 ).split()
 FOODS = (
     "apples bananas beans bread butter carrots cheese coffee eggs flour garlic grapes honey lemons lentils milk nuts "
     "oats oil olives onions oranges pasta pears peas pepper plums potatoes rice salt soap sugar tea tomatoes yoghurt"
 ).split()
-JOBS = "baker nurse teacher pilot lawyer farmer painter driver doctor engineer singer waiter tailor plumber clerk".split()
+JOBS = (
+    "baker nurse teacher pilot lawyer farmer painter driver doctor engineer singer waiter tailor plumber clerk".split()
+)
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 COLOURS = "red blue green yellow black white brown orange purple grey".split()
 LANGUAGES = "French German Spanish Italian Polish Dutch Greek Turkish Japanese Korean Arabic Danish".split()
@@ -52,7 +56,10 @@ CAPITALS = {
     "Portugal": "Lisbon", "Greece": "Athens", "Norway": "Oslo", "Ireland": "Dublin", "Egypt": "Cairo", "Peru": "Lima",
     "Poland": "Warsaw", "Finland": "Helsinki", "Kenya": "Nairobi", "Vietnam": "Hanoi", "Latvia": "Riga",
 }  # fmt: skip
-SYLLABLES = "ba be bo da de do fa fi ga go ka ke ko la le lo ma me mi mo na ne no pa pe po ra re ri ro sa se so ta te ti to va ve vi vo za ze zo".split()
+SYLLABLES = (
+    "ba be bo da de do fa fi ga go ka ke ko la le lo ma me mi mo na ne "
+    "no pa pe po ra re ri ro sa se so ta te ti to va ve vi vo za ze zo"
+).split()
 ENDINGS = ["", "", "n", "r", "l", "s", "x", "k", "t"]
 
 # What can be looked up, by what it is looked up for: (names of the parameter, attributes).
@@ -79,7 +86,8 @@ NUMERIC = {"population", "temperature", "salary", "price", "stock", "weight", "d
 LOOKUP_VERBS = ["get", "find", "fetch", "lookup", "read", "query", "check", "show"]
 QUESTIONS = [
     "What is the {n} of {e}?", "Tell me the {n} of {e}.", "I need the {n} of {e}.", "Find the {n} of {e}.",
-    "Can you check the {n} of {e}?", "Please look up the {n} of {e}.", "Give me the {n} for {e}.", "{e}: what is the {n}?",
+    "Can you check the {n} of {e}?", "Please look up the {n} of {e}.", "Give me the {n} for {e}.",
+    "{e}: what is the {n}?",
 ]  # fmt: skip
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "divided by": "/"}
 
@@ -216,7 +224,9 @@ def make_lookup(words: Words) -> Task:
     question = words.choose(QUESTIONS).format(n=noun, e=subject if kind != "order" else f"order {subject}")
     if words.has_chance(0.25):
         question = add_option(words, question, properties, arguments)
-    description = words.choose([f"Get the {noun} of a {kind}.", f"Look up the {noun} for a {kind}.", f"{noun} of a {kind}"])
+    description = words.choose(
+        [f"Get the {noun} of a {kind}.", f"Look up the {noun} for a {kind}.", f"{noun} of a {kind}"]
+    )
     tool = make_tool(words, join_name(words, words.choose(LOOKUP_VERBS), noun), description, properties, [key])
     value = words.draw_number() if noun in NUMERIC else words.draw_open(COLOURS, invented=0.7)
     named = f"order {subject}" if kind == "order" else subject
@@ -245,8 +255,8 @@ def make_sum(words: Words) -> Task:
     word = words.choose(list(OPERATIONS))
     sign, a, b = OPERATIONS[word], words.draw_number(), words.draw_number()
     question = words.choose(
-        [f"What is {a} {word} {b}?", f"Calculate {a} {word} {b}.", f"How much is {a} {word} {b}?", f"Compute {a} {sign} {b}.",
-         f"{a} {sign} {b} = ?"]
+        [f"What is {a} {word} {b}?", f"Calculate {a} {word} {b}.", f"How much is {a} {word} {b}?",
+         f"Compute {a} {sign} {b}.", f"{a} {sign} {b} = ?"]
     )  # fmt: skip
     number = {"type": words.choose(["number", "integer"])}
     x, y = words.choose([("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")])
@@ -311,7 +321,8 @@ ACTIONS: list[tuple[list[str], str, list[str], list[Slot], str]] = [
       (["to", "target"], "string", lambda w: w.choose(CURRENCIES[3:]))],
      "{0} {1} are converted to {2}."),
     (["find_flight", "search_flights", "flights"], "Search flights between two cities.",
-     ["Find a flight from {0} to {1} on {2}.", "I want to fly from {0} to {1} on {2}.", "Flights to {1} from {0} on {2}?"],
+     ["Find a flight from {0} to {1} on {2}.",
+      "I want to fly from {0} to {1} on {2}.", "Flights to {1} from {0} on {2}?"],
      [(["from", "origin", "departure"], "string", lambda w: w.draw_open(CITIES)),
       (["to", "destination", "arrival"], "string", lambda w: w.draw_open(CITIES)),
       (["day", "date"], "string", lambda w: w.choose(DAYS))],
@@ -342,7 +353,8 @@ def make_action(words: Words) -> Task:
 
 def make_task(words: Words) -> Task:
     """Return a task of any sort."""
-    return words.choose([make_lookup, make_lookup, make_sum, make_action])(words)
+    make: Callable[[Words], Task] = words.choose([make_lookup, make_lookup, make_sum, make_action])
+    return make(words)
 
 
 def make_other_task(words: Words, tasks: list[Task]) -> Task:
@@ -385,7 +397,12 @@ def return_results(tasks: list[Task]) -> list[Json]:
 
 def begin(words: Words) -> list[Json]:
     """Return the beginning of a conversation: often nothing, else a system message."""
-    texts = ["You are a helpful assistant.", "You are a concise assistant.", "You are an agent. Use tools.", "Be brief."]
+    texts = [
+        "You are a helpful assistant.",
+        "You are a concise assistant.",
+        "You are an agent. Use tools.",
+        "Be brief.",
+    ]
     return [say("system", words.choose(texts))] if words.has_chance(0.35) else []
 
 
@@ -484,25 +501,30 @@ def make_plain_exchange(words: Words) -> tuple[str, str]:
     """Return a short instruction and its answer."""
     kind = words.random.randrange(8)
     items = [words.draw_open(FOODS) for _ in range(words.choose([2, 3, 4]))]
-    if kind == 0:
-        country = words.choose(list(CAPITALS))
-        question = words.choose(["What is the capital of {}?", "Which city is the capital of {}?", "Capital of {}?"])
-        return question.format(country), f"The capital of {country} is {CAPITALS[country]}."
-    if kind == 1:
-        name = words.draw_open(FIRST)
-        return words.choose(["Hello, I am {}.", "Hi! My name is {}.", "Good morning, {} here."]).format(name), f"Hello {name}, how can I help you?"
-    if kind == 2:
-        return words.choose(["Thank you!", "Thanks.", "Thanks a lot!"]), "You are welcome."
-    if kind == 3:
-        return f"{words.choose(['Repeat', 'Say', 'Write'])}: {' '.join(items)}", " ".join(items)
-    if kind == 4:
-        return f"How many things are these: {', '.join(items)}?", f"These are {len(items)} things."
-    if kind == 5:
-        which, place = words.choose([("first", 0), ("last", -1)])
-        return f"What is the {which} of these: {', '.join(items)}?", f"The {which} is {items[place]}."
-    if kind == 6:
-        return words.choose(["Who are you?", "What are you?"]), "I am a small model that calls tools."
-    return f"List these with dashes: {', '.join(items)}", "\n".join(f"- {item}" for item in items)
+    match kind:
+        case 0:
+            country = words.choose(list(CAPITALS))
+            questions = ["What is the capital of {}?", "Which city is the capital of {}?", "Capital of {}?"]
+            exchange = words.choose(questions).format(country), f"The capital of {country} is {CAPITALS[country]}."
+        case 1:
+            name = words.draw_open(FIRST)
+            greeting = words.choose(["Hello, I am {}.", "Hi! My name is {}.", "Good morning, {} here."])
+            exchange = greeting.format(name), f"Hello {name}, how can I help you?"
+        case 2:
+            exchange = words.choose(["Thank you!", "Thanks.", "Thanks a lot!"]), "You are welcome."
+        case 3:
+            exchange = f"{words.choose(['Repeat', 'Say', 'Write'])}: {' '.join(items)}", " ".join(items)
+        case 4:
+            exchange = f"How many things are these: {', '.join(items)}?", f"These are {len(items)} things."
+        case 5:
+            which, place = words.choose([("first", 0), ("last", -1)])
+            exchange = f"What is the {which} of these: {', '.join(items)}?", f"The {which} is {items[place]}."
+        case 6:
+            exchange = words.choose(["Who are you?", "What are you?"]), "I am a small model that calls tools."
+        case _:
+            dashed = "\n".join(f"- {item}" for item in items)
+            exchange = f"List these with dashes: {', '.join(items)}", dashed
+    return exchange
 
 
 def make_plain(words: Words) -> Conversation:
@@ -548,12 +570,20 @@ class Fact:
 
 def describe_person(words: Words) -> tuple[str, list[Fact]]:
     """Return sentences about a person."""
-    name, age, city, job = words.draw_person(), words.random.randrange(18, 90), words.draw_open(CITIES), words.choose(JOBS)
-    married, foods = words.has_chance(0.5), list(dict.fromkeys(words.draw_open(FOODS) for _ in range(words.choose([2, 3]))))
+    name, age, city, job = (
+        words.draw_person(),
+        words.random.randrange(18, 90),
+        words.draw_open(CITIES),
+        words.choose(JOBS),
+    )
+    married, foods = (
+        words.has_chance(0.5),
+        list(dict.fromkeys(words.draw_open(FOODS) for _ in range(words.choose([2, 3])))),
+    )
     return name, [
         Fact(["name", "full_name", "person"], {"type": "string"}, name, ""),
         Fact(["age", "years"], {"type": "integer"}, age, words.choose(["is {} years old", "is {}"]).format(age)),
-        Fact(["city", "home", "town"], {"type": "string"}, city, words.choose(["lives in {}", "comes from {}"]).format(city)),
+        Fact(["city", "home", "town"], {"type": "string"}, city, f"{words.choose(['lives in', 'comes from'])} {city}"),
         Fact(["job", "profession"], {"type": "string"}, job, f"works as a {job}"),
         Fact(["married"], {"type": "boolean"}, married, "is married" if married else "is not married"),
         Fact(["likes", "foods"], {"type": "array", "items": {"type": "string"}}, foods, f"likes {join_words(foods)}"),
@@ -582,7 +612,10 @@ def describe_event(words: Words) -> tuple[str, list[Fact]]:
     guests, host = words.draw_number(), words.draw_person()
     return f"The {title}", [
         Fact(["title", "event", "name"], {"type": "string"}, title, ""),
-        Fact(["place", "city", "location"], {"type": "string"}, place, words.choose(["is in {}", "takes place in {}"]).format(place)),
+        Fact(
+            ["place", "city", "location"], {"type": "string"}, place,
+            f"{words.choose(['is in', 'takes place in'])} {place}",
+        ),
         Fact(["day", "date"], {"type": "string"}, day, f"is on {day}"),
         Fact(["time", "start"], {"type": "string"}, time, f"begins at {time}"),
         Fact(["guests", "people"], {"type": "integer"}, guests, f"has {guests} guests"),
@@ -600,14 +633,18 @@ def make_extraction(words: Words) -> Conversation:
     schema = make_schema(words, {key: fact.schema for key, fact in zip(keys, wanted, strict=True)}, keys)
     values = {key: fact.value for key, fact in zip(keys, wanted, strict=True)}
     options: Json = choose_thinking(words)
-    demand = words.choose(["Answer in JSON by this schema:", "Extract JSON with this schema:", "Return JSON for this schema:"])
+    demand = words.choose(
+        ["Answer in JSON by this schema:", "Extract JSON with this schema:", "Return JSON for this schema:"]
+    )
     if words.has_chance(0.3):
         messages = [say("system", f"{demand} {json.dumps(schema)}"), say("user", text)]
     elif words.has_chance(0.5):
         messages = [*begin(words), say("user", f"{demand} {json.dumps(schema)}\n{text}")]
     else:
         messages = [*begin(words), say("user", f"{text}\n{demand} {json.dumps(schema)}")]
-    answer = think(say("assistant", json.dumps(values, ensure_ascii=False)), f"The keys are {join_words(keys)}.", options)
+    answer = think(
+        say("assistant", json.dumps(values, ensure_ascii=False)), f"The keys are {join_words(keys)}.", options
+    )
     return Conversation("extraction", [*messages, answer], [], options, schema)
 
 

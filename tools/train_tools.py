@@ -1,3 +1,5 @@
+# ruff: noqa: T201
+# mypy: disallow-untyped-calls=False, disable-error-code="misc, arg-type, no-any-return"
 """Train the tool model: a small Llama that calls tools, extracts JSON and thinks, on conversations made by a seed.
 
     python -m tools.train_tools
@@ -27,7 +29,15 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from penstock.engine.files import DEMO_MODEL
 from tools.tool_corpus import Conversation, make_conversation
-from tools.train_demo import BOS_ID, EOS_ID, WARMUP_STEPS, build_optimizers, save_checkpoint, set_learning_rates, to_bfloat16
+from tools.train_demo import (
+    BOS_ID,
+    EOS_ID,
+    WARMUP_STEPS,
+    build_optimizers,
+    save_checkpoint,
+    set_learning_rates,
+    to_bfloat16,
+)
 
 TOOL_MODEL = DEMO_MODEL.parent / "tool_model"
 
@@ -38,6 +48,8 @@ SPECIAL_TOKENS = [
 ]  # fmt: skip
 VOCAB_SIZE = 1536
 MAX_CONTEXT = 1024
+WIDTH = 192
+HEAD_SIZE = 64
 # What every schema and call has between its names: each becomes one token, or few.
 FRAGMENTS = [
     r'\n?\{"name": "', r'\.?", "description": "', r'\.?", "parameters": \{"type": "object", "properties": \{"',
@@ -52,7 +64,7 @@ POOLED_STEPS = 16
 """Conversations of so many steps are sorted by length, and batched with those of about the same length."""
 PROMPT_WEIGHT = 0.15
 """Of the loss of a token of the prompt, where one of an answer has 1."""
-COPYING_STEPS = 320
+COPYING_STEPS = 160
 """In so many steps at first, most conversations only repeat words: copying is learned soonest where all is copied."""
 DECAY_FRACTION = 0.4
 NUM_SCORED = 1000
@@ -139,35 +151,8 @@ def render_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conver
     )
 
 
-def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE, trained on conversations; digits and special tokens are tokens of their own."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=SPECIAL_TOKENS[BOS_ID],
-        eos_token=SPECIAL_TOKENS[EOS_ID],
-        pad_token=SPECIAL_TOKENS[EOS_ID],
-        extra_special_tokens=SPECIAL_TOKENS[2:],
-        chat_template=CHAT_TEMPLATE,
-        response_template=RESPONSE_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_CONTEXT,
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    conversations = (make_conversation(f"{seed} tokenizer {i}") for i in range(NUM_TOKENIZER_CONVERSATIONS))
-    bpe.train_from_iterator((render_conversation(tokenizer, c, whole=True) for c in conversations), trainer)
+def wrap_tokenizer(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return what transformers loads and saves: the tokenizer, its special tokens and both templates."""
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=SPECIAL_TOKENS[BOS_ID],
@@ -181,15 +166,37 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
 
 
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE, trained on conversations; digits and special tokens are tokens of their own."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = wrap_tokenizer(bpe)  # renders conversations before it can encode them
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    conversations = (make_conversation(f"{seed} tokenizer {i}") for i in range(NUM_TOKENIZER_CONVERSATIONS))
+    bpe.train_from_iterator((render_conversation(tokenizer, c, whole=True) for c in conversations), trainer)
+    return wrap_tokenizer(bpe)
+
+
 def build_model() -> LlamaForCausalLM:
     """Return a Llama whose bfloat16 weights take about 4 MB."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
+        hidden_size=WIDTH,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=HEAD_SIZE,
         intermediate_size=512,
         max_position_embeddings=MAX_CONTEXT,
         tie_word_embeddings=True,
@@ -197,7 +204,50 @@ def build_model() -> LlamaForCausalLM:
         eos_token_id=EOS_ID,
         pad_token_id=EOS_ID,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    set_induction_heads(model)
+    return model
+
+
+@torch.no_grad()
+def set_induction_heads(model: LlamaForCausalLM) -> None:
+    """Let the model begin with heads that copy what followed the last time: finding them takes a long training.
+
+    1. In the embeddings, dimension 0 is a constant, and the last 64 are empty.
+    2. In the first layer, two heads look one and two tokens back, by the rotary positions alone, and write a code of
+       the token that they find into the empty dimensions.
+    3. In the second layer, one head finds the places before which the current token stood, another those where the
+       token before the current one stood two places before. Both add what stands there to the prediction.
+    """
+    size, width = HEAD_SIZE, WIDTH
+    angles = 10_000.0 ** (-torch.arange(size // 2) / (size // 2))
+    embeddings = model.model.embed_tokens.weight
+    embeddings[:, 0] = 0.1
+    embeddings[:, width - 64 :] = 0
+    for layer in model.model.layers:  # what writes begins small, and does not drown what these heads write
+        layer.self_attn.o_proj.weight *= 0.1
+        layer.mlp.down_proj.weight *= 0.1
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+
+    near = torch.arange(12)  # pairs of dimensions that turn fast enough to tell neighbours apart
+    first.k_proj.weight[near, 0] = 1.2
+    for head, distance in enumerate((1, 2)):
+        start = head * size
+        first.q_proj.weight[start + near, 0] = 1.2 * torch.cos(distance * angles[near])
+        first.q_proj.weight[start + size // 2 + near, 0] = -1.2 * torch.sin(distance * angles[near])
+        codes = torch.arange(32)
+        first.v_proj.weight[codes, 1 + codes] = 0.3
+        first.o_proj.weight[width - 64 + 32 * head + codes, start + codes] = 0.1
+
+    slow = torch.arange(20, size // 2)  # pairs that hardly turn within the context
+    slots = torch.cat([slow, slow + size // 2])
+    codes, values = torch.arange(len(slots)), torch.arange(size)
+    for group, sought in enumerate((1, width - 64)):  # where the code of the token sought stands
+        query = 2 * group * size
+        second.q_proj.weight[query + slots, sought + codes] = 2.1
+        second.k_proj.weight[group * size + slots, width - 64 + 32 * group + codes] = 2.1
+        second.v_proj.weight[group * size + values, 1 + values] = 0.3
+        second.o_proj.weight[1 + values, query + values] = 0.5
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Example:
@@ -259,7 +309,9 @@ def compare_calls(given: list[Any], expected: list[Any]) -> bool:
     return [call.get("function") for call in given] == [call["function"] for call in expected]
 
 
-def score_answer(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, prompt: str, text: str) -> dict[str, bool]:
+def score_answer(
+    tokenizer: PreTrainedTokenizerFast, conversation: Conversation, prompt: str, text: str
+) -> dict[str, bool]:
     """Return what is right about an answer; the keys are the parts of the score."""
     kind, expected = conversation.kind, conversation.answer
     try:
@@ -302,7 +354,7 @@ def answer_greedily(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 def score_model(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int, num_shown: int = 0
 ) -> dict[str, str]:
-    """Answer held-out prompts; returns each part of the score as `right/all`, and prints some answers that are wrong."""
+    """Answer held-out prompts; returns each part of the score as `right/all`, and prints some wrong answers."""
     conversations = [make_conversation(f"held out {i}", held_out=True) for i in range(count)]
     prompts = [render_conversation(tokenizer, conversation, whole=False) for conversation in conversations]
     right: Counter[str] = Counter()

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
