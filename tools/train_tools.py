@@ -67,7 +67,7 @@ PROMPT_WEIGHT = 0.15
 COPYING_STEPS = 160
 """In so many steps at first, most conversations only repeat words: copying is learned soonest where all is copied."""
 DECAY_FRACTION = 0.4
-NUM_SCORED = 1000
+NUM_SCORED = 500
 
 CHAT_TEMPLATE = r"""
 {%- macro text_of(content) -%}
@@ -419,7 +419,7 @@ def train_model(arguments: argparse.Namespace) -> None:
             progress.write(f"step {step + 1}: loss {sum(losses[-50:]) / len(losses[-50:]):.4f}, {score}")
     print(f"{num_tokens / 1e6:.2f}M tokens, {num_answer_tokens / 1e6:.2f}M of answers")
     print(f"{time.monotonic() - started:.0f} s for {arguments.steps - first_step} steps")
-    print(f"as saved: {json.dumps(score_model(to_bfloat16(model), tokenizer, NUM_SCORED), indent=2)}")
+    print(f"as saved: {json.dumps(score_model(to_bfloat16(model).float(), tokenizer, NUM_SCORED), indent=2)}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -428,11 +428,11 @@ def parse_arguments() -> argparse.Namespace:
         description="Train the tool model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=TOOL_MODEL, help="where it goes")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0, help="for the weights and the conversations")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--checkpoint-every", type=int, default=200, metavar="STEPS", help="save and score")
-    parser.add_argument("--checkpoint-scored", type=int, default=64, metavar="PROMPTS", help="held-out prompts of it")
+    parser.add_argument("--checkpoint-scored", type=int, default=32, metavar="PROMPTS", help="held-out prompts of it")
     parser.add_argument("--resume", action="store_true", help="go on from the state last saved")
     parser.add_argument("--score-only", action="store_true", help="score the model that is there")
     return parser.parse_args()
@@ -443,7 +443,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.score_only:
-        model = LlamaForCausalLM.from_pretrained(arguments.output, dtype=torch.bfloat16)
+        model = LlamaForCausalLM.from_pretrained(arguments.output, dtype=torch.float32)
         score = score_model(model, AutoTokenizer.from_pretrained(arguments.output), NUM_SCORED, num_shown=10)
         print(json.dumps(score, indent=2))
     else:

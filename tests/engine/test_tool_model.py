@@ -15,6 +15,7 @@ from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
 pytestmark = pytest.mark.slow
 
 NUM_CONVERSATIONS = 400
+NUM_CALLS, MIN_RIGHT_CALLS = 24, 14
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -120,3 +121,24 @@ def test_a_history_of_calls_as_clients_send_it(loaded: LoadedModel, arguments: A
         f"<|im_start|>assistant\n{called}{called}<|im_end|>\n"
         '<|im_start|>tool\n{"weather": "red"}<|im_end|>\n<|im_start|>assistant\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("question", "cities"),
+    [("What is the weather of Lisbon?", ["Lisbon"]), ("What is the weather of Lisbon and Porto?", ["Lisbon", "Porto"])],
+)
+def test_it_calls_a_tool(loaded: LoadedModel, question: str, cities: list[str]) -> None:
+    prompt = render(loaded, [{"role": "user", "content": question}], tools=[WEATHER])
+    [text] = answer(loaded, [prompt])
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}} for city in cities]
+    assert loaded.tokenizer.parse_response(text, prefix=prompt) == {"role": "assistant", "tool_calls": calls}
+
+
+def test_it_calls_the_tools_of_its_prompts(loaded: LoadedModel) -> None:
+    made = (make_conversation(f"test of calls {i}", held_out=True) for i in range(200))
+    asked = [conversation for conversation in made if conversation.kind == "call"][:NUM_CALLS]
+    prompts = [render_conversation(loaded.tokenizer, conversation, whole=False) for conversation in asked]
+    scores = [
+        score_answer(loaded.tokenizer, *given) for given in zip(asked, prompts, answer(loaded, prompts), strict=True)
+    ]
+    assert sum(score["call: equal"] for score in scores) >= MIN_RIGHT_CALLS
