@@ -7,8 +7,9 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel, load_model
-from tests.engine.helpers import generate, run, sequence
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from tests.engine.helpers import generate_with_transformers, run_sequences, sequence
 from tools.tool_corpus import KINDS, Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
 
@@ -41,7 +42,7 @@ def render(loaded: LoadedModel, messages: list[dict[str, Any]], **options: Any) 
 def answer(loaded: LoadedModel, prompts: list[str], max_tokens: int = 80) -> list[str]:
     """The engine's greedy answers with their special tokens, each to the end of its turn."""
     encoded = [loaded.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-    outputs = run(Engine(loaded, EngineSettings()), [sequence(ids, max_tokens) for ids in encoded])
+    outputs = run_sequences(Engine(loaded, EngineSettings()), [sequence(ids, max_tokens) for ids in encoded])
     return [loaded.tokenizer.decode(output).partition("<|im_end|>")[0] + "<|im_end|>" for output in outputs]
 
 
@@ -52,7 +53,9 @@ def test_it_is_small() -> None:
 def test_the_engine_computes_it_like_transformers(loaded: LoadedModel, conversations: list[Conversation]) -> None:
     texts = [render_conversation(loaded.tokenizer, conversation, whole=False) for conversation in conversations[:8]]
     prompts = [loaded.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert run(Engine(loaded, EngineSettings()), [sequence(p, 24) for p in prompts]) == generate(loaded, prompts, 24)
+    assert run_sequences(
+        Engine(loaded, EngineSettings()), [sequence(p, 24) for p in prompts]
+    ) == generate_with_transformers(loaded, prompts, 24)
 
 
 def test_any_text_survives_the_tokenizer_and_digits_stand_alone(loaded: LoadedModel) -> None:
