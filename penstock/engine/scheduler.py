@@ -204,12 +204,14 @@ class Scheduler:
             self._stop_running(seq)
         if self._num_steps % AGING_STEPS == 0:
             self._promote_starving()
-        plan = {} if self._num_steps % 2 else self._schedule_suspect(token_budget)
+        suspects = [seq for seq in self.running if seq.suspect]
+        plan = {} if self._num_steps % 2 else self._schedule_alone(suspects, token_budget)
         plan = plan or self._schedule_all(token_budget, max_batch, self._open_budget())
         plan = (
             plan
             or self._schedule_all(token_budget, max_batch, BatchBudget(None, ()))
-            or self._schedule_suspect(token_budget)
+            # Suspects, and prompts for which nothing is left beside decoding sequences that find no block.
+            or self._schedule_alone(list(self.running), token_budget)
         )
         for seq, num_tokens in plan.items():
             seq.last_scheduled_step = self._num_steps
@@ -231,13 +233,14 @@ class Scheduler:
             self._admit_waiting(priority, step, max_batch)
         return step.num_tokens_by_sequence
 
-    def _schedule_suspect(self, token_budget: int) -> dict[Sequence, int]:
-        """Plan a step of the first suspect that can compute something."""
-        for seq in [seq for seq in self.running if seq.suspect and seq.state is State.RUNNING]:
-            step = _StepPlan([seq], token_budget, BatchBudget(None, ()))
-            self._schedule_running(seq, step)
-            if step.num_tokens_by_sequence:
-                return step.num_tokens_by_sequence
+    def _schedule_alone(self, seqs: list[Sequence], token_budget: int) -> dict[Sequence, int]:
+        """Plan a step of the first of these sequences that can compute something, and of no other."""
+        for seq in seqs:
+            if seq.state is State.RUNNING:
+                step = _StepPlan([seq], token_budget, BatchBudget(None, ()))
+                self._schedule_running(seq, step)
+                if step.num_tokens_by_sequence:
+                    return step.num_tokens_by_sequence
         return {}
 
     def _schedule_running(self, seq: Sequence, step: _StepPlan) -> None:

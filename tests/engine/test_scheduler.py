@@ -1,6 +1,8 @@
 """Order, budget, blocks and preemption. `test_fairness` is about starvation."""
 
 from penstock.engine.sequence import Sequence, State
+from penstock.names import PriorityClass
+from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
 
 
@@ -191,3 +193,20 @@ def test_an_interactive_one_does_not_wait_for_batch_work() -> None:
     dummy.step()
     dummy.add(interactive)
     assert dummy.step() == [(interactive, 10)]
+
+
+def test_a_prompt_goes_on_beside_a_decoding_sequence_that_finds_no_block() -> None:
+    """The step's one token is kept for the decoding sequence, which cannot use it."""
+    dummy = ScheduledEngine(7, budget=1, max_batch=4)
+    start = list(range(10))
+    work: list[tuple[list[int], int, PriorityClass, bool]] = [
+        (start[:7], 4, "interactive", True),
+        (start[:3] + 6 * [102], 4, "batch", False),
+        (start, 10, "batch", True),
+        (start[:8] + 9 * [102], 1, "interactive", True),
+    ]
+    for prompt, max_new_tokens, klass, is_suspect in work:
+        seq = sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), klass=klass)
+        seq.suspect = is_suspect
+        dummy.add(seq)
+    dummy.run(limit=1000)
