@@ -135,7 +135,8 @@ class Sequence:
         """
         if self.grammar is None:
             return None
-        self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])  # what was refused before
+        if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
+            self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
         row = np.zeros(self.grammar.grammar.tokenizer.num_mask_words, np.int32)
         self.grammar.fill_mask(row)
         return row

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from typing import Self
 
-from penstock.errors import REQUEST_ERRORS, InvalidRequest, RequestError, UnsupportedSchema
+from penstock.errors import REQUEST_ERRORS, GrammarFailed, InvalidRequest, RequestError, UnsupportedSchema
 from penstock.messages import ErrorInfo, GrammarSpec, decode_message
 
 CHECK_TIMEOUT_S = 5.0
@@ -102,7 +102,6 @@ def probe_grammar(spec: GrammarSpec) -> GrammarSpec:
     """
     import numpy as np
 
-    from penstock.errors import GrammarFailed
     from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarTokenizer
     from penstock.grammar.state import GrammarState
 

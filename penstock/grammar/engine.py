@@ -190,18 +190,18 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
     defs = prepared.schema["$defs"]
     deadline = time.monotonic() + MAX_LOCATE_S
 
-    def compiles(node: Node) -> bool:
+    def can_compile(node: Node) -> bool:
         if isinstance(node, bool) or time.monotonic() > deadline:
             return True
         return not _get_refusal(_compile_schema({"allOf": [node], "$defs": defs}, tokenizer))
 
-    def descend(node: dict[str, Any]) -> UnsupportedSchema:
+    def find_refused_keyword(node: dict[str, Any]) -> UnsupportedSchema:
         for inner in iterate_children(node):
-            if isinstance(inner, dict) and id(inner) in prepared.paths and not compiles(inner):
-                return descend(inner)
+            if isinstance(inner, dict) and id(inner) in prepared.paths and not can_compile(inner):
+                return find_refused_keyword(inner)
         path = prepared.paths[id(node)]
         for keyword in sorted(node, key=_SHAPE.__contains__):  # a limit before what it limits
-            if time.monotonic() < deadline and compiles(
+            if time.monotonic() < deadline and can_compile(
                 {name: value for name, value in node.items() if name != keyword}
             ):
                 why = "its alternatives are not known to exclude each other" if keyword == "oneOf" else reason
@@ -209,8 +209,8 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
         return UnsupportedSchema.at_keyword("schema", path, reason)
 
     for node in reversed(defs.values()):  # the innermost first
-        if isinstance(node, dict) and not compiles(node):
-            return descend(node)
+        if isinstance(node, dict) and not can_compile(node):
+            return find_refused_keyword(node)
     return UnsupportedSchema.at_keyword("schema", "#", reason)
 
 

@@ -26,7 +26,7 @@ def translate_pattern(pattern: str) -> str:
     """Return the engine's form of an ECMAScript regular expression. Raises `PatternRefused`."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise PatternRefused(f"it has more than {MAX_PATTERN_CHARS:,} characters")
-    return _Translator(pattern).translate()
+    return _Translator(pattern).translate_pattern()
 
 
 def check_text(text: str) -> None:
@@ -52,7 +52,7 @@ class _Translator:
         self._sizes: list[list[int]] = [[]]
         """How many characters each part stands for, of the open groups from the outermost."""
 
-    def translate(self) -> str:
+    def translate_pattern(self) -> str:
         out: list[str] = []
         while self._at < len(self._pattern):
             char = self._take()

@@ -93,7 +93,7 @@ class PreparedSchema:
 
 def prepare_schema(schema: Any) -> PreparedSchema:
     """Prepare a schema for the engine. Raises `UnsupportedSchema`."""
-    return _Preparation(schema).prepare()
+    return _Preparation(schema).prepare_schema()
 
 
 class _Preparation:
@@ -108,7 +108,7 @@ class _Preparation:
         self._defs: dict[str, Node] = {}
         self._paths: dict[int, str] = {}
 
-    def prepare(self) -> PreparedSchema:
+    def prepare_schema(self) -> PreparedSchema:
         if not isinstance(self._root, dict):
             raise UnsupportedSchema.at_keyword("schema", "#", "it must be an object")
         self._prepare_target("#", 0)
@@ -380,23 +380,23 @@ def sum_patterns(defs: Mapping[str, Node]) -> int:
     """Return a bound of how many patterns one text may have to match at once."""
     known: dict[str, int] = {}
 
-    def weigh(node: Node) -> int:
+    def sum_in_schema(node: Node) -> int:
         if isinstance(node, bool):
             return 0
         target = node.get("$ref", "")
-        inner = [weigh(one) for one in _iterate_inner(node)]
-        options = [weigh(one) for keyword in ("anyOf", "oneOf") for one in node.get(keyword, ())]
-        own = ("pattern" in node) + ("format" in node) + sum(weigh(one) for one in node.get("allOf", ()))
-        return own + max(inner, default=0) + max(options, default=0) + (follow(target) if target else 0)
+        inner = [sum_in_schema(one) for one in _iterate_inner(node)]
+        options = [sum_in_schema(one) for keyword in ("anyOf", "oneOf") for one in node.get(keyword, ())]
+        own = ("pattern" in node) + ("format" in node) + sum(sum_in_schema(one) for one in node.get("allOf", ()))
+        return own + max(inner, default=0) + max(options, default=0) + (sum_in_entry(target) if target else 0)
 
-    def follow(target: str) -> int:
+    def sum_in_entry(target: str) -> int:
         name = target.rpartition("/")[2]
         if name not in known:
             known[name] = 0  # a recursion meets itself one level below
-            known[name] = weigh(defs[name])
+            known[name] = sum_in_schema(defs[name])
         return known[name]
 
-    return max(follow(name) for name in defs)
+    return max(sum_in_entry(name) for name in defs)
 
 
 def _iterate_inner(node: dict[str, Any]) -> Iterator[Node]:

@@ -28,35 +28,14 @@ def make_schema_spec(schema: object, param: str) -> GrammarSpec:
 
 def from_response_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
     """Return the grammar of a `response_format` of `/v1/chat/completions`; None where it asks for text."""
-    param = "response_format"
-    match _get_type(value, param):
-        case "text":
-            return None
-        case "json_object":
-            return GrammarSpec(kind="json_object")
-        case "json_schema":
-            inner = (value or {}).get("json_schema")
-            if not isinstance(inner, Mapping) or "schema" not in inner:
-                raise InvalidRequest(f"{param}.json_schema.schema is missing")
-            return make_schema_spec(inner["schema"], f"{param}.json_schema.schema")
-        case other:
-            raise InvalidRequest(f"{param}.type {other!r} is not supported")
+    inner = (value or {}).get("json_schema")
+    fields = inner if isinstance(inner, Mapping) else {}
+    return _from_format(value, "response_format", fields, "response_format.json_schema.schema")
 
 
 def from_text_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
     """Return the grammar of a `text.format` of `/v1/responses`; None where it asks for text."""
-    param = "text.format"
-    match _get_type(value, param):
-        case "text":
-            return None
-        case "json_object":
-            return GrammarSpec(kind="json_object")
-        case "json_schema":
-            if "schema" not in (value or {}):
-                raise InvalidRequest(f"{param}.schema is missing")
-            return make_schema_spec((value or {})["schema"], f"{param}.schema")
-        case other:
-            raise InvalidRequest(f"{param}.type {other!r} is not supported")
+    return _from_format(value, "text.format", value or {}, "text.format.schema")
 
 
 def from_structured_outputs(value: Mapping[str, Any] | None) -> GrammarSpec | None:
@@ -131,6 +110,23 @@ def _make_spec(kind: GrammarKind, source: str, param: str) -> GrammarSpec:
     if size > MAX_SOURCE_BYTES:
         raise InvalidRequest(f"{param} has {size:,} bytes; a grammar may have {MAX_SOURCE_BYTES:,}")
     return GrammarSpec(kind=kind, source=source)
+
+
+def _from_format(
+    value: Mapping[str, Any] | None, param: str, fields: Mapping[str, Any], schema_param: str
+) -> GrammarSpec | None:
+    """Return the grammar of a format whose schema, if its type is `json_schema`, is `fields["schema"]`."""
+    match _get_type(value, param):
+        case "text":
+            return None
+        case "json_object":
+            return GrammarSpec(kind="json_object")
+        case "json_schema":
+            if "schema" not in fields:
+                raise InvalidRequest(f"{schema_param} is missing")
+            return make_schema_spec(fields["schema"], schema_param)
+        case other:
+            raise InvalidRequest(f"{param}.type {other!r} is not supported")
 
 
 def _get_type(value: Mapping[str, Any] | None, param: str) -> str:
