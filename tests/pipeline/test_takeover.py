@@ -161,7 +161,11 @@ def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
-    work = make_requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 120)
+    # On a fast machine too, the victim has work for several times the two leases after which a message is put down.
+    if stage == "prefill":
+        work = make_requests(48, pipeline.name, max_tokens=8)
+    else:
+        work = [long(300).model_copy(update={"id": f"{pipeline.name}-{number}"}) for number in range(16)]
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
     # A shorter lease runs out on a busy machine while the request is computed, again and again.
     with InProcessPipeline(addresses, RecordSettings(lease_s=2.0)) as line:
@@ -196,8 +200,8 @@ def test_what_waited_in_a_killed_worker_goes_on(
             return len(ended) == len(left)
 
         wait_until(all_ended, 90, "those that had waited have their answers", 0)
-        expected = compute_answers([request for request in work if request.id in left])
-        for name in left:
+        expected = compute_answers([request for request in work if request.id in left[:4]])
+        for name in expected:
             events = line.prefill.record.read_log(name)
             assert [event.token for event in events if isinstance(event, TokenEvent)] == expected[name].token_ids
 
