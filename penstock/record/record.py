@@ -237,13 +237,16 @@ class Record:
         return [bool(reply) for reply in FINISH.run_all(self._client, calls)]
 
     def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
+        event, keep_ms = self._complete_end(claim, end)
+        channel = self._pipeline.live_channel(claim.id)
+        return [channel, claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held]
+
+    def _complete_end(self, claim: Claim, end: EndEvent) -> tuple[EndEvent, int]:
+        """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
-        event = end.model_copy(update={"usage": usage}).encode()
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
-        keep_ms = self._keep_ms + min(took_ms, self._pending_ms)
-        channel = self._pipeline.live_channel(claim.id)
-        return [channel, claim.epoch, claim.num_tokens, event, keep_ms, claim.id, self._held]
+        return end.model_copy(update={"usage": usage}), self._keep_ms + min(took_ms, self._pending_ms)
 
     def note_handed_off(self, claim: Claim) -> bool:
         """Note that the job is durable, and end the claim. Return False if decode has the request already."""

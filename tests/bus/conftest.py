@@ -1,4 +1,4 @@
-"""Buses on real servers, with the topics of a pipeline that no other test uses."""
+"""Buses, most of them on real servers, with the topics of a pipeline that no other test uses."""
 
 import pytest
 
@@ -6,14 +6,24 @@ from penstock.bus.contract import Bus
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
+from sim.memory.bus import MemoryBus
 from tests.bus.buses import make_bus
 
 
-@pytest.fixture(params=["streams", "kafka"])
-def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
-    """Each bus on a real server, with its topics."""
-    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
-    made = make_bus(request.param, pipeline, address)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test of the contract on each bus; on the double only what needs no processes and no older version."""
+    if "bus_kind" in metafunc.fixturenames:
+        needs_server = {"spawn", "old_bus"}.intersection(metafunc.fixturenames)
+        metafunc.parametrize("bus_kind", ["streams", "kafka"] if needs_server else ["memory", "streams", "kafka"])
+
+
+@pytest.fixture
+def bus(request: pytest.FixtureRequest, bus_kind: str, pipeline: Pipeline) -> Bus:
+    """Each bus with its topics: on real servers, and the double in memory."""
+    if bus_kind == "memory":
+        made: Bus = MemoryBus(pipeline)
+    else:
+        made = make_bus(bus_kind, pipeline, request.getfixturevalue("kafka" if bus_kind == "kafka" else "redis_url"))
     assert sorted(made.create_topics()) == sorted(pipeline.all_topics())
     return made
 

@@ -1,6 +1,7 @@
-"""A record on the shared server, and short ways to play a worker."""
+"""Records on the shared server and in memory, and short ways to play a worker."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
@@ -8,6 +9,14 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
+from sim.memory.record import MemoryRecord, MemoryRecords
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that uses nothing but records on the double too."""
+    if "record_kind" in metafunc.fixturenames:
+        needs_server = {"client", "redis_url", "proxy"}.intersection(metafunc.fixturenames)
+        metafunc.parametrize("record_kind", ["redis"] if needs_server else ["memory", "redis"])
 
 
 @pytest.fixture
@@ -17,8 +26,30 @@ def client(redis_url: str) -> Iterator["redis.Redis"]:
 
 
 @pytest.fixture
-def hasty(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+def make_record(
+    request: pytest.FixtureRequest, record_kind: str, pipeline: Pipeline
+) -> Iterator[Callable[[RecordSettings], Record]]:
+    """Makes views of the same records, with settings of their own."""
+    records = MemoryRecords()
+    with ExitStack() as stack:
+
+        def make(settings: RecordSettings) -> Record:
+            if record_kind == "memory":
+                return MemoryRecord(records, settings)
+            made = Record(request.getfixturevalue("client"), pipeline, settings)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def record(make_record: Callable[[RecordSettings], Record]) -> Record:
+    """The records with a long lease, for a test that plays the workers."""
+    return make_record(RecordSettings(lease_s=30))
+
+
+@pytest.fixture
+def hasty(make_record: Callable[[RecordSettings], Record]) -> Record:
     """The same records, with the shortest lease."""
-    made = Record(client, pipeline, RecordSettings(lease_s=0.2, max_attempts=2))
-    yield made
-    made.close()
+    return make_record(RecordSettings(lease_s=0.2, max_attempts=2))

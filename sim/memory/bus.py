@@ -1,0 +1,276 @@
+"""A bus in memory: a log for each topic, and for each stage a group whose members share the messages."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Self
+
+from penstock.bus.contract import (
+    MAX_FOLLOWED_MESSAGES,
+    Delivery,
+    FollowedMessage,
+    Outgoing,
+    Settlement,
+    check_size,
+    create_started_future,
+)
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
+from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+
+PARTITION = "all"
+"""The name of a topic's only partition."""
+
+
+@dataclass
+class Entry:
+    """A message in a topic. `member` holds it; None while it waits."""
+
+    offset: int
+    message: Outgoing
+    timestamp_s: float
+    member: "MemoryMember | None" = None
+
+
+@dataclass
+class Topic:
+    """The messages of a topic, by offset. A settled message is not there any more."""
+
+    num_published: int = 0
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def append(self, message: Outgoing) -> None:
+        """Add a message behind the others."""
+        written = Outgoing(message.topic, message.value, message.key, dict(message.headers))
+        self.entries[self.num_published] = Entry(self.num_published, written, time.time())
+        self.num_published += 1
+
+
+class MemoryBus:
+    """The topics of one pipeline, shared by all who have this object, on any threads."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.changed = threading.Condition()
+        """Guards everything here, and is notified of each new message and of each that waits again."""
+        self.topics: dict[str, Topic] = {}
+        self.members: dict[tuple[Stage, str], MemoryMember] = {}
+
+    def create_topics(self) -> list[str]:
+        """Create the pipeline's topics that are missing, and return those created."""
+        with self.changed:
+            missing = self.find_missing_topics()
+            self.topics |= {topic: Topic() for topic in missing}
+            return missing
+
+    def find_missing_topics(self) -> list[str]:
+        """Return the pipeline's topics that do not exist."""
+        return [topic for topic in self.pipeline.all_topics() if topic not in self.topics]
+
+    def count_old_retries(self) -> int:
+        """Return 0: there is no older version."""
+        return 0
+
+    def move_old_retries(self) -> int:
+        """Return 0: there is no older version."""
+        return 0
+
+    def create_publisher(self) -> "MemoryPublisher":
+        """Return a publisher."""
+        return MemoryPublisher(self)
+
+    def join_group(self, stage: Stage, name: str) -> "MemoryMember":
+        """Join a stage's group, and return the member. An older member of the same name is fenced."""
+        with self.changed:
+            older = self.members.get((stage, name))
+            self.members[stage, name] = made = MemoryMember(self, stage, name)
+            if older is not None:
+                older.give_back_all()
+            return made
+
+    def count_unsettled(self) -> dict[str, int]:
+        """Return how many messages of each input topic are not settled."""
+        with self.changed:
+            inputs = (topic for stage in ("prefill", "decode") for topic in self.pipeline.input_topics(stage).values())
+            return {topic: len(self.topics[topic].entries) for topic in inputs}
+
+    def follow_topic(self, topic: str, after: Mapping[str, str]) -> "MemoryFollower":
+        """Return a follower of a topic; see `contract.Bus.follow_topic`."""
+        return MemoryFollower(self, topic, int(after.get(PARTITION, "-1")))
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Return every message now in a topic. Settled messages are not there any more."""
+        with self.changed:
+            return [entry.message for entry in self.topics[topic].entries.values()]
+
+    def check_connection(self, timeout_s: float = 5.0) -> str:
+        """Return one line about the bus."""
+        return f"messages of {self.pipeline.name} at hand, in memory"
+
+    def append(self, messages: Sequence[Outgoing]) -> None:
+        """Add messages to their topics, all or none, and wake who waits for some. Raise `BusUnavailable`."""
+        with self.changed:
+            unknown = {message.topic for message in messages}.difference(self.topics)
+            if unknown:
+                raise BusUnavailable(f"no such topic: {', '.join(sorted(unknown))}")
+            for message in messages:
+                self.topics[message.topic].append(message)
+            self.changed.notify_all()
+
+
+class MemoryMember:
+    """A member of a stage's group."""
+
+    def __init__(self, bus: MemoryBus, stage: Stage, name: str) -> None:
+        self._bus, self._stage, self._name = bus, stage, name
+        self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
+        self._held: dict[tuple[str, str], Entry] = {}
+        self._is_consuming = True
+        self.current_problem = ""
+
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
+        end = time.monotonic() + timeout_s
+        with self._bus.changed:
+            while True:
+                self._raise_if_fenced()
+                found = self._take(capacity) if self._is_consuming else []
+                left_s = end - time.monotonic()
+                if found or left_s <= 0:
+                    return found
+                self._bus.changed.wait(left_s)
+
+    def _take(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        found: list[Delivery] = []
+        for klass in CLASSES:
+            topic = self._topics[klass]
+            waiting = [entry for entry in self._bus.topics[topic].entries.values() if entry.member is None]
+            for entry in waiting[: capacity.get(klass, 0)]:
+                entry.member = self
+                self._held[topic, str(entry.offset)] = entry
+                message = entry.message
+                found.append(
+                    Delivery(
+                        topic, str(entry.offset), message.value, message.key, message.headers, klass, entry.timestamp_s
+                    )
+                )
+        return found
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Publish and finish together; see `contract.Member.settle`."""
+        outputs = [output for settlement in settlements for output in settlement.outputs]
+        check_size(outputs)
+        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        with self._bus.changed:
+            self._raise_if_fenced()
+            lost = [one for one in deliveries if (one.topic, one.position) not in self._held]
+            if lost:
+                raise DeliveryLost(lost)
+            self._bus.append(outputs)
+            for one in deliveries:
+                entry = self._held.pop((one.topic, one.position))
+                del self._bus.topics[one.topic].entries[entry.offset]
+
+    def count_held(self) -> int:
+        """Return how many deliveries this member holds unsettled."""
+        return len(self._held)
+
+    def is_holding(self, delivery: Delivery) -> bool:
+        """Return whether a delivery is still this member's."""
+        return delivery.is_held and (delivery.topic, delivery.position) in self._held
+
+    def list_prefetched(self) -> list[Delivery]:
+        """Return nothing: a member takes only as many messages as it has capacity for."""
+        return []
+
+    def list_partitions(self) -> list[str]:
+        """Return nothing: members share the topics."""
+        return []
+
+    def create_orphan_reader(self) -> None:
+        """Return None: any member can take the messages that no member has polled."""
+
+    def stop_consuming(self) -> None:
+        """Take no more messages. What is held can be settled."""
+        self._is_consuming = False
+
+    def give_back_all(self) -> None:
+        """Let other members have the unsettled deliveries, as if this member had died."""
+        with self._bus.changed:
+            for entry in self._held.values():
+                entry.member = None
+            self._held = {}
+            self._bus.changed.notify_all()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.give_back_all()
+        with self._bus.changed:
+            self._is_consuming = False
+            if self._bus.members.get((self._stage, self._name)) is self:
+                del self._bus.members[self._stage, self._name]
+
+    def _raise_if_fenced(self) -> None:
+        newest = self._bus.members.get((self._stage, self._name))
+        if newest is not None and newest is not self:
+            raise MemberFenced(f"another member of the group has the name {self._name}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MemoryPublisher:
+    """Adds messages to topics."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self._bus = bus
+
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        """Add the messages, and return a future for each; see `contract.Publisher.send_messages`."""
+        sent = []
+        for message in messages:
+            future = create_started_future()
+            try:
+                self.publish([message])
+                future.set_result(None)
+            except PenstockError as error:
+                future.set_exception(error)
+            sent.append(future)
+        return sent
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        """Add the messages, all or none. Raise `RequestTooLarge` or `BusUnavailable`."""
+        check_size(messages)
+        self._bus.append(messages)
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class MemoryFollower:
+    """Reads a topic from an offset on."""
+
+    def __init__(self, bus: MemoryBus, topic: str, after: int) -> None:
+        self._bus, self._topic, self._after = bus, topic, after
+
+    def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
+        """Return the next messages; see `contract.Follower.read_messages`."""
+        end = time.monotonic() + timeout_s
+        with self._bus.changed:
+            while True:
+                entries = self._bus.topics[self._topic].entries.values()
+                found = [entry for entry in entries if entry.offset > self._after][:max_messages]
+                left_s = end - time.monotonic()
+                if found or left_s <= 0:
+                    break
+                self._bus.changed.wait(left_s)
+            if found:
+                self._after = found[-1].offset
+            return [FollowedMessage(PARTITION, str(entry.offset), entry.message) for entry in found]
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
