@@ -3,8 +3,10 @@
 from types import TracebackType
 from typing import Self
 
+import redis
+
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import Bus, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
@@ -14,9 +16,12 @@ from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import connect_servers, open_record
+from penstock.record import Record, connect_servers, open_record
+from penstock.redis.servers import ByServer
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
+from sim.memory.bus import MemoryBus
+from sim.memory.record import MemoryRecord, MemoryRecords
 from sim.workload import ENGINE_SETTINGS, load_demo_model
 
 BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
@@ -38,20 +43,36 @@ class InProcessPipeline:
         record: RecordSettings | None = None,
         kv: KVSettings | None = None,
         engine: EngineSettings = ENGINE_SETTINGS,
+        *,
+        in_memory: bool = False,
     ) -> None:
+        """Start the pipeline on the servers at `addresses`; with `in_memory` on doubles of them, without any server."""
         self.addresses = addresses
         self.engine_settings = engine
-        self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
+        self.kv_settings = kv or (
+            KVSettings(shared_mb=64, redis_mb=0) if in_memory else KVSettings(shared_mb=0, redis_mb=64)
+        )
         self.pipeline = Pipeline(addresses.pipeline)
-        self.bus = connect_bus(addresses, BUS_SETTINGS)
-        self.bus.create_topics()
-        self.clients = connect_servers(addresses.stream_url)
-        self.client = self.clients.parts[0]
         self.record_settings = record or RecordSettings()
+        self._records = MemoryRecords() if in_memory else None
+        self.bus: Bus = MemoryBus(self.pipeline) if in_memory else connect_bus(addresses, BUS_SETTINGS)
+        self.bus.create_topics()
+        self.clients = ByServer([], []) if in_memory else connect_servers(addresses.stream_url)
         self._stores: list[KVStore] = []
         self.add_prefill("prefill-0")
         self.add_decode("decode-0")
         self.publisher = self.bus.create_publisher()
+
+    @property
+    def client(self) -> "redis.Redis":
+        """The client of the first server of the records."""
+        return self.clients.parts[0]
+
+    def make_record(self) -> Record:
+        """Return the record as another worker would open it."""
+        if self._records is not None:
+            return MemoryRecord(self._records, self.record_settings)
+        return open_record(self.clients, self.pipeline, self.record_settings)
 
     def add_prefill(self, name: str) -> None:
         """Add a prefill worker and make it the current one. The one before keeps running."""
@@ -68,10 +89,9 @@ class InProcessPipeline:
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
-        record = open_record(self.clients, self.pipeline, self.record_settings)
         member = self.bus.join_group(stage, name)
         role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
-        return Worker(role, self.pipeline, name, store, record, member)
+        return Worker(role, self.pipeline, name, store, self.make_record(), member)
 
     @property
     def prompt_tokenizer(self) -> PromptTokenizer:

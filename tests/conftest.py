@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         parameters = getattr(item, "callspec", None)
         values = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
-        if fixtures & SERVER_FIXTURES or values & SERVER_PARAMS or item.path.parent.name in SERVER_FOLDERS:
+        needs_server = fixtures & SERVER_FIXTURES or values & SERVER_PARAMS or item.path.parent.name in SERVER_FOLDERS
+        if needs_server and item.get_closest_marker("in_memory") is None:
             item.add_marker("server")
         if item.path.name in SLOW_FILES:
             item.add_marker("slow")
@@ -104,16 +105,25 @@ def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
 
 
 @pytest.fixture
-def make_line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator["MakeLine"]:
-    """Makes pipelines in this process: `make_line(bus, record=…, kv=…)`. They are closed after the test."""
+def make_line(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator["MakeLine"]:
+    """Makes pipelines in this process: `make_line(bus, record=…, kv=…)`. They are closed after the test.
+
+    In a test with the mark `in_memory` there are no servers, but doubles of them.
+    """
     from sim.line import InProcessPipeline
 
+    in_memory = request.node.get_closest_marker("in_memory") is not None
     with ExitStack() as stack:
 
         def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
-            kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
-            addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka, kv_url=kv_url)
-            return stack.enter_context(InProcessPipeline(addresses, **settings))
+            if in_memory:
+                made = InProcessPipeline(Addresses(pipeline=pipeline.name), in_memory=True, **settings)
+            else:
+                kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+                redis_url = request.getfixturevalue("redis_url")
+                addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka, kv_url=kv_url)
+                made = InProcessPipeline(addresses, **settings)
+            return stack.enter_context(made)
 
         yield make
 

@@ -1,11 +1,14 @@
 """Answers that may fill the context: they end with it, and explicit limits that do not fit are refused."""
 
+import pytest
+
 from penstock.config.settings import EngineSettings
 from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
 from sim.line import InProcessPipeline
 from sim.workload import load_demo_model
 
 NO_LIMIT = 2**31 - 1
+pytestmark = pytest.mark.in_memory
 
 
 def ask(name: str, length: int, max_tokens: int, *, fits: bool = True) -> Request:

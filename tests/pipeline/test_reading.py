@@ -70,6 +70,7 @@ def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
     wait_until(has_begun, 30, f"{request_id} is being read", 0)
 
 
+@pytest.mark.in_memory
 def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
     publish_long(line, work[-1])
@@ -90,6 +91,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
     assert reader.begun.count("long") == 1
 
 
+@pytest.mark.in_memory
 def test_what_is_being_read_counts_against_capacity(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
     line.prefill.load.mean_prompt_tokens["interactive"].add(1)
@@ -105,6 +107,7 @@ def test_what_is_being_read_counts_against_capacity(line: InProcessPipeline, wor
     line.run_until_results(1)
 
 
+@pytest.mark.in_memory
 def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: InProcessPipeline, work: list[Request]) -> None:
     leaving, reader = line.prefill, slowed(line.prefill)
     publish_long(line, work[-1])
@@ -145,6 +148,7 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProces
     silent.close()
 
 
+@pytest.mark.in_memory
 def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
     line: InProcessPipeline, work: list[Request]
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
     line.run_until_results(1)
 
 
+@pytest.mark.in_memory
 def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(
     line: InProcessPipeline, work: list[Request]
 ) -> None:

@@ -50,6 +50,7 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProc
     assert [event.logprobs for event in late] == cut.logprobs[10:]
 
 
+@pytest.mark.in_memory
 def test_only_who_asks_gets_logprobs_and_penalties(line: InProcessPipeline) -> None:
     """Other requests get neither, and log probabilities do not change the tokens."""
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
@@ -62,6 +63,7 @@ def test_only_who_asks_gets_logprobs_and_penalties(line: InProcessPipeline) -> N
     assert all(event.logprobs is None for event in events if isinstance(event, TokenEvent))
 
 
+@pytest.mark.in_memory
 def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: InProcessPipeline) -> None:
     line.send_requests(ask("beyond", logit_bias={1024: 1.0}), ask("last", logit_bias={1023: -1.0}))
     results = {result.id: result for result in line.run_until_results(2)}
