@@ -92,7 +92,9 @@ class GrammarSpec(Wire):
     source: str = ""
     """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
     engine: str = Field(default="", max_length=64)
-    """Name and version of the engine that checked it, as `llguidance 1.9.1`; empty: nobody has checked it yet."""
+    """In a job, the name and version of the engine that has checked it, as `llguidance 1.9.1`. In a request it says
+    nothing: a prefill worker checks every grammar.
+    """
 
     @model_validator(mode="after")
     def _source_fits(self) -> Self:

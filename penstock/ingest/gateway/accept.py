@@ -94,7 +94,7 @@ async def accept_request(
     check_prompt_sizes(submit_args)
     ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
-        await _check_grammar(gateway, body, submit_args)
+        await _check_grammar(gateway, body)
         requests, bodies = await _make_requests(submit_args)
         meta = meta.model_copy(update={"bodies": bodies})
         found = await gateway.stream_metas.put(meta)
@@ -130,18 +130,16 @@ def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
             )
 
 
-async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
+async def _check_grammar(gateway: Gateway, body: Body) -> None:
     """Have the answer's grammar checked. Raises `ApiError` 400 if it cannot be enforced exactly."""
     found = body.find_grammar()
     if found is None:
         return
     param, spec = found
     try:
-        checked = await gateway.check_grammar(spec)
+        await gateway.check_grammar(spec)
     except (UnsupportedSchema, InvalidRequest) as error:
         raise ApiError(400, str(error), param=param, code=error.code) from None
-    for args in submit_args:
-        args["grammar"] = checked
 
 
 async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:

@@ -97,9 +97,9 @@ class Gateway:
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    async def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
-        """Return a grammar that a child process has checked. Raises `UnsupportedSchema` or `InvalidRequest`."""
-        return await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
+    async def check_grammar(self, spec: GrammarSpec) -> None:
+        """Have a child process check a grammar. Raises `UnsupportedSchema` or `InvalidRequest`."""
+        await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
 
     def get_client(self, pipeline: str) -> AsyncClient:
         """Return the client of a pipeline."""
