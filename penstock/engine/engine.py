@@ -308,13 +308,24 @@ class Engine:
         masks = [_compute_mask(seq) for seq in batch.sampled_sequences]
         self.runner.prepare_next_step(batch.sampled_sequences)
         params = [
-            SamplingParams(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids, mask)
+            SamplingParams(
+                seq.sampling,
+                seq.seed,
+                seq.num_output_tokens,
+                seq.token_ids,
+                mask,
+                self._find_end_token_ids(seq.sampling),
+            )
             for seq, mask in zip(batch.sampled_sequences, masks, strict=True)
         ]
         logits = logits[: len(params)]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
         return [Sampled(*entry) for entry in zip(batch.sampled_sequences, tokens, logprobs, strict=True)]
+
+    def _find_end_token_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Return the tokens that end an answer before it has the `min_tokens` that it must have, if it must."""
+        return self.model.eos_token_ids | {*sampling.stop_token_ids} if sampling.min_tokens else frozenset()
 
 
 def _compute_mask(seq: Sequence) -> NDArray[np.int32] | None:

@@ -39,6 +39,7 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "an endless grammar": (
         CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", "invalid_value",
     ),
+    "more tokens than the limit": (COMPLETIONS, {"min_tokens": 17}, "min_tokens", "invalid_value"),
     "two grammars": (
         CHAT, {"guided_regex": "a+", "response_format": {"type": "json_object"}}, "response_format", "invalid_value",
     ),

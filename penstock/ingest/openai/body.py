@@ -129,6 +129,8 @@ class Body(StrictModel):
     """Sample from tokens whose probability is at least this fraction of the likeliest one's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     """Divides the scores of tokens that have occurred; 1: off."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The answer does not end by itself before this many tokens, and a stop string within them is not looked for."""
     ignore_eos: bool | None = None
     """Generate up to the limit even if the model ends before; for load tests."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
@@ -180,7 +182,7 @@ class Body(StrictModel):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
-        for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
+        for name in ("temperature", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if (grammar := self.find_grammar()) is not None:

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
+from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.body import Body, parse_body
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
@@ -164,7 +165,10 @@ def make_chat_requests(
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:
-    """Return one choice's request; the caller adds the prompt unless it is a chat."""
+    """Return one choice's request; the caller adds the prompt unless it is a chat. Raises `ApiError` 400."""
+    if (fields.get("min_tokens") or 0) > fields["max_tokens"]:
+        message = f"'min_tokens' may be at most the limit of the answer, here {fields['max_tokens']}"
+        raise ApiError(400, message, param="min_tokens", code="invalid_value")
     return cast("SubmitArgs", {**fields, **seed, "id": request_id})
 
 
