@@ -71,6 +71,10 @@ class GrammarState:
         """
         return [] if self.is_ended else list(self._matcher.compute_ff_tokens())
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first one on, the grammar allows. The state does not change."""
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
     def copy(self) -> "GrammarState":
         """Return a state of its own at the same place."""
         other = copy(self)

@@ -69,6 +69,7 @@ def test_a_refused_token_is_named_and_leaves_the_state_where_it_was() -> None:
     with pytest.raises(GrammarFailed, match=f"position {len(state.token_ids) + 1}"):
         state.advance([allowed, refused])
     assert read_mask(state).tobytes() == before
+    assert state.count_allowed([allowed, refused]) == 1
     state.advance([allowed])
     assert state.token_ids == [*encode_text("ab"), allowed]
 
