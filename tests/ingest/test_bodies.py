@@ -142,6 +142,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
         ("GET", "/v1/chat/completions", "POST"),
         ("POST", "/v1/models", "GET"),
         ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
+        ("GET", "/v1/responses/resp_1/cancel", "POST"),
     ],
 )
 async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:

@@ -4,7 +4,8 @@
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
     3  admit    the caller's limits, the lag, and the tenant's bucket
     4  make     a grammar is checked; one request for each choice, on a thread if they are large
-    5  meta     write what any gateway must know to stream the answer, unless it is there
+    5  meta     write what any gateway must know to stream the answer, unless it is there; a response that is to be
+                kept is marked then (`kept_responses.py`)
     6  publish  one request for each choice
     7  note     with an `Idempotency-Key`, in the meta data: all requests are durable
 
@@ -75,17 +76,30 @@ RequestHeadersDep = Annotated[RequestHeaders, Header()]
 
 
 async def accept_request(
-    gateway: Gateway, caller: Caller, headers: RequestHeaders, endpoint: Endpoint[Any], body: Body, arrived_s: float
+    gateway: Gateway,
+    caller: Caller,
+    headers: RequestHeaders,
+    endpoint: Endpoint[Any],
+    body: Body,
+    arrived_s: float,
+    input_items: list[dict[str, Any]] | None = None,
 ) -> tuple[StreamMeta, Ticket | None]:
     """Make a POST's request durable; return its meta data, and a ticket if it is new.
 
-    `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there. Raises
-    `PenstockError`, which `ApiError` is one of.
+    `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
+    `input_items` are what a response was asked that is to be kept. Raises `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
-    meta = make_stream_meta(endpoint, body, endpoint.id_prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
+    meta = make_stream_meta(
+        endpoint,
+        body,
+        endpoint.id_prefix + name,
+        pipeline=served.pipeline,
+        tenant=caller.tenant,
+        input_items=input_items,
+    )
     submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
@@ -220,6 +234,7 @@ async def _publish_requests(
 ) -> None:
     client = gateway.get_client(meta.pipeline)
     try:
+        await gateway.responses.mark_open(meta)
         await asyncio.gather(*(client.send(request, arrived_s) for request in requests))
     except PenstockError:
         gateway.stream_metas.stop_renewing(meta)

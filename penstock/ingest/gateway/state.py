@@ -18,6 +18,7 @@ from penstock.config.settings import (
     BusSettings,
     GatewaySettings,
     RecordSettings,
+    ResponsesSettings,
     load_settings,
 )
 from penstock.errors import PenstockError
@@ -26,6 +27,7 @@ from penstock.ingest.admission import Admission
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.broadcast import LiveBroadcast
+from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.gateway.metrics import GatewayMetrics
 from penstock.ingest.gateway.models import ServedModels
 from penstock.ingest.gateway.stream_meta import StreamMetaStore
@@ -75,6 +77,15 @@ class Gateway:
         self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
         self.batch_service = BatchService(self.redis, self.find_client, load_settings(BatchSettings))
+        self.responses = ResponseKeeper(
+            self.redis,
+            self.stream_metas,
+            self.batch_service.objects,
+            self.read_events,
+            load_settings(ResponsesSettings),
+            self._record_settings,
+        )
+        self.responses.start(self._list_pipelines)
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
@@ -85,6 +96,7 @@ class Gateway:
         self.broadcast.stop()
         self._checking.shutdown(wait=False, cancel_futures=True)
         self._checker.close()
+        await self.responses.close()
         await self.batch_service.close()
         for client in self._clients.values():
             await client.close()
@@ -119,6 +131,9 @@ class Gateway:
     async def find_client(self, model: str) -> AsyncClient:
         """Return the client of the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         return self.get_client((await self.models.find_model(model)).pipeline)
+
+    def _list_pipelines(self) -> set[str]:
+        return self.metrics.pipelines | {self.addresses.pipeline}
 
     async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
         return await self.get_client(pipeline.name).lag()

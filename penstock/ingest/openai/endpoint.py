@@ -58,6 +58,8 @@ class StreamMeta(BaseModel):
     """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
     tenant: str = "default"
+    input_items: list[dict[str, Any]] | None = None
+    """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
 
     @property
     def service_tier(self) -> str:
@@ -125,7 +127,13 @@ class Endpoint(ABC, Generic[B]):
 
 
 def make_stream_meta(
-    endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default"
+    endpoint: Endpoint[B],
+    body: B,
+    request_id: str,
+    *,
+    pipeline: str = "",
+    tenant: str = "default",
+    input_items: list[dict[str, Any]] | None = None,
 ) -> StreamMeta:
     """Return the meta data of a new request."""
     options = body.model_dump(mode="json", exclude_unset=True)
@@ -141,6 +149,7 @@ def make_stream_meta(
         body_hash=hashlib.sha256(canonical.encode()).hexdigest(),
         pipeline=pipeline,
         tenant=tenant,
+        input_items=input_items,
     )
 
 
