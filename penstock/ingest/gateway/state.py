@@ -35,6 +35,7 @@ from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
+from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
@@ -64,6 +65,7 @@ class Gateway:
         self.keyring = Keyring(open_key_source(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._fetch_lag, admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
+        self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
@@ -97,6 +99,7 @@ class Gateway:
         self._checking.shutdown(wait=False, cancel_futures=True)
         self._checker.close()
         await self.responses.close()
+        await self.tokenizers.close()
         await self.batch_service.close()
         for client in self._clients.values():
             await client.close()
