@@ -62,6 +62,8 @@ class GrammarChecker:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        """Whether the child has said that it is ready."""
         self._checked: OrderedDict[str, GrammarSpec] = OrderedDict()
 
     def __enter__(self) -> Self:
@@ -86,6 +88,11 @@ class GrammarChecker:
                 self._checked.popitem(last=False)
             return checked
 
+    def start(self) -> None:
+        """Start the child process, and do not wait until it is ready. `check_grammar` starts it, too."""
+        with self._lock:
+            self._start()
+
     def close(self) -> None:
         """End the child process."""
         with self._lock:
@@ -94,6 +101,10 @@ class GrammarChecker:
     def _ask(self, spec: GrammarSpec) -> GrammarSpec:
         process = self._start()
         assert process.stdin is not None
+        if not self._is_ready and not _read_line(process, START_TIMEOUT_S):
+            self._kill()
+            raise InternalError("the process that checks grammars does not start")
+        self._is_ready = True
         answer = b""
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(spec.encode() + b"\n")
@@ -117,9 +128,7 @@ class GrammarChecker:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()]
                 )
-            if not _read_line(self._process, START_TIMEOUT_S):
-                self._kill()
-                raise InternalError("the process that checks grammars does not start")
+            self._is_ready = False
         return self._process
 
     def _kill(self) -> None:

@@ -6,6 +6,7 @@ beside the engine's steps. The loop replays only the tokens of a log, microsecon
 
 import threading
 from dataclasses import asdict
+from functools import cached_property
 
 from penstock.engine.model import LoadedModel
 from penstock.errors import GrammarFailed, InvalidRequest
@@ -39,7 +40,9 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._checker is None:
-                self._checker = GrammarChecker(self._read_vocabulary())
+                self._checker = GrammarChecker(self._vocabulary)
+                self._checker.start()
+        self._open_cache()  # a second for 150,000 words, as the child takes for its own
         return self._checker.check_grammar(spec)
 
     def compile_grammar(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -55,10 +58,11 @@ class GrammarCompiler:
     def _open_cache(self) -> GrammarCache:
         with self._lock:
             if self._cache is None:
-                self._cache = GrammarCache(GrammarTokenizer.from_json(**asdict(self._read_vocabulary())))
+                self._cache = GrammarCache(GrammarTokenizer.from_json(**asdict(self._vocabulary)))
             return self._cache
 
-    def _read_vocabulary(self) -> Vocabulary:
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
         model = self._model
         if not getattr(model.tokenizer, "is_fast", False):
             raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
