@@ -10,8 +10,8 @@ from penstock.engine.sampling.shares import to_weights
 from penstock.messages import Sampling
 
 
-@pytest.mark.parametrize("vocabulary", [31, 64, 1000])
-@pytest.mark.parametrize("masked_rows", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("vocabulary", [31, 64, 1000, 140_000])
+@pytest.mark.parametrize("masked_rows", [(), (1,), (0, 2), (1, 2), (0, 1, 2)])
 def test_only_allowed_tokens_keep_their_scores(vocabulary: int, masked_rows: tuple[int, ...]) -> None:
     chance = np.random.default_rng(vocabulary)
     scores = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0))

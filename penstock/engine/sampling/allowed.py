@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from penstock.engine.sampling.draw import SamplingParams
+from penstock.engine.sampling.shares import CHUNK_SCORES
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
 _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
@@ -38,9 +39,16 @@ def mask_scores(scores: Tensor, draws: Sequence[SamplingParams]) -> None:
         return
     packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(scores.device).int()
     maxima_by_byte = _MAXIMA_BY_BYTE.to(scores.device)
-    # Filling by booleans takes ten times as long where allowed and forbidden tokens alternate, because it branches.
-    for row, mask in zip(masks, packed, strict=True):
-        torch.minimum(scores[row], embedding(mask, maxima_by_byte).view(-1)[:size], out=scores[row])
+    rows, step = list(masks), max(1, CHUNK_SCORES // size)
+    for begin in range(0, len(rows), step):
+        chunk = rows[begin : begin + step]
+        # Filling by booleans takes ten times as long where allowed and forbidden tokens alternate, because it branches.
+        maxima = embedding(packed[begin : begin + step], maxima_by_byte).flatten(1)[:, :size]
+        if chunk == list(range(chunk[0], chunk[0] + len(chunk))):
+            part = scores[chunk[0] : chunk[0] + len(chunk)]
+            torch.minimum(part, maxima, out=part)
+        else:
+            scores[chunk] = torch.minimum(scores[chunk], maxima)
 
 
 def _remove_tokens(mask: NDArray[np.int32], token_ids: Collection[int]) -> NDArray[np.int32]:

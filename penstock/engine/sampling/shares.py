@@ -8,7 +8,7 @@ from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
 WEIGHT_SCALE = 2.0**40
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
 _MIN_EXPONENT = -80.0
-_CHUNK_SCORES = 2**18
+CHUNK_SCORES = 2**18
 """Scores weighed at once, so that intermediate results stay in the processor's cache."""
 
 
@@ -29,7 +29,7 @@ def to_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 
 def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
     """Return the sum of weights in each block of `scores[rows]`: [rows, blocks]."""
-    step = max(1, _CHUNK_SCORES // scores.shape[1])
+    step = max(1, CHUNK_SCORES // scores.shape[1])
     found, is_whole = [], _is_every_row(rows, scores)
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)
