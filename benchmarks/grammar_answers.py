@@ -53,6 +53,8 @@ class _RunningAnswer:
     grammar: CompiledGrammar
     seq: Sequence
     output: OutputText
+    state: GrammarState
+    """Its own one, which is asked whether the answer has ended."""
     text: str = ""
 
 
@@ -86,12 +88,13 @@ def generate_answers(
             return
         for item in engine.step():
             answer = running[item.seq.id]
-            text, reason = answer.output.add_token(item.token_id, is_grammar_ended=item.seq.is_grammar_ended)
+            answer.state.advance([item.token_id])
+            text, reason = answer.output.add_token(item.token_id, is_grammar_ended=answer.state.is_ended)
             answer.text += text
             if reason is not None:
                 engine.remove_sequence(item.seq)
                 del running[item.seq.id]
-                tokens = item.seq.output_token_ids
+                tokens = answer.state.token_ids
                 check_answer(ConstrainedAnswer(answer.schema, answer.grammar, tokens, answer.text, reason))
 
 
@@ -115,7 +118,7 @@ def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) 
             grammar=GrammarState(grammar),
         )
         output = OutputText(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
-        yield _RunningAnswer(schemas[place], grammar, seq, output)
+        yield _RunningAnswer(schemas[place], grammar, seq, output, GrammarState(grammar))
 
 
 class AnswerChecker:
