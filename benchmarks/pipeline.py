@@ -82,7 +82,7 @@ class EngineSide:
             engine.add_sequence(seq)
             states[seq.id] = OutputText(model.tokenizer, sampling, model.eos_token_ids, max_new)
         while engine.has_work():
-            for seq, token_id, _ in engine.step():
+            for seq, token_id, *_ in engine.step():
                 if states[seq.id].add_token(token_id)[1] is not None:
                     engine.remove_sequence(seq)
 

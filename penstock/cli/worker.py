@@ -120,7 +120,6 @@ def _run_worker(
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, backpressure)
     else:
         role = DecodeRole(pipeline, engine)
-    stack.callback(role.grammars.close)
     metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
 
     def make_worker() -> Worker:
@@ -140,6 +139,7 @@ def _run_worker(
                 "running": len(worker.running),
                 "waiting": engine.num_waiting,
                 "pool": pool,
+                "drafts": {"drafted": engine.num_drafted_tokens, "accepted": engine.num_accepted_tokens},
                 "kv": store.collect_stats(),
             }
 

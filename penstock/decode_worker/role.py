@@ -3,7 +3,7 @@
 The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
 
     6  a job and its log are read; KV that is not in the store is computed again
-    7  the answer is decoded, a token a step
+    7  the answer is decoded, a token a step or several
     8  it ends
     9  the result is published
 """

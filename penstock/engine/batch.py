@@ -10,12 +10,16 @@ from penstock.engine.scheduler import Plan
 
 
 class Batch:
-    """The tensors of one step. `plan` is reordered: sequences with one new token first, then chunks."""
+    """The tensors of one step. The drafts of the sequences are part of it.
+
+    `plan` counts them, and is reordered: sequences with one new token first, then those with several.
+    """
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
-        self.plan = [*((seq, num) for seq, num in plan if num == 1), *((seq, num) for seq, num in plan if num > 1)]
-        self.sampled_sequences = [seq for seq, num in self.plan if num == seq.num_pending_tokens]
-        """Sequences whose next token this step samples."""
+        counted = [(seq, num + len(seq.draft)) for seq, num in plan]
+        self.plan = sorted(counted, key=lambda item: item[1] > 1)
+        self.sampled_sequences = [seq for seq, num in self.plan if num >= seq.num_pending_tokens]
+        """Sequences whose next token this step samples, and one more behind each token of their drafts."""
         self.partial_new_blocks: list[int] = []
         """Blocks that this step begins to write and does not fill."""
         self.block_size, self.device = block_size, device
@@ -30,13 +34,14 @@ class Batch:
         for seq, num in self.plan:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
             self._ids += seq.token_ids[start:end]
+            self._ids += seq.draft
             self._positions += range(start, end)
             self._slot_blocks += [seq.block_table[position // size] for position in range(start, end)]
             last = (end - 1) // size
             if end % size and start <= last * size:
                 self.partial_new_blocks.append(seq.block_table[last])
-            if end == len(seq.token_ids):
-                self._logit_rows.append(len(self._ids) - 1)
+            if end >= len(seq.token_ids):
+                self._logit_rows += range(len(self._ids) - 1 - len(seq.draft), len(self._ids))
 
     def _to_tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self.device, torch.int64)
@@ -59,7 +64,7 @@ class Batch:
 
     @cached_property
     def logits_to_keep(self) -> Tensor:
-        """Index in the flat batch of each sampled sequence's last token; [0] if nothing is sampled."""
+        """Index in the flat batch of each sampled sequence's last token and its draft; [0] if nothing is sampled."""
         return self._to_tensor(self._logit_rows or [0])
 
     @property

@@ -1,4 +1,4 @@
-"""The engine: it takes sequences, and samples one token of each running one per step.
+"""The engine: it takes sequences, and samples a token of each running one per step, or several that it has guessed.
 
 add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶ running ─▶ step() … ─▶ remove_sequence()
                      ▲                    ▲                            │ │
@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
+from penstock.engine.draft_budget import draft_tokens
 from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
@@ -25,6 +26,7 @@ from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, measure_prefill_rate
 from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
+from penstock.engine.sampling.penalties import changes_scores
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
@@ -40,6 +42,12 @@ class Sampled(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
     """None unless the request asks for them."""
+    is_grammar_ended: bool = False
+    """Whether the sequence's grammar has ended with this token."""
+
+
+Drawn = tuple[Sequence, int, Logprobs | None]
+"""A token that a step has drawn, before it is in its sequence."""
 
 
 class Engine:
@@ -60,7 +68,13 @@ class Engine:
         self.scheduler = Scheduler(self.pool)
         self.runner = model.backend.create_runner(model, settings, num_blocks)
         self.storage = self.runner.storage
+        self.speculates = settings.speculate and self.runner.is_row_exact
+        """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens."""
         self.staging = BlockStaging(self.pool, self.storage)
+        self.num_drafted_tokens = 0
+        """Tokens that were computed as drafts."""
+        self.num_accepted_tokens = 0
+        """Drafted tokens that were drawn, too."""
         self.has_run = False
         """Whether the last step computed anything. If not, there is no work, or it waits for blocks."""
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
@@ -241,11 +255,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:
-        """Run one batch: a token for each decoding sequence, and parts of prompts.
+        """Run one batch: a token for each decoding sequence or several, and parts of prompts.
 
-        Returns the sampled tokens. There are none if nothing could run, if no prompt was finished, or if the step
-        failed: then the next steps look for the sequence at fault, and all sequences are as before the failed step.
-        Raises `SequenceFailed` once it is known; the caller removes that sequence.
+        Returns the sampled tokens, those of a sequence in their order. There are none if nothing could run, if no
+        prompt was finished, or if the step failed: then the next steps look for the sequence at fault, and all
+        sequences are as before the failed step. Raises `SequenceFailed` once it is known; the caller removes that
+        sequence.
         """
         started_s = time.perf_counter()
         quarantine = self._quarantine
@@ -255,23 +270,28 @@ class Engine:
         self._record_time_outside()
         if not plan:
             return []
+        if self.speculates:
+            draft_tokens(plan, self.scheduler, max_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:
-            sampled = self._run_plan(plan)
+            drawn = self._run_plan(plan)
         except BaseException as error:
             for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # undo the step
                 seq.num_computed_tokens = num_computed_tokens
             if quarantine is None or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
                 raise
-            quarantine.record_failure(plan, error)
+            quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
             return []
+        finally:
+            for seq, _ in plan:
+                self.num_drafted_tokens += len(seq.draft)
+                seq.draft = []
+        sampled = [self._append_token(*item) for item in drawn]
         self._last_step_ended_s, self._num_last_sampled = time.perf_counter(), len(sampled)
         if quarantine is not None:
             quarantine.record_success()
-        for seq, num_tokens in plan:
-            self.scheduler.register_blocks(seq, seq.num_computed_tokens - num_tokens)
-        for item in sampled:
-            item.seq.append_token(item.token_id)
+        for (seq, _), num_computed_tokens in zip(plan, before, strict=True):
+            self.scheduler.register_blocks(seq, num_computed_tokens)
         self._rate.record_step(
             sum(num for _, num in plan if num > 1),
             sum(num for _, num in plan),
@@ -280,14 +300,24 @@ class Engine:
         )
         return sampled
 
+    def _append_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None) -> Sampled:
+        if seq.num_pending_tokens == 0:
+            seq.append_token(token_id)
+        else:  # the token before this one was drafted and drawn, so the step has computed its KV
+            seq.num_computed_tokens += 1
+            seq.append_token(token_id)
+            self.num_accepted_tokens += 1
+            self.scheduler.charge_accepted_tokens(seq, 1)
+        return Sampled(seq, token_id, logprobs, seq.is_grammar_ended)
+
     def _record_time_outside(self) -> None:
         """Record the time between two steps, which the tokens of the first one caused."""
         if self._num_last_sampled and self.scheduler.cost is not None:
             self.scheduler.cost.record_outside(time.perf_counter() - self._last_step_ended_s, self._num_last_sampled)
         self._num_last_sampled = 0
 
-    def _run_plan(self, plan: Plan) -> list[Sampled]:
-        """Compute the planned tokens and sample. The sampled tokens are not in their sequences yet."""
+    def _run_plan(self, plan: Plan) -> list[Drawn]:
+        """Compute the planned tokens and the drafts, and sample. The tokens are not in their sequences yet."""
         for seq, _ in plan:
             if seq.tail_payload is not None:
                 self.storage.write_block(
@@ -300,36 +330,52 @@ class Engine:
             seq.num_computed_tokens += num_tokens
         return self._sample(batch, logits)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
+    def _sample(self, batch: Batch, logits: Tensor) -> list[Drawn]:
         """Sample the tokens of the step; while a device computes its logits, the next step is prepared.
 
+        Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
         Raises `SequenceFailed` if a sequence cannot go on in its grammar.
         """
-        masks = [_compute_mask(seq) for seq in batch.sampled_sequences]
+        masks = [_compute_masks(seq) for seq in batch.sampled_sequences]
         self.runner.prepare_next_step(batch.sampled_sequences)
-        params = [
-            SamplingParams(
-                seq.sampling,
-                seq.seed,
-                seq.num_output_tokens,
-                seq.token_ids,
-                mask,
-                self._find_end_token_ids(seq.sampling),
-            )
-            for seq, mask in zip(batch.sampled_sequences, masks, strict=True)
-        ]
-        logits = logits[: len(params)]
+        params: list[SamplingParams] = []
+        rows: list[int] = []
+        row = 0
+        for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
+            rows += range(row, row + len(seq_masks))
+            row += 1 + len(seq.draft)
+            params += _make_params(seq, seq_masks)
+        logits = logits[: len(rows)] if len(rows) == row else logits[rows]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
-        return [Sampled(*entry) for entry in zip(batch.sampled_sequences, tokens, logprobs, strict=True)]
+        drawn: list[Drawn] = []
+        row = 0
+        for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
+            for number in range(len(seq_masks)):
+                drawn.append((seq, tokens[row + number], logprobs[row + number]))
+                if seq.draft[number : number + 1] != [tokens[row + number]]:
+                    break
+            row += len(seq_masks)
+        return drawn
 
-    def _find_end_token_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Return the tokens that end an answer before it has the `min_tokens` that it must have, if it must."""
-        return self.model.eos_token_ids | {*sampling.stop_token_ids} if sampling.min_tokens else frozenset()
 
-
-def _compute_mask(seq: Sequence) -> NDArray[np.int32] | None:
+def _compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
     try:
-        return seq.compute_mask()
+        return seq.compute_masks()
     except GrammarFailed as error:
         raise SequenceFailed(seq, error) from error
+
+
+def _make_params(seq: Sequence, masks: list[NDArray[np.int32] | None]) -> list[SamplingParams]:
+    """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
+    position, reads_tokens = seq.num_output_tokens, changes_scores(seq.sampling)
+    return [
+        SamplingParams(
+            seq.sampling,
+            seq.seed,
+            position + number,
+            [*seq.token_ids, *seq.draft[:number]] if number and reads_tokens else seq.token_ids,
+            mask,
+        )
+        for number, mask in enumerate(masks)
+    ]

@@ -17,6 +17,8 @@ class ModelRunner:
 
     is_asynchronous = False
     """Whether a device still computes when `run_step` returns. If not, the process's own threads have computed."""
+    is_row_exact = False
+    """Whether a token's logits are the same to the last bit whatever else is in the batch."""
 
     def __init__(self, module: Any, storage: KVStorage) -> None:
         self.storage = storage
@@ -26,7 +28,7 @@ class ModelRunner:
         module.set_attn_implementation(hooks.ATTENTION_NAME)
 
     def run_step(self, batch: Batch) -> Tensor:
-        """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens.
+        """Write the KV of the batch to the pool, and return the logits of the last tokens and drafts.
 
         Returns [at least as many rows, vocabulary], valid until the next step.
         """

@@ -266,6 +266,20 @@ class Scheduler:
         seq.block_table += self.pool.allocate_blocks(num_missing)
         return True
 
+    def reserve_draft_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Return for how many of `num_tokens` drafted tokens a planned sequence has blocks, or gets them now.
+
+        Drafts preempt nothing, and leave a block for each running sequence that still grows.
+        """
+        num_missing = self._tables.count_missing_blocks(seq, len(seq.token_ids) + num_tokens)
+        if num_missing > 0 and self.pool.num_free_blocks >= num_missing + self._tables.count_growing(self.running):
+            seq.block_table += self.pool.allocate_blocks(num_missing)
+        return min(num_tokens, len(seq.block_table) * self.pool.block_size - len(seq.token_ids))
+
+    def charge_accepted_tokens(self, seq: Sequence, num_tokens: int) -> None:
+        """Charge the sequence's tenant for tokens that a step gave beside the one that was planned."""
+        self._charge_tenant(seq, OUTPUT_TOKEN_COST * num_tokens)
+
     def _charge_tenant(self, seq: Sequence, cost: int) -> None:
         self._queues[CLASSES.index(seq.klass)].charge_tenant(seq.tenant, cost, seq.weight)
 

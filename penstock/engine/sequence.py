@@ -7,6 +7,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.drafts import Drafter
 from penstock.errors import GrammarFailed
 from penstock.grammar.state import GrammarState
 from penstock.messages import Sampling
@@ -87,6 +88,9 @@ class Sequence:
         self.block_table: list[int] = []
         """Block i of the table holds the tokens from `i * block_size` on."""
         self.tail_payload: Payload | None = None
+        self.draft: list[int] = []
+        """Tokens that the current step computes behind the last one, in case they are drawn; empty between steps."""
+        self.drafter = Drafter()
         self.state = State.WAITING
         self.num_preemptions = 0
         self.priority = CLASSES.index(klass)
@@ -128,18 +132,25 @@ class Sequence:
         """Return whether it has a grammar after whose end it is."""
         return self.grammar is not None and self.grammar.is_ended
 
-    def compute_mask(self) -> NDArray[np.int32] | None:
-        """Return the mask of the tokens that its grammar allows next; None without a grammar.
+    def compute_masks(self) -> list[NDArray[np.int32] | None]:
+        """Return the masks of the tokens that its grammar allows next, and behind each token of the draft.
 
-        Raises `GrammarFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
+        Without a grammar they are None. There are fewer of them if the draft leaves the grammar or ends it. Raises
+        `GrammarFailed` if the grammar does not allow the tokens so far, or its mask takes too much work.
         """
         if self.grammar is None:
-            return None
+            return [None] * (1 + len(self.draft))
         if len(self.grammar.token_ids) < self.num_output_tokens:  # a token was refused: say so now
             self.grammar.advance(self.output_token_ids[len(self.grammar.token_ids) :])
-        row = np.zeros(self.grammar.grammar.tokenizer.num_mask_words, np.int32)
-        self.grammar.fill_mask(row)
-        return row
+        masks: list[NDArray[np.int32] | None] = [_compute_mask(self.grammar)]
+        state = self.grammar.copy() if self.draft else self.grammar
+        with suppress(GrammarFailed):  # if the tokens are drawn all the same, the next step fails
+            for token_id in self.draft:
+                state.advance([token_id])
+                if state.is_ended:
+                    break
+                masks.append(_compute_mask(state))
+        return masks
 
     def count_blocks_needed(self, block_size: int) -> int:
         """Return how many blocks it needs in the end: for every token but the last, whose KV is never read."""
@@ -169,3 +180,9 @@ class Sequence:
                 self.grammar.advance([token_id])
         if self.num_output_tokens == self.max_new_tokens:
             self.move_to(State.DONE)
+
+
+def _compute_mask(grammar: GrammarState) -> NDArray[np.int32]:
+    row = np.zeros(grammar.grammar.tokenizer.num_mask_words, np.int32)
+    grammar.fill_mask(row)
+    return row

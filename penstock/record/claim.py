@@ -44,10 +44,18 @@ class Claim:
         """How many claims there were since the last new token; 0 if this claim produced one."""
         return self.attempts if self.num_tokens == self.num_found_tokens else 0
 
-    def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
-        """Return the event of the next token, at the next position and with the next rolling hash."""
-        rolled = roll_hash(self.rolling_hash, token_id)
-        return TokenEvent.at_position(self.num_tokens, rolled, token_id, text, logprobs)
+    def next_event(
+        self, token_id: int, text: str, logprobs: Logprobs | None = None, before: TokenEvent | None = None
+    ) -> TokenEvent:
+        """Return the event of the next token, at the next position and with the next rolling hash.
+
+        It follows `before`, an event that has not been sent yet, or what was sent last.
+        """
+        position, rolling_hash = self.num_tokens, self.rolling_hash
+        if before is not None:
+            place, _, rolling_hash = before.id.partition("-")
+            position = int(place) + 1
+        return TokenEvent.at_position(position, roll_hash(rolling_hash, token_id), token_id, text, logprobs)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ TOKENS = Metric(
     "Tokens. kind: prefill (of prompts, computed), cached (of prompts, their KV was found), decode (of answers).",
     "worker",
 )  # fmt: skip
+DRAFTED_TOKENS = Metric(
+    "penstock.drafted_tokens", "counter", "{token}", ("pipeline", "result"),
+    "Tokens that decode guessed and computed in the step of the token before them. result: accepted (what was drawn; a "
+    "token of the answer, too), rejected.", "worker",
+)  # fmt: skip
 RUNNING = Metric(
     "penstock.running", "gauge", "{request}", ("pipeline", "stage", "worker"),
     "Requests that a worker holds.", "worker",

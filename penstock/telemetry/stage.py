@@ -16,7 +16,7 @@ TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"
 RESULT_LABELS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
 """The counters of a tier, by their label in the metrics."""
 StatusView = Callable[[], Mapping[str, Any]]
-"""Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `kv`."""
+"""Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `drafts`, `kv`."""
 
 
 class StageMetrics:
@@ -136,6 +136,10 @@ class StageMetrics:
         used, total = view["pool"]["used"], view["pool"]["total"]
         yield Reading(catalog.POOL_BLOCKS, (*mine, "used"), used)
         yield Reading(catalog.POOL_BLOCKS, (*mine, "free"), total - used)
+        if self._stage == "decode":
+            accepted, drafted = view["drafts"]["accepted"], view["drafts"]["drafted"]
+            yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "accepted"), accepted)
+            yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "rejected"), drafted - accepted)
         yield from self._read_kv_counters(view["kv"])
 
     def _read_kv_counters(self, kv: Mapping[str, Any]) -> Iterable[Reading]:

@@ -1,17 +1,16 @@
-"""The grammars of one model: checked in a child process, and compiled.
+"""Grammars of one model: checked if nobody has, and compiled.
 
-Compiling takes up to 100 ms, and the first check a second or two, so both are done where messages are read, on a thread
-beside the engine's steps. The loop replays only the tokens of a log, microseconds each.
+Compiling takes up to 100 ms, and checking half a second, so both are done where messages are read, on a thread beside
+the engine's steps. The loop replays only the tokens of a log, microseconds each.
 """
 
 import threading
-from dataclasses import asdict
-from functools import cached_property
+from functools import lru_cache
 
 from penstock.engine.model import LoadedModel
 from penstock.errors import GrammarFailed, InvalidRequest
-from penstock.grammar.checker import GrammarChecker, Vocabulary
-from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarCache, GrammarTokenizer
+from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.engine import ENGINE_VERSION, MAX_CACHED_GRAMMARS, CompiledGrammar, GrammarCache, GrammarTokenizer
 from penstock.messages import GrammarSpec
 
 GRAMMAR_KEY = b'"grammar"'
@@ -19,34 +18,22 @@ GRAMMAR_KEY = b'"grammar"'
 
 
 class GrammarCompiler:
-    """Checks and compiles grammars for one model. Any thread may use it."""
+    """Compiles grammars for one model. Any thread may use it."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
-        self._checker: GrammarChecker | None = None
-
-    def close(self) -> None:
-        """End the child process that checks grammars, if there is one."""
-        with self._lock:
-            if self._checker is not None:
-                self._checker.close()
 
     def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
-        """Return a grammar with the engine's version that has checked it here, whatever it says itself.
+        """Return a grammar with the name of this worker's engine, which has checked it.
 
-        Raises `UnsupportedSchema` or `InvalidRequest`.
+        One that another version has checked is checked again. Raises `UnsupportedSchema` or `InvalidRequest`.
         """
-        with self._lock:
-            if self._checker is None:
-                self._checker = GrammarChecker(self._vocabulary)
-                self._checker.start()
-        self._open_cache()  # a second for 150,000 words, as the child takes for its own
-        return self._checker.check_grammar(spec)
+        return spec if spec.engine == ENGINE_VERSION else _check_apart(spec)
 
     def compile_grammar(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the compiled form of a grammar that was checked.
+        """Return a compiled grammar.
 
         Raises `UnsupportedSchema` or `InvalidRequest`, and `GrammarFailed` if another version of the engine has checked
         it: what that one has begun may go on differently here.
@@ -58,19 +45,23 @@ class GrammarCompiler:
     def _open_cache(self) -> GrammarCache:
         with self._lock:
             if self._cache is None:
-                self._cache = GrammarCache(GrammarTokenizer.from_json(**asdict(self._vocabulary)))
+                model = self._model
+                if not getattr(model.tokenizer, "is_fast", False):
+                    raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
+                self._cache = GrammarCache(
+                    GrammarTokenizer.from_json(
+                        model.tokenizer.backend_tokenizer.to_str(),
+                        vocab_size=model.config.get_text_config().vocab_size,
+                        eos_token_ids=sorted(model.eos_token_ids),
+                    )
+                )
             return self._cache
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        model = self._model
-        if not getattr(model.tokenizer, "is_fast", False):
-            raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
-        return Vocabulary(
-            tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
-            vocab_size=model.config.get_text_config().vocab_size,
-            eos_token_ids=tuple(sorted(model.eos_token_ids)),
-        )
+
+@lru_cache(MAX_CACHED_GRAMMARS)
+def _check_apart(spec: GrammarSpec) -> GrammarSpec:
+    with GrammarChecker() as checker:
+        return checker.check_grammar(spec)
 
 
 def may_have_grammar(value: bytes) -> bool:

@@ -11,8 +11,8 @@ The steps of a turn, numbered as in the life of a request (docs/structure.md), p
                     Redis, and in decode the job is bound if none is, and the log is read. What cannot be answered ends
                     here, and goes on at 5
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
-    3, 7  step      the engine computes: parts of prompts, and one token for each sequence that has its prompt. Blocks
-                    that became full go to the KV store
+    3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
+                    several that it has guessed. Blocks that became full go to the KV store
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
                     prefill waits for its token's, as the hand-off does. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended
@@ -29,9 +29,11 @@ again, under another name: decode binds one of its jobs, and the other is stale.
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import redis
 
@@ -127,14 +129,14 @@ class Worker:
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
         self._tasks_in_flight: list[Task] = []
-        """Requests that have a token on its way to the log."""
+        """The request of each token that is on its way to the log. Tokens of one request follow each other."""
         self._sent_s = 0.0
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self._handle_claim_news()
         read = self._collect_events()
-        deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
+        deliveries = self._poll_messages() if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
         self._take_over(accept=accept)
         sampled, failed = self._step_engine()
@@ -188,14 +190,14 @@ class Worker:
 
     # 1 and 6. Claim.
 
-    def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
-        """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
+    def _poll_messages(self) -> list[Delivery]:
+        """Return the deliveries to begin. An idle worker waits for the first one."""
         capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
         is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
         deliveries = self.queue.poll(
             capacities["batch"],
             capacities["interactive"],
-            is_idle=is_idle,
+            is_idle=self._is_idle(),
             wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
         )
         for _ in deliveries:
@@ -478,19 +480,23 @@ class Worker:
     # 4 and 7. Append.
 
     def _append_tokens(self, sampled: Sequence[Sampled]) -> None:
-        """Send each token to its log, in one round trip.
+        """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
 
         For requests that are computed, the store of their last blocks begins after it.
         """
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
-        # What prefill computed again may have its token in the log.
-        fresh = [(task, item) for task, item in mine if not (self.role.hands_off and task.claim.num_tokens)]
-        entries = [(task.claim, self._make_token_event(task, item)) for task, item in fresh]
-        self._tasks_in_flight, self._sent_s = [task for task, _ in fresh], now_s()
+        entries: list[tuple[Claim, TokenEvent]] = []
+        self._tasks_in_flight = []
+        for task, item in mine:
+            # What prefill computed again may have its token in the log.
+            if task.finish_reason is None and not (self.role.hands_off and task.claim.num_tokens):
+                entries.append((task.claim, self._make_token_event(task, item)))
+                self._tasks_in_flight.append(task)
+        self._sent_s = now_s()
         if entries:
             self.record.send_tokens(entries)
             stage_failpoint(self.stage, "decode.7.sent")
-        for task, item in mine:
+        for task, item in dict(mine).items():
             assert task.blocks is not None
             if self.role.hands_off:
                 self.metrics.count_prompt(
@@ -513,9 +519,10 @@ class Worker:
     def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
         """Return the log event of a request's next token."""
         assert task.output is not None
-        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.seq.is_grammar_ended)
+        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
         logprobs = get_token_texts(self.engine.model.tokenizer).add_texts(item.logprobs, item.token_id)
-        event = task.claim.next_event(item.token_id, text, logprobs)
+        before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
+        event = task.claim.next_event(item.token_id, text, logprobs, before)
         task.log_events.append(event)
         task.is_in_flight = True
         return event
@@ -526,23 +533,26 @@ class Worker:
             return
         outcomes, written_s, ended = self.record.collect_outcomes(), time.monotonic(), []
         sent, self._tasks_in_flight = self._tasks_in_flight, []
-        for task, outcome in zip(sent, outcomes, strict=True):
+        answers = iter(outcomes)
+        for task, num_tokens in Counter(sent).items():
             stage_failpoint(self.stage, "prefill.4.appended", "decode.7.confirmed")
             task.is_in_flight = False
+            counts = Counter(islice(answers, num_tokens))
             if task is not self.running.get(task.id):
                 continue
-            if outcome is AppendOutcome.FENCED:
+            if counts[AppendOutcome.FENCED]:
                 self._drop_lost_task(task)
-            elif outcome is AppendOutcome.CANCELLED:
-                task.log_events.pop()
+                continue
+            for _ in range(counts[AppendOutcome.OK]):
+                self._record_token_metrics(task, written_s)
+            if num_cancelled := counts[AppendOutcome.CANCELLED]:
+                del task.log_events[-num_cancelled:]
                 task.error = Cancelled(f"cancelled in {self.stage}")
                 ended.append(task)
-            else:
-                self._record_token_metrics(task, written_s)
-                if task.finish_reason is not None:
-                    ended.append(task)
-                elif self.role.hands_off:
-                    self._hand_off(task)
+            elif task.finish_reason is not None:
+                ended.append(task)
+            elif self.role.hands_off:
+                self._hand_off(task)
         self._end_tasks(*ended)
 
     def _record_token_metrics(self, task: Task, written_s: float) -> None:

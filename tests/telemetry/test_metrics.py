@@ -115,7 +115,8 @@ def record_everything(meters: Meters, name: str) -> StageMetrics:
     """A worker's metrics to which all has happened that can."""
     assert name in STAGES
     metrics = StageMetrics(meters, "p", name, f"{name}-0", "demo")
-    metrics.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
+    drafts = {"drafted": 8, "accepted": 5}
+    metrics.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": drafts, "kv": KV})
     metrics.record_queue_wait("interactive", now_s() - 2, now_s())
     metrics.record_preprocess(0.002)
     metrics.count_take_over()

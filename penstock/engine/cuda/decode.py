@@ -159,7 +159,7 @@ class DecodeGraphs:
 
     def can_run(self, plan: Plan) -> bool:
         """Return whether every sequence decodes."""
-        return self._is_enabled and all(seq.num_pending_tokens == 1 for seq, _ in plan)
+        return self._is_enabled and all(seq.num_pending_tokens == num == 1 for seq, num in plan)
 
     def run_step(self, seqs: list[Sequence], compute: Compute) -> Tensor:
         """Logits, in the order of the sequences: [at least as many rows, vocabulary], valid until the next step."""

@@ -102,6 +102,7 @@ class NativeRunner(ModelRunner):
         self._module = backend.body or module
         self._native, self._layers = backend.native, backend.layers
         self._gathers = backend.layers != storage.keys.keys()
+        self.is_row_exact = backend.body is not None
 
     def run_step(self, batch: Batch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""

@@ -17,7 +17,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
-from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.body import Body, parse_body
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
@@ -58,8 +57,6 @@ class StreamMeta(BaseModel):
     """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
     tenant: str = "default"
-    input_items: list[dict[str, Any]] | None = None
-    """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
 
     @property
     def service_tier(self) -> str:
@@ -127,13 +124,7 @@ class Endpoint(ABC, Generic[B]):
 
 
 def make_stream_meta(
-    endpoint: Endpoint[B],
-    body: B,
-    request_id: str,
-    *,
-    pipeline: str = "",
-    tenant: str = "default",
-    input_items: list[dict[str, Any]] | None = None,
+    endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default"
 ) -> StreamMeta:
     """Return the meta data of a new request."""
     options = body.model_dump(mode="json", exclude_unset=True)
@@ -149,7 +140,6 @@ def make_stream_meta(
         body_hash=hashlib.sha256(canonical.encode()).hexdigest(),
         pipeline=pipeline,
         tenant=tenant,
-        input_items=input_items,
     )
 
 
@@ -174,10 +164,7 @@ def make_chat_requests(
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:
-    """Return one choice's request; the caller adds the prompt unless it is a chat. Raises `ApiError` 400."""
-    if (fields.get("min_tokens") or 0) > fields["max_tokens"]:
-        message = f"'min_tokens' may be at most the limit of the answer, here {fields['max_tokens']}"
-        raise ApiError(400, message, param="min_tokens", code="invalid_value")
+    """Return one choice's request; the caller adds the prompt unless it is a chat."""
     return cast("SubmitArgs", {**fields, **seed, "id": request_id})
 
 

@@ -34,8 +34,6 @@ class SseEvent(NamedTuple):
     data: str
     """JSON, or `[DONE]`."""
     event: str | None = None
-    number: int | None = None
-    """Its sequence number, where its endpoint has them."""
 
 
 encode_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,0 +1,286 @@
+"""Drafts: a step gives several tokens, and every token, log probability and KV is what it is without them."""
+
+import random
+
+import pytest
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.cost import StepCost
+from penstock.engine.draft_budget import MAX_DRAFT_TOKENS, MIN_PROBABILITY, draft_tokens
+from penstock.engine.drafts import Drafter
+from penstock.engine.engine import Engine
+from penstock.engine.handover import export_blocks
+from penstock.engine.kernels import library
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from penstock.engine.pool import BlockPool
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence, State
+from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar
+from penstock.grammar.spec import make_schema_spec
+from penstock.grammar.state import GrammarState
+from penstock.messages import Logprobs, Sampling
+from penstock.names import CLASSES, PriorityClass
+from penstock.worker.grammars import GrammarCompiler
+from tests.engine.helpers import GREEDY, sequence
+from tools.tool_corpus import Conversation, make_conversation
+from tools.train_tools import TOOL_MODEL, render_conversation
+
+NUM_NEW = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["city", "count"],
+    "additionalProperties": False,
+}
+SAMPLINGS = (
+    GREEDY,
+    Sampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2),
+    Sampling(temperature=0.9, top_p=0.95, top_k=50, logprobs=3),
+    Sampling(temperature=0.5, top_p=0.8, frequency_penalty=0.7, presence_penalty=0.3, logprobs=0),
+    Sampling(temperature=1.3, min_p=0.05, logit_bias={17: 4.0, 30: -100.0}, repetition_penalty=1.1),
+)
+Answer = list[tuple[int, Logprobs | None]]
+
+
+class GivenDrafts(Drafter):
+    """Drafts the sequence's own answer, known from elsewhere, with wrong tokens in it."""
+
+    def __init__(self, num_prompt_tokens: int, answer: list[int], chance: random.Random) -> None:
+        super().__init__()
+        self._num_prompt_tokens, self._answer, self._chance = num_prompt_tokens, answer, chance
+
+    def propose_tokens(
+        self, token_ids: list[int], grammar: GrammarState | None, max_tokens: int
+    ) -> tuple[list[int], list[float]]:
+        first = len(token_ids) - self._num_prompt_tokens
+        tokens = self._answer[first : first + self._chance.randrange(max_tokens + 1)]
+        draft = [self._chance.randrange(3, 900) if self._chance.random() < 0.15 else token for token in tokens]
+        return draft, [1.0] * len(draft)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    """The tool model on the native kernels."""
+    if library.load_library() is None:
+        pytest.skip("the kernels were not built")
+    return accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL), dtype=request.param)))
+
+
+@pytest.fixture(scope="module")
+def grammar(model: LoadedModel) -> CompiledGrammar:
+    spec = make_schema_spec(SCHEMA, "schema").model_copy(update={"engine": ENGINE_VERSION})
+    return GrammarCompiler(model).compile_grammar(spec)
+
+
+def _encode(model: LoadedModel, conversation: Conversation) -> list[int]:
+    text = render_conversation(model.tokenizer, conversation, whole=False)
+    return list(model.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _make_sequences(model: LoadedModel, grammar: CompiledGrammar, seed: int) -> list[Sequence]:
+    """Return sequences of all samplings, with and without a grammar, of both classes."""
+    conversations = (make_conversation(f"speculation {seed} {i}", held_out=True) for i in range(60))
+    prompts = [prompt for one in conversations if len(prompt := _encode(model, one)) < 160][:15]
+    return [
+        sequence(
+            prompt,
+            NUM_NEW,
+            name=f"s{i}",
+            sampling=SAMPLINGS[i % len(SAMPLINGS)],
+            seed=seed + i,
+            klass=CLASSES[i % 4 == 3],
+            grammar=GrammarState(grammar) if i % 3 == 1 else None,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _run(engine: Engine, seqs: list[Sequence]) -> list[Answer]:
+    """Return the tokens of each sequence with their log probabilities. Adds a sequence now and then."""
+    answers: dict[Sequence, Answer] = {seq: [] for seq in seqs}
+    waiting = list(seqs)
+    while waiting or engine.has_work():
+        for seq in waiting[:2]:
+            engine.add_sequence(seq)
+        del waiting[:2]
+        for item in engine.step():
+            answers[item.seq].append((item.token_id, item.logprobs))
+            if item.seq.state is State.DONE:
+                engine.remove_sequence(item.seq)
+        engine.scheduler.check_integrity()
+        assert not any(seq.draft for seq in seqs)
+    return [answers[seq] for seq in seqs]
+
+
+def _tokens_of(answer: Answer) -> list[int]:
+    return [token for token, _ in answer]
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "step_tokens", "num_blocks"), [(1, 256, 0), (4, 64, 0), (32, 256, 0), (8, 23, 0), (12, 256, 40)]
+)
+def test_drafts_change_nothing(
+    model: LoadedModel, grammar: CompiledGrammar, max_batch: int, step_tokens: int, num_blocks: int
+) -> None:
+    """In batches of all sizes, with all ways to sample, and where sequences are preempted."""
+    seed = random.randrange(2**32)
+    plain = Engine(model, EngineSettings(speculate=False))
+    answers = _run(plain, _make_sequences(model, grammar, seed))
+    engine = Engine(model, EngineSettings(speculate=True, max_batch=max_batch, max_step_tokens=step_tokens))
+    if num_blocks:
+        engine.pool.allocate_blocks(engine.pool.num_blocks - num_blocks)  # these belong to no sequence
+    seqs, chance = _make_sequences(model, grammar, seed), random.Random(seed)
+    for seq, answer in zip(seqs, answers, strict=True):
+        seq.drafter = GivenDrafts(seq.num_prompt_tokens, _tokens_of(answer), chance)
+    assert _run(engine, seqs) == answers, f"seed {seed}"
+    assert 0 < engine.num_accepted_tokens < engine.num_drafted_tokens
+    assert plain.num_drafted_tokens == 0
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks > 0)
+
+
+def test_the_kv_is_that_of_plain_decoding(model: LoadedModel, grammar: CompiledGrammar) -> None:
+    payloads = []
+    answer: list[int] = []
+    for speculates in (False, True):
+        engine = Engine(model, EngineSettings(speculate=speculates))
+        seq = _make_sequences(model, grammar, 5)[2]
+        if speculates:
+            seq.drafter = GivenDrafts(seq.num_prompt_tokens, answer, random.Random(4))
+        engine.add_sequence(seq)
+        while seq.state is not State.DONE:
+            engine.step()
+        answer = seq.output_token_ids
+        payloads.append(export_blocks(engine, seq, seq.num_computed_tokens // 16))
+        assert seq.num_computed_tokens == len(seq.token_ids) - 1
+        assert (engine.num_accepted_tokens > 0) == speculates
+    assert payloads[0] == payloads[1]
+
+
+def test_what_is_copied_or_forced_takes_fewer_steps(model: LoadedModel, grammar: CompiledGrammar) -> None:
+    conversations = (make_conversation(f"copy {i}", held_out=True, repetitions=1.0) for i in range(12))
+    prompts = [_encode(model, one) for one in conversations]
+
+    def make() -> list[Sequence]:
+        copies = [sequence(prompt, NUM_NEW, name=f"copy {i}") for i, prompt in enumerate(prompts)]
+        return [*copies, sequence(prompts[0], NUM_NEW, name="forced", grammar=GrammarState(grammar))]
+
+    engine = Engine(model, EngineSettings(speculate=True))
+    assert _run(engine, make()) == _run(Engine(model, EngineSettings(speculate=False)), make())
+    assert engine.num_accepted_tokens > 13 * NUM_NEW / 3
+    assert engine.num_accepted_tokens > engine.num_drafted_tokens / 3
+
+
+def test_a_sequence_that_is_resumed_at_any_token_goes_on_as_before(
+    model: LoadedModel, grammar: CompiledGrammar
+) -> None:
+    for index in (1, 2, 4):
+        (answer,) = _run(Engine(model, EngineSettings(speculate=True)), [_make_sequences(model, grammar, 9)[index]])
+        engine, tokens = Engine(model, EngineSettings(speculate=True)), _tokens_of(answer)
+        for number in range(NUM_NEW):
+            whole = _make_sequences(model, grammar, 9)[index]
+            state = whole.grammar
+            if state is not None:
+                state.advance(tokens[:number])
+            seq = sequence(
+                whole.token_ids, NUM_NEW, sampling=whole.sampling, seed=whole.seed, grammar=state,
+                output_token_ids=tokens[:number],
+            )  # fmt: skip
+            assert _run(engine, [seq]) == [answer[number:]]
+
+
+def test_a_grammar_ends_with_its_last_token_and_not_before(model: LoadedModel, grammar: CompiledGrammar) -> None:
+    answer: list[int] = []
+    for speculates in (False, True):
+        engine = Engine(model, EngineSettings(speculate=speculates))
+        seq = sequence([40, 41, 42], NUM_NEW, grammar=GrammarState(grammar))
+        if speculates:
+            seq.drafter = GivenDrafts(3, answer, random.Random(1))
+        engine.add_sequence(seq)
+        said: list[tuple[int, bool]] = []
+        while not said or not said[-1][1]:
+            said += [(item.token_id, item.is_grammar_ended) for item in engine.step()]
+        assert sum(is_ended for _, is_ended in said) == 1
+        assert not speculates or [token for token, _ in said] == answer
+        answer = [token for token, _ in said]
+
+
+def test_without_exact_kernels_nothing_is_drafted(demo: LoadedModel) -> None:
+    """Where rows depend on the batch, drafts might change tokens."""
+    assert not Engine(demo, EngineSettings(speculate=True)).speculates
+
+
+# How much is drafted
+
+
+def _plan_drafts(
+    seqs: list[Sequence], *, cost: StepCost | None = None, num_blocks: int = 100, max_tokens: int = 256
+) -> list[int]:
+    """Return how many tokens are drafted for each of some decoding sequences, in a step of `max_tokens` tokens."""
+    scheduler = Scheduler(BlockPool(num_blocks, 16))
+    scheduler.cost = cost
+    for seq in seqs:
+        scheduler.add_sequence(seq)
+    for seq, num in scheduler.schedule(10_000, 64):
+        seq.num_computed_tokens += num
+        seq.append_token(seq.token_ids[-3])
+    plan = scheduler.schedule(max_tokens, 64)
+    draft_tokens(plan, scheduler, max_tokens)
+    scheduler.check_integrity()
+    return [len(seq.draft) for seq in seqs]
+
+
+def _make_copying(number: int = 0, klass: PriorityClass = "interactive") -> Sequence:
+    """Return a sequence that repeats its prompt."""
+    return sequence([5 * number + 5, 5 * number + 6, 5 * number + 7] * 9, 30, name=f"s{number}", klass=klass)
+
+
+CHEAP_ROWS = StepCost(fixed_s=1.0, row_s=0.01, context_s=0.0, chunk_s=0.0, token_s=0.01)
+DEAR_ROWS = StepCost(fixed_s=0.1, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=1.0)
+
+
+def test_rows_that_cost_little_are_drafted_and_others_are_not() -> None:
+    assert _plan_drafts([_make_copying()], cost=CHEAP_ROWS)[0] >= 3
+    assert _plan_drafts([_make_copying()], cost=DEAR_ROWS) == [0]
+
+
+def test_many_sequences_draft_less_each() -> None:
+    counts = _plan_drafts([_make_copying(i) for i in range(40)], cost=CHEAP_ROWS)
+    assert max(counts) < _plan_drafts([_make_copying()], cost=CHEAP_ROWS)[0]
+
+
+def test_guesses_that_fail_are_not_drafted() -> None:
+    """Behind each 5 comes another token than before."""
+    drafter, tokens = Drafter(), [5, 6]
+    found = []
+    for token in range(7, 40):
+        tokens += [token, 5]
+        drafter.propose_tokens([*tokens], None, MAX_DRAFT_TOKENS)
+        draft, probabilities = drafter.propose_tokens(tokens, None, MAX_DRAFT_TOKENS)
+        assert draft
+        found.append(probabilities[0])
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < MIN_PROBABILITY < found[0]
+
+
+def test_batch_sequences_draft_nothing_beside_interactive_ones() -> None:
+    assert _plan_drafts([_make_copying(0), _make_copying(1, "batch")])[1] == 0
+    assert _plan_drafts([_make_copying(1, "batch")])[0] > 0
+
+
+def test_a_draft_ends_before_the_last_token_that_is_allowed() -> None:
+    prompt = [5, 6, 7] * 9
+    assert _plan_drafts([sequence(prompt, 3)]) == [1]
+    assert _plan_drafts([sequence(prompt, 2)]) == [0]
+
+
+def test_a_draft_takes_no_block_that_others_need() -> None:
+    prompt = [5, 6, 7] * 10  # with the first token 31 of the 32 that two blocks hold
+    assert _plan_drafts([sequence(prompt, 30)], num_blocks=100)[0] > 1
+    assert _plan_drafts([sequence(prompt, 30)], num_blocks=2) == [1]
+
+
+def test_drafts_keep_to_the_token_budget_of_a_step() -> None:
+    assert sum(_plan_drafts([_make_copying(0), _make_copying(1)])) > 4
+    assert sum(_plan_drafts([_make_copying(0), _make_copying(1)], max_tokens=6)) == 4
