@@ -92,7 +92,9 @@ class GrammarSpec(Wire):
     source: str = ""
     """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
     engine: str = Field(default="", max_length=64)
-    """Name and version of the engine that checked it, as `llguidance 1.9.1`; empty: nobody has checked it yet."""
+    """In a job, the name and version of the engine that has checked it, as `llguidance 1.9.1`. In a request it says
+    nothing: a prefill worker checks every grammar.
+    """
 
     @model_validator(mode="after")
     def _source_fits(self) -> Self:
@@ -140,6 +142,10 @@ class Sampling(Wire):
     # Not on the wire where it is not set: readers that do not know it refuse the message.
     fit_context: Literal[True] | None = None
     """A request whose prompt and `max_tokens` exceed the context is not refused: its answer ends with the context."""
+    # Not on the wire where it is not set, like `fit_context`.
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    """End-of-sequence tokens and `stop_token_ids` are not drawn before the answer has this many tokens, and a stop
+    string that ends within them is not looked for. A grammar that allows nothing else ends the answer all the same."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens even if the model ends the answer, for load tests."""
     grammar: GrammarSpec | None = None
@@ -148,7 +154,13 @@ class Sampling(Wire):
     @property
     def min_new_tokens(self) -> int:
         """The number of new tokens that must fit into the context after the prompt."""
-        return 1 if self.fit_context else self.max_tokens
+        return max(1, self.min_tokens or 0) if self.fit_context else self.max_tokens
+
+    @model_validator(mode="after")
+    def _min_tokens_fit(self) -> Self:
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens may be at most max_tokens, here {self.max_tokens:,}")
+        return self
 
     @model_validator(mode="after")
     def _grammar_may_end(self) -> Self:

@@ -27,6 +27,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
+| `penstock:<pipeline>:responses`        | hash   | until in the object store: kept responses | gateway        |
+| `penstock:<pipeline>:responses:lease`  | string | three rounds: who moves them              | gateway        |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
@@ -194,6 +196,16 @@ class Pipeline:
     def servers_key(self) -> str:
         """The key of the list of servers over which requests are spread. Each of these servers stores it."""
         return f"penstock:{self.name}:servers"
+
+    @property
+    def responses_key(self) -> str:
+        """The key of the kept responses that are not yet in the object store, or were deleted before they were."""
+        return f"penstock:{self.name}:responses"
+
+    @property
+    def responses_lease_key(self) -> str:
+        """The key of the lease of the gateway that moves ended responses to the object store."""
+        return f"penstock:{self.name}:responses:lease"
 
     def meter_key(self, part: str) -> str:
         """Return a key of the usage meter; `part` is `places`, `seen`, `reader` or `day:<YYYY-MM-DD>`."""

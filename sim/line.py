@@ -18,6 +18,7 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
 from penstock.redis.servers import ByServer
+from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.memory.bus import MemoryBus
@@ -59,6 +60,7 @@ class InProcessPipeline:
         self.bus.create_topics()
         self.clients = ByServer([], []) if in_memory else connect_servers(addresses.stream_url)
         self._stores: list[KVStore] = []
+        self._grammars: list[GrammarCompiler] = []
         self.add_prefill("prefill-0")
         self.add_decode("decode-0")
         self.publisher = self.bus.create_publisher()
@@ -91,6 +93,7 @@ class InProcessPipeline:
         self._stores.append(store)
         member = self.bus.join_group(stage, name)
         role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        self._grammars.append(role.grammars)
         return Worker(role, self.pipeline, name, store, self.make_record(), member)
 
     @property
@@ -168,6 +171,8 @@ class InProcessPipeline:
         self.decode.close()
         for store in self._stores:
             store.close()
+        for grammars in self._grammars:
+            grammars.close()
         self.publisher.close()
         for client in self.clients.parts:
             client.close()

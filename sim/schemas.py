@@ -1,4 +1,4 @@
-"""JSON schemas of many kinds, as those that people send: for tests and benchmarks of structured output.
+"""JSON schemas of many kinds, as those that people send, and an independent validator of their answers.
 
 `make_schemas` makes schemas that must be enforced; `make_refused_schemas` those that must be refused, with the keyword
 that has to be named. Both depend on their seed only. All texts, lists and objects are bounded and recursions have a way
@@ -10,7 +10,10 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+
+import jsonschema
 
 Schema = dict[str, Any]
 _WORDS = (
@@ -97,6 +100,19 @@ def make_refused_schemas(count: int, seed: int = 0) -> list[RefusedSchema]:
     """Return that many schemas, each with one keyword that cannot be enforced somewhere inside."""
     draw = random.Random(seed)
     return [_hide_schema(draw, *_REFUSED[number % len(_REFUSED)]) for number in range(count)]
+
+
+def find_violation(schema: Schema, text: str) -> str | None:
+    """Return what an independent validator says of an answer; None if it is valid. Numbers are exact decimals."""
+    kind = jsonschema.Draft202012Validator
+    if "draft-07" in schema.get("$schema", ""):
+        kind = jsonschema.Draft7Validator
+    validator = kind(json.loads(json.dumps(schema), parse_float=Decimal), format_checker=kind.FORMAT_CHECKER)
+    try:
+        answer = json.loads(text, parse_float=Decimal)
+    except ValueError as error:
+        return f"it is no JSON: {error}"
+    return next((str(error) for error in validator.iter_errors(answer)), None)
 
 
 def _hide_schema(draw: random.Random, inner: Schema, keyword: str) -> RefusedSchema:

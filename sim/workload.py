@@ -13,11 +13,27 @@ from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
+from penstock.grammar.engine import ENGINE_VERSION
+from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.handoff import sampling_seed
+from penstock.worker.grammars import GrammarCompiler
 
 MAX_TOKENS = 24
 ENGINE_SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
+
+
+@cache
+def _open_compiler() -> GrammarCompiler:
+    return GrammarCompiler(load_demo_model())
+
+
+def start_grammar(sampling: Sampling) -> GrammarState | None:
+    """Return the state of a request's grammar before its first token; None without one."""
+    if sampling.grammar is None:
+        return None
+    checked = sampling.grammar.model_copy(update={"engine": ENGINE_VERSION})
+    return GrammarState(_open_compiler().compile_grammar(checked))
 
 
 @dataclass(frozen=True)
@@ -66,15 +82,18 @@ def _make_text_tokens(chance: random.Random, count: int) -> list[int]:
 
 
 def compute_answers(work: Iterable[Request]) -> dict[str, ExpectedAnswer]:
-    """Return each request's answer: from the plain model's `generate()` if greedy, else from an engine run alone."""
+    """Return each request's answer.
+
+    It is the plain model's by `generate()` if it is greedy and has no grammar, else that of an engine run alone.
+    """
     engine = Engine(load_demo_model(), ENGINE_SETTINGS)
     answers = {}
     for request in work:
-        greedy = request.sampling.temperature == 0
+        is_plain = request.sampling.temperature == 0 and request.sampling.grammar is None
         prompt = tuple(request.token_ids or ())
         tokens = (
             list(_generate_plain(prompt, request.sampling.max_tokens))
-            if greedy
+            if is_plain
             else _generate_with_engine(engine, request)
         )
         answers[request.id] = _cut_answer(request, tokens)
@@ -102,9 +121,10 @@ def _generate_with_engine(engine: Engine, request: Request) -> list[int]:
         sampling=request.sampling,
         seed=sampling_seed(request),
         max_new_tokens=request.sampling.max_tokens,
+        grammar=start_grammar(request.sampling),
     )
     engine.add_sequence(seq)
-    while seq.num_output_tokens < seq.max_new_tokens:
+    while seq.num_output_tokens < seq.max_new_tokens and not seq.is_grammar_ended:
         engine.step()
     engine.remove_sequence(seq)
     return seq.output_token_ids
@@ -114,9 +134,12 @@ def _cut_answer(request: Request, tokens: list[int]) -> ExpectedAnswer:
     """Cut an answer off where it ends."""
     model = load_demo_model()
     state = OutputText(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+    grammar = start_grammar(request.sampling)
     texts = []
     for number, token in enumerate(tokens, start=1):
-        text, finish = state.add_token(token)
+        if grammar is not None:
+            grammar.advance([token])
+        text, finish = state.add_token(token, is_grammar_ended=grammar is not None and grammar.is_ended)
         texts.append(text)
         if finish is not None:
             return ExpectedAnswer(tokens[:number], "".join(texts), finish)

@@ -78,6 +78,20 @@ def test_generate_joins_and_resumes(terminal: Terminal, url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "printed", "code"),
+    [('{"enum": ["yes"]}', '"yes"', ""), ('{"not": {}}', "", "unsupported_schema"), ("{", "", "invalid_request")],
+)
+def test_generate_follows_a_schema(
+    terminal: Terminal, url: str, tmp_path: Path, schema: str, printed: str, code: str
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    done = terminal("generate", "x", "--json-schema", str(file), PENSTOCK_STREAM_URL=url)
+    assert (done.returncode, done.stdout.strip()) == (int(bool(code)), printed)
+    assert code in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["generate", ""], "invalid_request"),

@@ -131,6 +131,8 @@ BAD: dict[str, tuple[bytes, type[RequestError]]] = {
     "empty stop": (sampling(stop=[""]), InvalidRequest),
     "stop too long": (sampling(stop=["x" * 257]), InvalidRequest),
     "too many stops": (sampling(stop=["x"] * 17), InvalidRequest),
+    "min_tokens negative": (sampling(min_tokens=-1), InvalidRequest),
+    "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), InvalidRequest),
     "too many stop tokens": (sampling(stop_token_ids=[1] * 65), InvalidRequest),
     "unknown class": (body(**{"class": "urgent"}), InvalidRequest),
     "tenant with a line end": (body(tenant="a\r\nb"), InvalidRequest),
@@ -219,6 +221,7 @@ SAMPLINGS = st.builds(
     stop_token_ids=st.lists(TOKENS, max_size=64),
     max_tokens=st.integers(1, 2**31 - 1),
     fit_context=st.sampled_from([None, True]),
+    min_tokens=st.none() | st.just(1),
     ignore_eos=st.booleans(),
 )
 PROMPTS = st.one_of(
@@ -280,7 +283,7 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     assert encoded["class"] == "batch"
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
     assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
-    assert "fit_context" not in encoded["sampling"], "older workers would refuse it"
+    assert {"fit_context", "min_tokens"}.isdisjoint(encoded["sampling"]), "older workers would refuse them"
     assert b"logprobs" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()
 

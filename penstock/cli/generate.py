@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import redis
@@ -21,6 +22,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, TraceSettings, load_settings
 from penstock.config.sources import is_secret, variable_name
 from penstock.errors import PenstockError
+from penstock.grammar.spec import make_schema_spec
 from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
 from penstock.ops.lag import LagWatch, PipelineLag
@@ -41,6 +43,10 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The answer follows the JSON schema in this file."),
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's chat message.")] = False,
     batch: Annotated[bool, typer.Option(help="Class batch instead of interactive.")] = False,
     request_id: Annotated[
@@ -76,6 +82,7 @@ def generate(
                 top_p=top_p,
                 seed=seed,
                 stop=stop or [],
+                grammar=None if json_schema is None else make_schema_spec(json_schema.read_text(), str(json_schema)),
             )
         try:
             print_stream(position.read_events(client, timeout), begun_s, notes=notes)

@@ -120,6 +120,7 @@ def _run_worker(
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, backpressure)
     else:
         role = DecodeRole(pipeline, engine)
+    stack.callback(role.grammars.close)
     metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
 
     def make_worker() -> Worker:

@@ -79,6 +79,7 @@ class RequestFields(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     max_tokens: int
     fit_context: Literal[True] | None
+    min_tokens: int | None
     ignore_eos: bool
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None

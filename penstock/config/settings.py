@@ -244,8 +244,8 @@ class BatchSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_BATCH_", extra="forbid")
 
     store: str = ""
-    """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in
-    the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
+    """Where files, batches and responses are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with
+    its keys in the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
     rows_in_flight: int = Field(default=256, ge=1)
     """Requests of batches that one gateway has under way, for each pipeline and for each batch."""
     max_lines: int = Field(default=50_000, ge=1)
@@ -263,6 +263,18 @@ class BatchSettings(BaseSettings):
         return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
 
 
+class ResponsesSettings(BaseSettings):
+    """Responses that the gateway keeps."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_RESPONSES_", extra="forbid")
+
+    keep_days: float = Field(default=30.0, ge=0)
+    """How long a response is kept, in `PENSTOCK_BATCH_STORE`, unless its request says `"store": false`. 0: none is
+    kept; `store` is false then, and `background` is refused."""
+    max_per_tenant: int = Field(default=10_000, ge=1)
+    """The most responses of a tenant that are kept: its oldest are deleted, once an hour."""
+
+
 class FaultSettings(BaseSettings):
     """Deliberate failures, for tests."""
 
@@ -276,7 +288,7 @@ SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
     TelemetrySettings,
     AdmissionSettings, GuardSettings,
-    GatewaySettings, BatchSettings, FaultSettings,
+    GatewaySettings, BatchSettings, ResponsesSettings, FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)

@@ -344,7 +344,7 @@ class Engine:
         for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
             rows += range(row, row + len(seq_masks))
             row += 1 + len(seq.draft)
-            params += _make_params(seq, seq_masks)
+            params += _make_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
         logits = logits[: len(rows)] if len(rows) == row else logits[rows]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
@@ -358,6 +358,10 @@ class Engine:
             row += len(seq_masks)
         return drawn
 
+    def _find_end_token_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Return the tokens that end an answer before it has the `min_tokens` that it must have, if it must."""
+        return self.model.eos_token_ids | {*sampling.stop_token_ids} if sampling.min_tokens else frozenset()
+
 
 def _compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
     try:
@@ -366,7 +370,9 @@ def _compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
         raise SequenceFailed(seq, error) from error
 
 
-def _make_params(seq: Sequence, masks: list[NDArray[np.int32] | None]) -> list[SamplingParams]:
+def _make_params(
+    seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
+) -> list[SamplingParams]:
     """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
     position, reads_tokens = seq.num_output_tokens, changes_scores(seq.sampling)
     return [
@@ -376,6 +382,7 @@ def _make_params(seq: Sequence, masks: list[NDArray[np.int32] | None]) -> list[S
             position + number,
             [*seq.token_ids, *seq.draft[:number]] if number and reads_tokens else seq.token_ids,
             mask,
+            end_token_ids,
         )
         for number, mask in enumerate(masks)
     ]

@@ -42,7 +42,10 @@ def cut_max_tokens(sampling: Sampling, num_prompt_tokens: int, max_length: int) 
     """
     if not sampling.fit_context:
         return sampling
-    return sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, max(1, max_length - num_prompt_tokens))})
+    max_tokens = min(sampling.max_tokens, max(1, max_length - num_prompt_tokens))
+    # The cut sampling travels in the job, where `min_tokens` above `max_tokens` is refused.
+    min_tokens = None if sampling.min_tokens is None else min(sampling.min_tokens, max_tokens)
+    return sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min_tokens})
 
 
 def context_exceeded(context: int, num_prompt_tokens: int, max_tokens: int, bound: str = "") -> str:

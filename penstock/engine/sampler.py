@@ -1,16 +1,16 @@
 """From logits to tokens. A token depends on its own logits, its sequence's tokens, its request's seed and its position,
 and on nothing else.
 
-The scores are the logits in float32. Bias and then penalties change them; a grammar's mask leaves the tokens that may
-follow; temperature divides the scores; then top-k, top-p and min-p, in this order, say what can be drawn. Temperature 0
-takes the best, of equal ones the lowest id.
+The scores are the logits in float32. Bias and then penalties change them; the masks of grammar and `min_tokens` leave
+the tokens that may follow; temperature divides the scores; then top-k, top-p and min-p, in this order, say what can be
+drawn. Temperature 0 takes the best, of equal ones the lowest id.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from penstock.engine.sampling.allowed import mask_scores
+from penstock.engine.sampling.allowed import has_mask, mask_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.filters import draw_at_random, scatter_rows
 from penstock.engine.sampling.logprobs import compute_logprobs
@@ -24,7 +24,7 @@ __all__ = ["SamplingParams", "compute_logprobs", "draw_uniform", "sample_tokens"
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
-    are_changed = any(changes_scores(draw.sampling) or draw.allowed is not None for draw in draws)
+    are_changed = any(changes_scores(draw.sampling) or has_mask(draw) for draw in draws)
     if not are_changed and not any(draw.sampling.temperature > 0 for draw in draws):
         return list(argmax_lowest_id(logits).tolist())
     scores = logits.float()

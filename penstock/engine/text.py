@@ -23,6 +23,7 @@ class OutputText:
     def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._stop = sampling.stop
+        self._min_tokens = sampling.min_tokens or 0
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_new = max_new_tokens
@@ -35,6 +36,8 @@ class OutputText:
         """Characters of the window's text that were returned."""
         self._held = ""
         """Whole characters that may be the beginning of a stop string."""
+        self._num_exempt = 0
+        """Leading characters of the held text that `min_tokens` exempts: a stop string that ends in them is none."""
 
     def add_token(self, token_id: int, *, is_grammar_ended: bool = False) -> tuple[str, FinishReason | None]:
         """Add a token. Returns the text that it adds, and the finish reason if the output ends with it.
@@ -48,7 +51,9 @@ class OutputText:
         if not ends and token_id not in self._unseen_ids:
             self._window.append(token_id)
         self._held += self._take_text(everything=is_last)
-        found = _find_stop(self._held, self._stop)
+        if self._num_tokens <= self._min_tokens:
+            self._num_exempt = len(self._held)
+        found = _find_stop(self._held, self._stop, self._num_exempt)
         if found is not None:
             text, self._held = self._held[:found], ""
             return text, "stop"
@@ -56,7 +61,8 @@ class OutputText:
             return self.take_rest(), "stop" if ends or is_grammar_ended else "length"
         keep = _count_stop_prefix(self._held, self._stop)
         text = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        self._held = self._held[len(text) :]
+        self._num_exempt = max(0, self._num_exempt - len(text))
         return text, None
 
     def take_rest(self) -> str:
@@ -98,9 +104,9 @@ def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     return unseen, frozenset(token_id for name, token_id in named if tokenizer.convert_ids_to_tokens(token_id) == name)
 
 
-def _find_stop(text: str, stops: list[str]) -> int | None:
-    """Return where the first stop string in `text` begins, or None."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+def _find_stop(text: str, stops: list[str], num_exempt: int) -> int | None:
+    """Return where the first stop string in `text` begins that ends after `num_exempt` characters, or None."""
+    places = [place for stop in stops if (place := text.find(stop, max(0, num_exempt - len(stop) + 1))) >= 0]
     return min(places, default=None)
 
 

@@ -3,36 +3,67 @@
 What is known to be hostile is refused before it is compiled (`schema.py`), and compiling has limits (`engine.py`).
 What is left is what nobody knows yet: a grammar on which the engine crashes, hangs or takes all memory. So it is
 compiled first in a child process, which is killed if it does not answer, and not in the gateway or the worker.
+
+A gateway knows no model and checks with a vocabulary of bytes. A prefill worker checks every grammar again, with its
+model's tokenizer: the masks of some grammars take too much work only where tokens are long.
 """
 
+import contextlib
 import json
 import random
 import resource
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
 
-from penstock.errors import REQUEST_ERRORS, GrammarFailed, InvalidRequest, RequestError, UnsupportedSchema
+from penstock.errors import (
+    REQUEST_ERRORS,
+    GrammarFailed,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    UnsupportedSchema,
+)
 from penstock.messages import ErrorInfo, GrammarSpec, decode_message
 
+if TYPE_CHECKING:
+    from penstock.grammar.engine import GrammarTokenizer
+
+START_TIMEOUT_S = 60.0
+"""How long the child may take to start, on a machine that does other things."""
 CHECK_TIMEOUT_S = 5.0
 MAX_CHECKER_BYTES = 2**31
 MAX_REMEMBERED_GRAMMARS = 4096
 MAX_PROBED_MASK_S = 0.05
-"""The most processor time of a mask, of the 256 bytes, in the check."""
+"""The most processor time of a mask in the check."""
 _NUM_PROBED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a tokenizer of the grammar engine is made of (`GrammarTokenizer.from_json`)."""
+
+    tokenizer_json: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
 
 
 class GrammarChecker:
     """A child process that checks grammars one after the other. Any thread may use it; it may wait for seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: Vocabulary | None = None) -> None:
+        """Masks are tried with the vocabulary; without one, with the 256 bytes."""
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        """Whether the child has said that it is ready."""
         self._checked: OrderedDict[str, GrammarSpec] = OrderedDict()
 
     def __enter__(self) -> Self:
@@ -44,7 +75,8 @@ class GrammarChecker:
     def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
         """Return a grammar with the engine's version that can use it.
 
-        Raises `UnsupportedSchema` or `InvalidRequest`, the latter also if it takes longer than `CHECK_TIMEOUT_S`.
+        Raises `UnsupportedSchema` or `InvalidRequest`, the latter also if it takes longer than `CHECK_TIMEOUT_S`;
+        `InternalError` if the child process does not start.
         """
         with self._lock:
             if (known := self._checked.get(spec.digest)) is not None:
@@ -56,6 +88,11 @@ class GrammarChecker:
                 self._checked.popitem(last=False)
             return checked
 
+    def start(self) -> None:
+        """Start the child process, and do not wait until it is ready. `check_grammar` starts it, too."""
+        with self._lock:
+            self._start()
+
     def close(self) -> None:
         """End the child process."""
         with self._lock:
@@ -64,16 +101,16 @@ class GrammarChecker:
     def _ask(self, spec: GrammarSpec) -> GrammarSpec:
         process = self._start()
         assert process.stdin is not None
-        assert process.stdout is not None
+        if not self._is_ready and not _read_line(process, START_TIMEOUT_S):
+            self._kill()
+            raise InternalError("the process that checks grammars does not start")
+        self._is_ready = True
         answer = b""
-        try:
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(spec.encode() + b"\n")
             process.stdin.flush()
-            if select.select([process.stdout], [], [], CHECK_TIMEOUT_S)[0]:
-                answer = process.stdout.readline()  # the child writes a line at once
-        except BrokenPipeError:
-            pass
-        if not answer.endswith(b"\n"):
+            answer = _read_line(process, CHECK_TIMEOUT_S)
+        if not answer:
             self._kill()
             raise InvalidRequest("the grammar is too complex: it could not be checked")
         reply = json.loads(answer)
@@ -84,8 +121,14 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._kill()
-            command = [sys.executable, "-m", "penstock.grammar.checker"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            with tempfile.TemporaryFile() as file:  # a pipe would have to be written while the child starts
+                file.write(json.dumps(self._vocabulary and asdict(self._vocabulary)).encode())
+                file.seek(0)
+                command = [sys.executable, "-m", "penstock.grammar.checker", str(file.fileno())]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()]
+                )
+            self._is_ready = False
         return self._process
 
     def _kill(self) -> None:
@@ -95,17 +138,28 @@ class GrammarChecker:
             self._process = None
 
 
-def probe_grammar(spec: GrammarSpec) -> GrammarSpec:
-    """Compile a grammar for a tokenizer of bytes, go some random tokens into it, and return it with its engine.
+def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
+    """Return the child's next line, which it writes at once; empty if none comes in time, or the child ends."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        return b""
+    line = process.stdout.readline()
+    return line if line.endswith(b"\n") else b""
+
+
+# The child's side.
+
+
+def probe_grammar(spec: GrammarSpec, tokenizer: "GrammarTokenizer") -> GrammarSpec:
+    """Compile a grammar, go some random tokens into it, and return it with its engine.
 
     Raises `UnsupportedSchema` or `InvalidRequest`.
     """
     import numpy as np
 
-    from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarTokenizer
+    from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar
     from penstock.grammar.state import GrammarState
 
-    tokenizer = GrammarTokenizer.make_bytes()
     state = GrammarState(CompiledGrammar(spec, tokenizer))
     row = np.zeros(tokenizer.num_mask_words, np.int32)
     draw = random.Random(0)
@@ -131,9 +185,9 @@ def _read_error(error: dict[str, str]) -> RequestError:
     return REQUEST_ERRORS[error["code"]](error["message"])
 
 
-def _reply(line: bytes) -> dict[str, object]:
+def _reply(line: bytes, tokenizer: "GrammarTokenizer") -> dict[str, object]:
     try:
-        return {"spec": probe_grammar(decode_message(GrammarSpec, line)).model_dump()}
+        return {"spec": probe_grammar(decode_message(GrammarSpec, line), tokenizer).model_dump()}
     except UnsupportedSchema as error:
         fields = {"keyword": error.keyword, "path": error.path, "reason": error.reason}
         return {"error": {"code": error.code, **fields}}
@@ -142,11 +196,21 @@ def _reply(line: bytes) -> dict[str, object]:
 
 
 def main() -> None:
-    """Answer a line for each line: the child's side. It ends when its parent closes the pipe."""
+    """Say that it is ready, then answer a line for each line. It ends when its parent closes the pipe."""
+    from penstock.grammar.engine import GrammarTokenizer
+
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHECKER_BYTES, MAX_CHECKER_BYTES))
+    with open(int(sys.argv[1]), "rb") as file:
+        vocabulary = json.load(file)
+    tokenizer = GrammarTokenizer.make_bytes() if vocabulary is None else GrammarTokenizer.from_json(**vocabulary)
+    _write_line({"ready": True})
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(json.dumps(_reply(line)).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _write_line(_reply(line, tokenizer))
+
+
+def _write_line(content: dict[str, object]) -> None:
+    sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

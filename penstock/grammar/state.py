@@ -48,7 +48,7 @@ class GrammarState:
         if not self._compute_mask(row):
             self._rebuild([])
             if not self._compute_mask(row):
-                raise self._make_error(self._matcher, "the next tokens cannot be worked out")
+                raise self._make_error(self._matcher, "the tokens that may follow take too much work")
 
     @property
     def is_accepting(self) -> bool:
@@ -100,7 +100,7 @@ class GrammarState:
         """
         matcher = self.grammar.renew_matcher()
         if self.token_ids and not self._consume(matcher, self.token_ids):
-            raise self._make_error(matcher, "the tokens it was made of are refused")
+            raise self._make_error(matcher, "the answer so far is refused")
         self._matcher = matcher.deep_copy()
         if more and not self._consume(matcher, more):
             position = len(self.token_ids) + self._matcher.deep_copy().try_consume_tokens(more)
@@ -109,4 +109,4 @@ class GrammarState:
 
     def _make_error(self, matcher: "LLMatcher", what: str) -> GrammarFailed:
         reason = matcher.get_error().split("\n<")[0] or matcher.stop_reason()
-        return GrammarFailed(f"the answer does not follow its grammar: {what}: {reason} ({ENGINE_VERSION})")
+        return GrammarFailed(f"the answer cannot go on in its grammar: {what}: {reason} ({ENGINE_VERSION})")

@@ -69,7 +69,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
     if role == "gateway":
         own = (
             rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
-            GATEWAY_SECRET_KEY,
+            GATEWAY_SECRET_KEY, pipeline.responses_key,
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:

@@ -1,16 +1,17 @@
-"""Grammars of one model: checked if nobody has, and compiled.
+"""The grammars of one model: checked in a child process, and compiled.
 
-Compiling takes up to 100 ms, and checking half a second, so both are done where messages are read, on a thread beside
-the engine's steps. The loop replays only the tokens of a log, microseconds each.
+Compiling takes up to 100 ms, and the first check a second or two, so both are done where messages are read, on a thread
+beside the engine's steps. The loop replays only the tokens of a log, microseconds each.
 """
 
 import threading
-from functools import lru_cache
+from dataclasses import asdict
+from functools import cached_property
 
 from penstock.engine.model import LoadedModel
 from penstock.errors import GrammarFailed, InvalidRequest
-from penstock.grammar.checker import GrammarChecker
-from penstock.grammar.engine import ENGINE_VERSION, MAX_CACHED_GRAMMARS, CompiledGrammar, GrammarCache, GrammarTokenizer
+from penstock.grammar.checker import GrammarChecker, Vocabulary
+from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarCache, GrammarTokenizer
 from penstock.messages import GrammarSpec
 
 GRAMMAR_KEY = b'"grammar"'
@@ -18,22 +19,34 @@ GRAMMAR_KEY = b'"grammar"'
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Any thread may use it."""
+    """Checks and compiles grammars for one model. Any thread may use it."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
+        self._checker: GrammarChecker | None = None
+
+    def close(self) -> None:
+        """End the child process that checks grammars, if there is one."""
+        with self._lock:
+            if self._checker is not None:
+                self._checker.close()
 
     def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
-        """Return a grammar with the name of this worker's engine, which has checked it.
+        """Return a grammar with the engine's version that has checked it here, whatever it says itself.
 
-        One that another version has checked is checked again. Raises `UnsupportedSchema` or `InvalidRequest`.
+        Raises `UnsupportedSchema` or `InvalidRequest`.
         """
-        return spec if spec.engine == ENGINE_VERSION else _check_apart(spec)
+        with self._lock:
+            if self._checker is None:
+                self._checker = GrammarChecker(self._vocabulary)
+                self._checker.start()
+        self._open_cache()  # a second for 150,000 words, as the child takes for its own
+        return self._checker.check_grammar(spec)
 
     def compile_grammar(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return a compiled grammar.
+        """Return the compiled form of a grammar that was checked.
 
         Raises `UnsupportedSchema` or `InvalidRequest`, and `GrammarFailed` if another version of the engine has checked
         it: what that one has begun may go on differently here.
@@ -45,23 +58,19 @@ class GrammarCompiler:
     def _open_cache(self) -> GrammarCache:
         with self._lock:
             if self._cache is None:
-                model = self._model
-                if not getattr(model.tokenizer, "is_fast", False):
-                    raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
-                self._cache = GrammarCache(
-                    GrammarTokenizer.from_json(
-                        model.tokenizer.backend_tokenizer.to_str(),
-                        vocab_size=model.config.get_text_config().vocab_size,
-                        eos_token_ids=sorted(model.eos_token_ids),
-                    )
-                )
+                self._cache = GrammarCache(GrammarTokenizer.from_json(**asdict(self._vocabulary)))
             return self._cache
 
-
-@lru_cache(MAX_CACHED_GRAMMARS)
-def _check_apart(spec: GrammarSpec) -> GrammarSpec:
-    with GrammarChecker() as checker:
-        return checker.check_grammar(spec)
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        model = self._model
+        if not getattr(model.tokenizer, "is_fast", False):
+            raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
+        return Vocabulary(
+            tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
+            vocab_size=model.config.get_text_config().vocab_size,
+            eos_token_ids=tuple(sorted(model.eos_token_ids)),
+        )
 
 
 def may_have_grammar(value: bytes) -> bool:

@@ -136,7 +136,7 @@ class Worker:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self._handle_claim_news()
         read = self._collect_events()
-        deliveries = self._poll_messages() if accept else []
+        deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
         self._take_over(accept=accept)
         sampled, failed = self._step_engine()
@@ -190,14 +190,14 @@ class Worker:
 
     # 1 and 6. Claim.
 
-    def _poll_messages(self) -> list[Delivery]:
-        """Return the deliveries to begin. An idle worker waits for the first one."""
+    def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
+        """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
         capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
         is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
         deliveries = self.queue.poll(
             capacities["batch"],
             capacities["interactive"],
-            is_idle=self._is_idle(),
+            is_idle=is_idle,
             wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
         )
         for _ in deliveries:

@@ -19,7 +19,7 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
-from penstock.messages import EndEvent, Request, TokenEvent, now_s
+from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
@@ -33,10 +33,20 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
+_GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
+"""JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
+
+
 @cache
 def prepare_known_requests(max_tokens: int) -> list[tuple[Request, ExpectedAnswer]]:
-    """Return requests that are sent repeatedly under other ids, with their answers. Every eighth has one token."""
+    """Return requests that are sent repeatedly under other ids, with their answers.
+
+    Every eighth has one token, and every third a grammar.
+    """
     work = make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
+    for number in range(1, NUM_KNOWN_REQUESTS, 3):
+        sampling = work[number].sampling.model_copy(update={"grammar": _GRAMMAR})
+        work[number] = work[number].model_copy(update={"sampling": sampling})
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     return list(zip(work, compute_answers(work).values(), strict=True))

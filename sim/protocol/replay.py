@@ -1,20 +1,13 @@
-"""Takes the model's steps with the real scripts on a real server, and compares replies and records after each."""
+"""Takes the model's steps with a record, on a real server or in memory, and compares replies and states after each."""
 
 import json
 from typing import Any
 
-import redis
-
 from penstock.messages import EndEvent, TokenEvent, Usage
-from penstock.names import STAGES, START_HASH, Pipeline, Stage, event_id, roll_hash
+from penstock.names import START_HASH, event_id, roll_hash
 from penstock.record import Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
-from sim.protocol.script import DUE, GHOST, LATER, NEVER, NOBODY, PLACES, Message, Reply, RequestRecord
-
-LEASE_S = 600.0
-"""Longer than any test, so that a session ends only in steps of the model."""
-_FIELDS = [
-    "epoch", "session", "not_before", "stage", "bound", "body", "attempts", "cancelled", "message", "tokens", "hash",
-]  # fmt: skip
+from sim.protocol.keepers import LEASE_S, Keeper, RequestState, parse_stage, stage_of_worker
+from sim.protocol.script import GHOST, NOBODY, Message, Reply, RequestRecord
 
 
 def make_token(epoch: int, position: int) -> int:
@@ -31,22 +24,19 @@ def hash_tokens(tokens: tuple[int, ...]) -> str:
 
 
 class Replay:
-    """One request's record on the server, compared with the model's after each step."""
+    """One request's record, compared with the model's after each step."""
 
-    def __init__(self, client: "redis.Redis", pipeline: Pipeline, record: Record, request_id: str) -> None:
-        self.client, self.pipeline, self.record, self.id = client, pipeline, record, request_id
-        self.keys = pipeline.record_key(request_id), pipeline.log_key(request_id)
+    def __init__(self, keeper: Keeper, record: Record, request_id: str) -> None:
+        self.keeper, self.record, self.id = keeper, record, request_id
         self.epochs = {0: 0}
-        """The server's epochs by the model's."""
+        """The record's epochs by the model's."""
         self.claims: dict[int, Claim] = {}
         self.sessions = dict.fromkeys(range(4), "")
         """The session of each worker of the model."""
         self.ghosts: set[str] = set()
         """Sessions whose workers have another one, or are dead."""
-        self.saved: dict[Stage, float] = {}
         self.num_sessions = 0
-        for stage in STAGES:
-            self.client.delete(pipeline.free_key(stage))  # It may have an entry of an earlier request.
+        self.keeper.clear_free()
         for index in range(4):
             self._open_session(index)
 
@@ -62,9 +52,9 @@ class Replay:
             case "handed":
                 assert self.record.note_handed_off(self.claims[args[0]]) == reply
             case "renew":
-                stage, session = _stage_of(args[0]), self.sessions[args[0]]
-                # The server forgot the last renewal, if it knows the session at all.
-                known_ms = int(self.client.zscore(self.pipeline.sessions_key(stage), session) or 0) + 1
+                stage, session = stage_of_worker(args[0]), self.sessions[args[0]]
+                # The last renewal was forgotten, if the session is known at all.
+                known_ms = (self.keeper.find_session_end(session) or 0) + 1
                 assert self.record.renew_session(stage, session, known_ms) is None
                 self._open_session(args[0])
             case "crash":
@@ -75,11 +65,11 @@ class Replay:
             case "cancel":
                 assert self.record.cancel_request(self.id) == reply
             case "sync":
-                self._save_state()
+                self.keeper.save()
             case "lose":
                 self._restore_saved_state()
             case "due":
-                self._pass_waiting_times()
+                self.keeper.pass_waiting_times()
             case _:
                 self._call_script(kind, args, reply, before, after)
         self.check_record(after)
@@ -118,7 +108,7 @@ class Replay:
         body, job = ("", str(message.job)) if message.job else (str(message.body), "")
         self.record.put_down(stage, [UnclaimedMessage(self.id, body, job, _pack_message(message))])
         if after.epoch not in self.epochs:
-            epoch = int(self.client.hget(self.keys[0], "epoch") or 0)
+            epoch = self.keeper.read().epoch
             assert epoch > max(self.epochs.values())
             self.epochs[after.epoch] = epoch
 
@@ -166,12 +156,11 @@ class Replay:
         """Open a session for a worker in its stage."""
         self.num_sessions += 1
         self.sessions[index] = f"{self.id}-w{index}/{self.num_sessions}"
-        assert self.record.renew_session(_stage_of(index), self.sessions[index]) is not None
+        assert self.record.renew_session(stage_of_worker(index), self.sessions[index]) is not None
 
     def _get_session(self, index: int, lives: bool) -> str:
-        """Return the worker's session. Where the server lost it, open another one first."""
-        sessions = self.pipeline.sessions_key(_stage_of(index))
-        if lives and self.client.zscore(sessions, self.sessions[index]) is None:
+        """Return the worker's session. Where it was lost, open another one first."""
+        if lives and self.keeper.find_session_end(self.sessions[index]) is None:
             self._open_session(index)
         return self.sessions[index]
 
@@ -179,49 +168,19 @@ class Replay:
         """Let the time of a worker's session, or of all dead workers' sessions, run out, and end them."""
         over = self.ghosts if index == GHOST else {self.sessions[index]}
         for session in over:
-            stage = _stage_of(_parse_worker_index(session))
-            if self.client.zadd(self.pipeline.sessions_key(stage), {session: 1}, xx=True, ch=True):
-                self.record.end_expired_sessions(stage, 2)
-            assert not self.client.exists(self.pipeline.held_key(session))
+            if self.keeper.expire_session(session):
+                self.record.end_expired_sessions(parse_stage(session), 2)
+            assert not self.keeper.is_held(session)
         self.ghosts -= over
 
-    def _pass_waiting_times(self) -> None:
-        if self.client.hexists(self.keys[0], "not_before"):
-            self.client.hset(self.keys[0], "not_before", 1)
-        for stage in STAGES:
-            self.client.zadd(self.pipeline.free_key(stage), {self.id: 1}, xx=True)
-
-    def _save_state(self) -> None:
-        for key in self.keys:
-            self.client.delete(key + ":saved")
-            self.client.copy(key, key + ":saved")
-        scores = {stage: self.client.zscore(self.pipeline.free_key(stage), self.id) for stage in STAGES}
-        self.saved = {stage: score for stage, score in scores.items() if score is not None}
-
     def _restore_saved_state(self) -> None:
-        """Put the server back to its saved state, and wait until its clock is past all epochs.
+        """Go back to the saved state, and wait until the clock is past all epochs.
 
         All workers find their sessions lost. The session that holds the request in the saved record becomes a ghost.
         """
-        for key in self.keys:
-            if not self.client.copy(key + ":saved", key, replace=True):
-                self.client.delete(key)
-        for stage in STAGES:
-            self.client.zrem(self.pipeline.free_key(stage), self.id)
-            if stage in self.saved:
-                self.client.zadd(self.pipeline.free_key(stage), {self.id: self.saved[stage]})
-        for session in (*self.sessions.values(), *self.ghosts):
-            self.client.zrem(self.pipeline.sessions_key(_stage_of(_parse_worker_index(session))), session)
-            self.client.delete(self.pipeline.held_key(session))
-        holder = str(self.client.hget(self.keys[0], "session") or b"", "utf-8")  # type: ignore[arg-type]
-        if holder:
-            stage = _stage_of(_parse_worker_index(holder))
-            self.client.zadd(
-                self.pipeline.sessions_key(stage), {holder: _to_milliseconds(self.client.time()) + 1000 * LEASE_S}
-            )
-            self.client.sadd(self.pipeline.held_key(holder), self.id)
-            self.ghosts.add(holder)
-        while _to_milliseconds(self.client.time()) <= max(self.epochs.values()):
+        holder = self.keeper.restore({*self.sessions.values(), *self.ghosts})
+        self.ghosts |= {holder} - {""}
+        while self.keeper.now_ms() <= max(self.epochs.values()):
             pass
 
     def _check_session(self, rec: RequestRecord, session: str) -> None:
@@ -234,40 +193,27 @@ class Replay:
         else:
             assert session == self.sessions[rec.session]
         for one in known:
-            assert bool(self.client.sismember(self.pipeline.held_key(one), self.id)) == (one == session)
+            assert self.keeper.is_held(one) == (one == session)
 
     def check_record(self, rec: RequestRecord) -> None:
-        """Check that the record and the log on the server equal the model's."""
-        with self.client.pipeline(transaction=False) as pipe:
-            pipe.hmget(self.keys[0], _FIELDS)
-            pipe.xrange(self.keys[1])
-            pipe.time()
-            values, entries, time = pipe.execute()
-        text = {name: (value or b"").decode() for name, value in zip(_FIELDS, values, strict=True)}
-        now = _to_milliseconds(time)
-        assert int(text["epoch"] or 0) == self.epochs[rec.epoch]
-        self._check_session(rec, text["session"])
-        assert (int(text["not_before"] or 0) > now) == rec.waits
-        for stage in STAGES:
-            score, place = self.client.zscore(self.pipeline.free_key(stage), self.id), PLACES[stage]
-            assert (NEVER if score is None else LATER if score > now else DUE) == rec.free[place]
-        assert (text["stage"] or "new") == rec.stage
-        assert int(text["bound"] or 0) == rec.bound
-        assert int(text["body"] or 0) == rec.body
-        assert int(text["attempts"] or 0) == rec.attempts
-        assert (text["cancelled"] == "1") == rec.cancelled
-        assert text["message"].encode() == _pack_message(rec.message)
-        assert int(text["tokens"] or 0) == len(rec.tokens)
-        assert (text["hash"] or START_HASH) == hash_tokens(rec.tokens)
-        assert [(name.decode(), json.loads(fields[b"e"])) for name, fields in entries] == _build_log_entries(rec)
-
-
-def _parse_worker_index(session: str) -> int:
-    return int(session.partition("-w")[2].partition("/")[0])
-
-
-def _stage_of(index: int) -> Stage:
-    return "prefill" if index < 2 else "decode"
+        """Check that the record and the log equal the model's."""
+        found = self.keeper.read()
+        self._check_session(rec, found.session)
+        assert found == RequestState(
+            epoch=self.epochs[rec.epoch],
+            session=found.session,
+            waits=rec.waits,
+            stage=rec.stage,
+            bound=str(rec.bound or ""),
+            body=str(rec.body or ""),
+            attempts=rec.attempts,
+            cancelled=rec.cancelled,
+            message=_pack_message(rec.message),
+            num_tokens=len(rec.tokens),
+            rolling_hash=hash_tokens(rec.tokens),
+            free=rec.free,
+            log=_build_log_entries(rec),
+        )
 
 
 def _build_log_entries(rec: RequestRecord) -> list[tuple[str, Any]]:
@@ -285,8 +231,3 @@ def _build_log_entries(rec: RequestRecord) -> list[tuple[str, Any]]:
 
 def _pack_message(message: Message | None) -> bytes:
     return b"" if message is None else json.dumps(message).encode()
-
-
-def _to_milliseconds(time: tuple[int, int]) -> int:
-    seconds, micros = time
-    return int(seconds) * 1000 + int(micros) // 1000

@@ -71,7 +71,7 @@ def settle_until(bus: KafkaBus, done: Callable[[], bool]) -> None:
     """As a worker does it: try again while brokers are away, by a new member when the old one is of no more use."""
     while not done():
         held: list[Delivery] = []
-        with contextlib.suppress(BusUnavailable, MemberFenced), bus.join_group("prefill", "a") as member:
+        with contextlib.suppress(BusUnavailable, MemberFenced), bus.join_group("decode", "a") as member:
             tries = 0
             while tries < 5 and not done():
                 held += member.poll(0.1, CAPACITY)
@@ -85,10 +85,10 @@ def settle_until(bus: KafkaBus, done: Callable[[], bool]) -> None:
 
 
 def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipeline: Pipeline) -> None:
-    """None is refused, each is settled once: partitions that the broker led are led by others after some seconds."""
+    """None is refused, and decode settles each once: others lead the partitions that it led after some seconds."""
     bus = KafkaBus(pipeline, cluster.bootstrap, SETTINGS)
     bus.create_topics()
-    requests = pipeline.request_topic("interactive")
+    jobs = pipeline.job_topic("interactive")
     accepted: list[bytes] = []
     over = threading.Event()
 
@@ -97,7 +97,7 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
         with contextlib.closing(publisher):
             while not over.wait(0.02):
                 name = str(len(accepted))
-                publisher.publish([Outgoing(requests, name.encode(), name)])
+                publisher.publish([Outgoing(jobs, name.encode(), name)])
                 accepted.append(name.encode())
 
     def num_results() -> int:
@@ -107,7 +107,7 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
         requesting = pool.submit(request_forever)
         try:
             settle_until(bus, lambda: num_results() > 20 or requesting.done())
-            cluster.servers[leader_of(bus, requests)].kill()
+            cluster.servers[leader_of(bus, jobs)].kill()
             at_least = len(accepted) + 50
             settle_until(bus, lambda: len(accepted) > at_least or requesting.done())
         finally:

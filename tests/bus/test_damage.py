@@ -10,7 +10,7 @@ import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, Producer
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, FollowedMessage, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
@@ -162,6 +162,23 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(kafka_bus: KafkaBu
     with kafka_bus.join_group("prefill", "b") as member:
         assert member.poll(0.5, CAPACITY) == []
     assert len(kafka_bus.read_all(pipeline.dead_letter_topic)) == 3
+
+
+def test_who_follows_or_reads_all_passes_a_batch_that_cannot_be_unpacked(
+    kafka_bus: KafkaBus, pipeline: Pipeline
+) -> None:
+    """The meter of usage and the runner of batches follow the results."""
+    publish_around_damage(kafka_bus, pipeline.results_topic)
+    with contextlib.closing(kafka_bus.follow_topic(pipeline.results_topic, {})) as follower:
+        found: list[FollowedMessage] = []
+
+        def has_read() -> bool:
+            found.extend(follower.read_messages(0.5))
+            return len(found) > 1
+
+        wait_until(has_read, 30, "both messages")
+    assert [(one.offset, one.message and one.message.value) for one in found] == [("0", b"before"), ("4", b"behind")]
+    assert list_values(kafka_bus.read_all(pipeline.results_topic)) == [b"before", b"behind"]
 
 
 def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(

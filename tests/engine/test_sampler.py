@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -104,6 +105,22 @@ def test_penalties_and_bias() -> None:
     assert greedy([2], logit_bias={2: 3.5}, repetition_penalty=2) == 0  # bias first
     assert greedy([], logit_bias={0: -100, 1: -100, 3: -100}) == 2
     assert logits.tolist() == torch.tensor([[2.0, 1.9, -1.0, 0.0]]).tolist()  # read only
+
+
+def _draw_with_ends(sampling: Sampling, position: int, allowed: list[int] | None = None) -> int:
+    """Draw from tokens of which 0 and 1 end the answer, and are the likeliest. `allowed` is what a grammar allows."""
+    mask = None if allowed is None else np.array([sum(1 << token for token in allowed)], np.int32)
+    draw = SamplingParams(sampling, 0, position, [9] * position, mask, end_token_ids={0, 1, 700})
+    return sample_tokens(torch.tensor([[9.0, 8.0, 1.0, 2.0]]), [draw])[0]
+
+
+def test_tokens_that_end_an_answer_are_not_drawn_before_min_tokens() -> None:
+    for temperature in (0.0, 0.01):
+        sampling = Sampling(temperature=temperature, min_tokens=3)
+        assert [_draw_with_ends(sampling, position) for position in range(5)] == [3, 3, 3, 0, 0]
+        assert _draw_with_ends(sampling, 2, [0, 2]) == 2
+        assert _draw_with_ends(sampling, 2, [1]) == 1, "the grammar allows nothing else"
+        assert _draw_with_ends(Sampling(temperature=temperature), 0) == 0
 
 
 SAMPLINGS = st.builds(

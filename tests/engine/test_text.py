@@ -119,6 +119,16 @@ def test_stop_tokens_add_no_text(tokenizer: Any) -> None:
     assert reasons == [None, "stop"]  # both at once: it has come to its end
 
 
+def test_a_stop_string_that_ends_within_min_tokens_is_none(tokenizer: Any) -> None:
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abc")
+    texts, reasons, _ = _push_all(tokenizer, [a, b, a, b, c], stop=["ab"], min_tokens=2)
+    assert (texts, reasons[-1]) == (["", "ab", "", ""], "stop")
+    texts, reasons, _ = _push_all(tokenizer, [c, a, b, c], stop=["ab"], min_tokens=2)
+    assert (texts, reasons) == (["c", "", ""], [None, None, "stop"]), "it begins within them and ends after them"
+    texts, reasons, _ = _push_all(tokenizer, [a, b, a, c], stop=["ab", "bac"], min_tokens=3)
+    assert ("".join(texts), reasons[-1]) == ("a", "stop")
+
+
 # Byte fallback.
 
 A, SPACE_A, UNKNOWN = 259 + WORDS.index("a"), 259 + WORDS.index("▁a"), 259 + WORDS.index("\ufffd")

@@ -1,30 +1,19 @@
 """Answers over many schemas: what ends is valid, what is cut can be gone on with, and replay gives the same masks."""
 
 import json
-from decimal import Decimal
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
 from penstock.grammar.state import GrammarState
 from penstock.messages import GrammarSpec
-from sim.schemas import Schema, make_schemas
+from sim.schemas import find_violation, make_schemas
 from tests.grammar.sampling import RandomAnswer, compile_schema, compile_spec, draw_answer, read_mask
 
 NUM_SCHEMAS = 1000
 NUM_PARTS = 8
 MAX_TOKENS = 250
-
-
-def find_violation(schema: Schema, text: str) -> str | None:
-    """Return what an independent validator says of an answer; None if it is valid. Numbers are exact decimals."""
-    kind = jsonschema.Draft202012Validator
-    if "draft-07" in schema.get("$schema", ""):
-        kind = jsonschema.Draft7Validator
-    validator = kind(json.loads(json.dumps(schema), parse_float=Decimal), format_checker=kind.FORMAT_CHECKER)
-    return next((str(error) for error in validator.iter_errors(json.loads(text, parse_float=Decimal))), None)
 
 
 def check_replay(answer: RandomAnswer, fresh: GrammarState) -> None:

@@ -1,15 +1,18 @@
 """Checking grammars in a child process: what it says, and that it survives what the engine does not."""
 
+import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.errors import InvalidRequest, UnsupportedSchema
+from penstock.errors import InternalError, InvalidRequest, UnsupportedSchema
 from penstock.grammar import checker as checker_module
-from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.checker import GrammarChecker, Vocabulary
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.spec import make_schema_spec
 from penstock.messages import GrammarSpec
+from tests.grammar.sampling import DEMO_MODEL
 
 GOOD = make_schema_spec({"type": "integer"}, "schema")
 
@@ -39,6 +42,29 @@ def test_a_grammar_whose_masks_fail_soon_is_refused(checker: GrammarChecker) -> 
     patterns = [{"pattern": f"^(.*x.{{{count}}}y.*)*$"} for count in (7, 11, 13)]
     with pytest.raises(InvalidRequest, match="too complex"):
         checker.check_grammar(make_schema_spec({"type": "string", "allOf": patterns, "maxLength": 200}, "schema"))
+
+
+def test_a_grammar_whose_masks_fail_for_a_models_long_words_is_refused_with_that_model(checker: GrammarChecker) -> None:
+    tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    for letters in itertools.product("ab", repeat=12):
+        words["".join(letters)] = len(words)
+    spec = GrammarSpec(kind="regex", source=".*a.{30}")
+    assert checker.check_grammar(spec).engine == ENGINE_VERSION
+    with GrammarChecker(Vocabulary(json.dumps(tokenizer), len(words), (1,))) as with_model:
+        with pytest.raises(InvalidRequest, match="too complex"):
+            with_model.check_grammar(spec)
+        assert with_model.check_grammar(GOOD).engine == ENGINE_VERSION
+
+
+def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(InternalError):
+        checker.check_grammar(GOOD)
+    monkeypatch.undo()
+    assert checker.check_grammar(GOOD).engine == ENGINE_VERSION
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(

@@ -132,7 +132,7 @@ def test_a_mask_that_exceeds_its_limits_fails_and_does_not_end_the_answer() -> N
             read_mask(state)
             state.advance([token])
 
-    with pytest.raises(GrammarFailed, match="cannot be worked out"):
+    with pytest.raises(GrammarFailed, match="too much work"):
         go_on()
 
 

@@ -145,6 +145,17 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_rows_are_no_responses_that_last(tmp_path: Path) -> None:
+    batch, asked = CommandBatch(tmp_path), {"model": "demo", "input": "x", "max_output_tokens": 6}
+    bodies = [asked, asked | {"background": True}, asked | {"previous_response_id": "resp_1"}]
+    rows = [row(number) | {"url": "/v1/responses", "body": body} for number, body in enumerate(bodies)]
+    assert await batch.create(lines(rows)) == []
+    await batch.run(ScriptedClient())
+    found = {one["custom_id"]: one["response"]["body"] for one in await batch.read_rows()}
+    assert (found["row-0"]["status"], found["row-0"]["store"]) == ("completed", False)
+    assert [found[f"row-{n}"]["error"]["param"] for n in (1, 2)] == ["background", "previous_response_id"]
+
+
 async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchKind) -> None:
     rows = [row(number) for number in range(20)]
     rows[3], rows[4], rows[5] = row(3, temperature=99), row(4, stream=True), row(5)

@@ -105,6 +105,19 @@ async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> 
     assert await objects.get("a/empty") == b""
 
 
+async def test_objects_are_listed_by_their_age(objects: ObjectStorage) -> None:
+    begun_s = time.time()
+    for name in ("b", "a", "c/d"):
+        await objects.put(f"x/{name}", b"1")
+        written_s = time.time()
+        while int(time.time()) == int(written_s):  # S3 tells whole seconds
+            await asyncio.sleep(0.05)
+    found = await objects.list_by_age("x")
+    assert [name for _, name in found] == ["b", "a"]
+    assert all(begun_s - 2 < written_s < time.time() + 2 for written_s, _ in found)
+    assert await objects.list_by_age("nothing") == []
+
+
 async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: ObjectStorage) -> None:
     large = [b"x" * PIECE_BYTES] * 12
     with pytest.raises(ConnectionError):

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.client.core import make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
 from penstock.errors import PromptTooLong
@@ -39,6 +40,11 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "an endless grammar": (
         CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", "invalid_value",
     ),
+    "beams": (CHAT, {"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    "special tokens": (RESPONSES, {"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+    "a prompt as it is": (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens", "unsupported_parameter"),
+    "a priority": (COMPLETIONS, {"priority": 3}, "priority", "unsupported_parameter"),
+    "more tokens than the limit": (COMPLETIONS, {"min_tokens": 17}, "min_tokens", "invalid_value"),
     "two grammars": (
         CHAT, {"guided_regex": "a+", "response_format": {"type": "json_object"}}, "response_format", "invalid_value",
     ),
@@ -77,6 +83,39 @@ def test_a_field_that_is_none_of_the_apis_is_refused(field: str) -> None:
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, field, "unknown_parameter")
 
 
+DEFAULTS: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False, "no_stop_trim": False, "truncate_prompt_tokens": None, "bad_words": [],
+    "allowed_token_ids": None, "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": None,
+    "cache_salt": None, "kv_transfer_params": None, "vllm_xargs": None, "regex": None, "ebnf": None, "top_k": -1,
+    "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [], "min_tokens": 0, "ignore_eos": False,
+}  # fmt: skip
+"""What vLLM and SGLang have if nothing is given."""
+CHAT_DEFAULTS = {
+    "echo": False, "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False,
+    "documents": None, "chat_template": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "defaults"), [(CHAT, CHAT_DEFAULTS), (COMPLETIONS, {"add_special_tokens": True}), (RESPONSES, {})]
+)
+def test_defaults_of_other_servers_change_nothing(endpoint: Endpoint[Any], defaults: dict[str, Any]) -> None:
+    (plain,) = endpoint.make_requests(endpoint.parse_body(prompted(endpoint, {})), "r")
+    (given,) = endpoint.make_requests(endpoint.parse_body(prompted(endpoint, DEFAULTS | defaults)), "r")
+    prompts = plain.pop("prompt", None), given.pop("prompt", None)
+    assert prompts[0] == prompts[1]
+    samplings = [make_request(prompts[0], args).sampling for args in (plain, given)]
+    assert samplings[1].model_copy(update={"min_tokens": None}) == samplings[0]
+
+
+def test_a_refusal_says_what_to_do() -> None:
+    with pytest.raises(ApiError, match=r"'priority': .*not support it\. Use 'service_tier'\."):
+        CHAT.parse_body(prompted(CHAT, {"priority": 1}))
+    with pytest.raises(ApiError, match=r"not support it\. Send true, or leave it out\."):
+        CHAT.parse_body(prompted(CHAT, {"skip_special_tokens": False}))
+
+
 def test_there_is_no_reasoning_to_include() -> None:
     body = RESPONSES.parse_body(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"]}))
     (ask,) = RESPONSES.make_requests(body, "resp_1")
@@ -103,6 +142,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
         ("GET", "/v1/chat/completions", "POST"),
         ("POST", "/v1/models", "GET"),
         ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
+        ("GET", "/v1/responses/resp_1/cancel", "POST"),
     ],
 )
 async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:

@@ -15,6 +15,7 @@ from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 
 ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
@@ -78,3 +79,23 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
     with Client(line.addresses) as client:
         assert client.result(request_id).text == expected
     line.restart_dead()
+
+
+def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: Stack) -> None:
+    asked: dict[str, Any] = {"model": "demo", "input": "And the king", "max_output_tokens": 300, "temperature": 0.9}
+    asked |= {"seed": 3, "ignore_eos": True}
+    responses = f"{line.gateway_url}/v1/responses"
+    expected = httpx.post(responses, json=asked, timeout=120).json()["output"][0]["content"]
+    name = httpx.post(responses, json=asked | {"background": True}).json()["id"]
+    with redis_client(line.addresses.stream_url) as server:
+        log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
+        wait_until(lambda: len(log.read_events(name)) > 20, 60, "it is under way", every_s=0.005)
+        status = log.read_status(name)
+    assert status is not None
+    assert status.stage == "decode"
+    (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
+    assert holder.child is not None
+    holder.child.kill()
+    line.restart_dead()
+    wait_until(lambda: httpx.get(f"{responses}/{name}").json()["status"] == "incomplete", 60, "it has ended")
+    assert httpx.get(f"{responses}/{name}").json()["output"][0]["content"] == expected

@@ -137,6 +137,32 @@ def test_responses_streamed_and_not_say_the_same(sdk: openai.OpenAI) -> None:
     assert sdk.responses.create(**(asked | {"input": turns})).output_text == whole.output_text
 
 
+def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
+    posted = sdk.responses.create(input="In the beginning", background=True, **asked)
+    assert posted.status in ("queued", "in_progress", "incomplete")
+    wait_until(lambda: sdk.responses.retrieve(posted.id).status == "incomplete", 60, "it has ended")
+    first = sdk.responses.retrieve(posted.id)
+    assert (first.background, len(first.output)) == (True, 1)
+    events = list(sdk.responses.retrieve(posted.id, stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert list(sdk.responses.retrieve(posted.id, stream=True, starting_after=events[5].sequence_number)) == events[6:]
+    (item,) = sdk.responses.input_items.list(posted.id)
+    assert item.type == "message"
+    assert [part.text for part in item.content if part.type == "input_text"] == ["In the beginning"]
+    assert sdk.responses.cancel(posted.id).status == "incomplete", "it had ended"
+    second = sdk.responses.create(input="Go on.", previous_response_id=first.id, **asked)
+    turns: Any = [
+        {"role": "user", "content": "In the beginning"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert second.output_text == sdk.responses.create(input=turns, **asked).output_text
+    sdk.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="Previous response"):
+        sdk.responses.create(input="Go on.", previous_response_id=first.id, **asked)
+
+
 def test_models_are_listed(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
     assert sdk.models.retrieve(MODEL).owned_by == "penstock"

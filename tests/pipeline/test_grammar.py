@@ -1,21 +1,32 @@
 """Structured output through the whole pipeline: valid answers, the same after every change of workers."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from penstock.bus.contract import Bus, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.errors import GrammarFailed
+from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
-from penstock.messages import GrammarSpec, Request, Sampling
-from penstock.names import Pipeline
+from penstock.local.processes import Child
+from penstock.messages import GrammarSpec, Request, Sampling, TokenEvent
+from penstock.names import Pipeline, Stage
+from penstock.record import Record
+from penstock.waiting import wait_until
 from penstock.worker.grammars import GrammarCompiler
+from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
 from sim.workload import compute_answers, load_demo_model, make_requests
+from tests.pipeline.checks import results_of
 
 SCHEMA = {
     "type": "object",
@@ -47,8 +58,8 @@ def test_answers_match_their_schemas_and_others_are_as_without_them(line: InProc
     results = {result.id: result for result in line.run_until_results(11)}
     for name, expected in compute_answers(plain).items():
         assert results[name].token_ids == expected.token_ids
-    grammar = GrammarCompiler(load_demo_model())
-    compiled = grammar.compile_grammar(grammar.check_grammar(schema))
+    checked = schema.model_copy(update={"engine": ENGINE_VERSION})
+    compiled = GrammarCompiler(load_demo_model()).compile_grammar(checked)
     ends = set()
     for seed in range(8):
         result = results[f"json-{seed}"]
@@ -85,20 +96,107 @@ def test_an_answer_that_ends_with_its_first_token_ends_in_prefill(line: InProces
     assert (result.text in {"a", "b"}, result.finish_reason, len(result.token_ids)) == (True, "stop", 1)
 
 
+SLOW_MASKS = make_schema_spec(
+    {"type": "string", "allOf": [{"pattern": f"^(.*x.{{{count}}}y.*)*$"} for count in (7, 11, 13)], "maxLength": 200},
+    "schema",
+)
+"""It compiles, and only the check finds out what its masks cost."""
+
+
+@pytest.mark.parametrize("engine", ["", ENGINE_VERSION])
 @pytest.mark.parametrize(
     ("grammar", "code"),
     [
         (GrammarSpec(kind="json_schema", source='{"type":"string","format":"color"}'), "unsupported_schema"),
         (GrammarSpec(kind="regex", source="("), "invalid_request"),
+        (SLOW_MASKS, "invalid_request"),
     ],
 )
-def test_what_nobody_has_checked_is_refused_with_a_result(
-    line: InProcessPipeline, grammar: GrammarSpec, code: str
+def test_a_grammar_is_checked_whatever_its_producer_says(
+    line: InProcessPipeline, grammar: GrammarSpec, code: str, engine: str
 ) -> None:
-    line.send_requests(ask("refused", grammar))
+    line.send_requests(ask("refused", grammar.model_copy(update={"engine": engine})))
     (result,) = line.run_until_results(1)
     assert result.error is not None
     assert (result.error.code, result.finish_reason, result.token_ids) == (code, "error", [])
+
+
+ESCAPES = [GrammarSpec(kind="regex", source=f'"{"x" * length}' + r'(\\["n\\]){16,20}"') for length in range(6)]
+"""Texts of escapes. They begin at different tokens, so that in any step some answers are inside of one."""
+KILLS = ("decode.7.sent=kill@3", "decode.7.stepped=kill@2", "decode.7.confirmed=kill@9", "decode.7.sent=kill@4")
+"""A decode worker each. Between them they append tokens to all answers."""
+
+
+@pytest.mark.timeout(150)
+def test_workers_that_are_killed_in_the_middle_of_answers_change_no_byte(
+    addresses: Addresses, bus: Bus, record: Record, tmp_path: Path
+) -> None:
+    prompt = load_demo_model().tokenizer("And the king said")["input_ids"]
+    grammars = [*ESCAPES, make_schema_spec(SCHEMA, "schema"), None]
+    work = [
+        ask(f"killed-{seed}", grammar, seed=seed, max_tokens=80).model_copy(
+            update={"prompt": None, "token_ids": prompt}
+        )
+        for seed, grammar in enumerate(grammars)
+    ]
+    with closing(bus.create_publisher()) as publisher:
+        topic = Pipeline(addresses.pipeline).request_topic("interactive")
+        publisher.publish([Outgoing(topic, one.encode(), one.id) for one in work])
+    with worker_process("prefill", addresses, tmp_path, "prefill.4.appended=kill@2") as dying:
+        wait_for_kill(dying)
+    cut_texts = []
+    with worker_process("prefill", addresses, tmp_path):
+        for order in KILLS:
+            with worker_process("decode", addresses, tmp_path, order) as dying:
+                wait_for_kill(dying)
+            cut_texts += [read_text(record, one) for one in work[: len(ESCAPES)]]
+        with worker_process("decode", addresses, tmp_path):
+            wait_until(lambda: len(results_of(addresses)) == len(work), 60, "every answer", every_s=0.1)
+    assert any(is_inside_escape(text) for text in cut_texts)
+    assert len(set(cut_texts)) >= len(KILLS)
+    expected = compute_answers(work)
+    for result in results_of(addresses):
+        answer = expected[result.id]
+        assert (result.error, result.text, result.token_ids) == (None, answer.text, answer.token_ids)
+        assert result.finish_reason == answer.finish_reason
+
+
+@contextmanager
+def worker_process(stage: Stage, addresses: Addresses, directory: Path, failpoints: str = "") -> Iterator[Child]:
+    """Run `penstock worker` in a process that passes its failpoints; it is killed at the end."""
+    environment = {
+        **os.environ,
+        "PENSTOCK_PIPELINE": addresses.pipeline,
+        "PENSTOCK_STREAM_URL": addresses.stream_url,
+        "PENSTOCK_RECORD_LEASE_S": "0.5",
+        "PENSTOCK_RECORD_MAX_ATTEMPTS": "20",
+        "PENSTOCK_ENGINE_DTYPE": "float32",
+        "PENSTOCK_KV_STORE_SHARED_MB": "0",
+        "PENSTOCK_FAILPOINTS": failpoints,
+    }
+    child = fork_process(stage, directory / f"{stage}.log", run_penstock, "worker", stage, environment=environment)
+    try:
+        yield child
+    finally:
+        child.kill()
+
+
+def wait_for_kill(worker: Child) -> None:
+    """Wait until a worker has killed itself at its failpoint."""
+    wait_until(lambda: not worker.is_alive(), 60, "the worker is killed", every_s=0.05)
+    assert worker.returncode == -signal.SIGKILL, worker.read_log_tail()
+
+
+def read_text(record: Record, request: Request) -> str:
+    """Return the text of an answer's log so far, with what a stream holds back."""
+    tokens = [event.token for event in record.read_log(request.id) if isinstance(event, TokenEvent)]
+    text: str = load_demo_model().tokenizer.decode(tokens)
+    return text
+
+
+def is_inside_escape(text: str) -> bool:
+    """Return whether a text ends with the backslash that begins an escape."""
+    return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 
 def test_an_answer_of_another_version_of_the_engine_is_not_gone_on_with(line: InProcessPipeline) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.bus.contract import Delivery
 from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline
@@ -89,6 +90,28 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
         name: a.token_ids for name, a in expected.items()
     }
     assert reader.begun.count("long") == 1
+
+
+@pytest.mark.in_memory
+def test_who_has_read_a_message_waits_for_no_other(
+    line: InProcessPipeline, work: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker without other work waits in `poll`: the request that it is to claim would wait with it."""
+    worker, reader, waits = line.prefill, slowed(line.prefill), list[bool]()
+    publish_long(line, work[-1])
+    turn_until(worker, "long", reader)
+    reader.is_let.set()
+    wait_until(worker.reader._open[0].task.done, 30, "it is read")
+    poll = worker.queue.poll
+
+    def note_wait(*args: int, is_idle: bool, wait_s: float) -> list[Delivery]:
+        waits.append(is_idle)
+        return poll(*args, is_idle=is_idle, wait_s=wait_s)
+
+    monkeypatch.setattr(worker.queue, "poll", note_wait)
+    worker.run_once()
+    assert waits == [False]
+    assert "long" in worker.running
 
 
 @pytest.mark.in_memory

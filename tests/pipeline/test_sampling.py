@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from penstock.client.sync import Client
-from penstock.messages import Logprobs, Request, Sampling, TokenEvent
+from penstock.messages import GrammarSpec, Logprobs, Request, Sampling, TokenEvent
 from sim.line import InProcessPipeline
+from sim.workload import load_demo_model
 
 NUM_TOKENS = 30
 SAMPLING: dict[str, Any] = {
@@ -48,6 +49,35 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProc
         assert client.result("cut").logprobs == cut.logprobs
     assert [event.logprobs for event in events] == cut.logprobs
     assert [event.logprobs for event in late] == cut.logprobs[10:]
+
+
+@pytest.mark.in_memory
+def test_an_answer_does_not_end_before_min_tokens(line: InProcessPipeline) -> None:
+    """Neither by itself, nor by a stop token, nor by a stop string; and the same after a change of workers."""
+    (eos,) = load_demo_model().eos_token_ids
+    ends = {"temperature": 0.0, "ignore_eos": False, "logit_bias": {eos: 100.0}}
+    letters = GrammarSpec(kind="regex", source="[a-z]{2,90}")
+    line.send_requests(
+        ask("at-once", **ends),
+        ask("later", **ends, min_tokens=7),
+        ask("stop-token", **ends | {"logit_bias": {302: 100.0}}, stop_token_ids=[302], min_tokens=7),
+        ask("open", **ends | {"logprobs": None}, min_tokens=7, grammar=letters),
+        ask("short", **ends | {"logprobs": None}, min_tokens=7, grammar=GrammarSpec(kind="choice", source='["x"]')),
+    )
+    results = {result.id: result for result in line.run_until_results(5)}
+    assert {result.finish_reason for result in results.values()} == {"stop"}
+    lengths = {name: len(result.token_ids) for name, result in results.items()}
+    assert lengths["at-once"] == 1
+    assert lengths["later"] == lengths["stop-token"] == lengths["open"] == 8
+    assert results["later"].token_ids[-1] == results["open"].token_ids[-1] == eos
+    assert results["short"].text == "x"
+    line.send_requests(ask("cut", **ends, min_tokens=7))
+    line.run_prefill(1)
+    line.run_until_tokens("cut", 3)
+    line.decode.close()
+    line.renew_decode()
+    cut = next(result for result in line.run_until_results(6) if result.id == "cut")
+    assert cut.token_ids == results["later"].token_ids
 
 
 @pytest.mark.in_memory

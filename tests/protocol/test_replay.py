@@ -1,8 +1,8 @@
-"""The model's scripts and the real ones do the same: random traces, on a real server."""
+"""The model's scripts, the real ones and the double of them do the same: random traces."""
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
@@ -10,10 +10,12 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
+from sim.memory.record import MemoryRecord, MemoryRecords
 from sim.protocol import script
+from sim.protocol.keepers import LEASE_S, MemoryKeeper, RedisKeeper
 from sim.protocol.model import describe_step
 from sim.protocol.promises import is_over
-from sim.protocol.replay import LEASE_S, Replay
+from sim.protocol.replay import Replay
 from sim.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Reply, RequestRecord
 from sim.protocol.state import Budget, Rules, State, Step, make_start_state, stage_of
 from sim.protocol.steps import generate_steps
@@ -33,17 +35,21 @@ ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
 PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1)
 
 
-@pytest.fixture
-def client(redis_url: str) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(redis_url) as connected:
-        yield connected
+Start = Callable[[str], Replay]
 
 
-@pytest.fixture
-def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
-    made = Record(client, pipeline, RecordSettings(lease_s=LEASE_S, retry_cap_s=LEASE_S, max_attempts=MAX_ATTEMPTS))
-    yield made
-    made.close()
+@pytest.fixture(params=["memory", "redis"])
+def start(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator[Start]:
+    """Starts the replay of a request's life, on a real server or its double."""
+    settings = RecordSettings(lease_s=LEASE_S, retry_cap_s=LEASE_S, max_attempts=MAX_ATTEMPTS)
+    if request.param == "memory":
+        records = MemoryRecords()
+        yield lambda name: Replay(MemoryKeeper(records, name), MemoryRecord(records, settings), name)
+        return
+    with redis.Redis.from_url(request.getfixturevalue("redis_url")) as client:
+        record = Record(client, pipeline, settings)
+        yield lambda name: Replay(RedisKeeper(client, pipeline, name), record, name)
+        record.close()
 
 
 def walk_randomly(seed: int) -> Iterator[tuple[State, Step, State]]:
@@ -62,12 +68,10 @@ def walk_randomly(seed: int) -> Iterator[tuple[State, Step, State]]:
         state = after
 
 
-def test_the_models_traces_go_the_same_way_on_a_server(
-    client: "redis.Redis", pipeline: Pipeline, record: Record
-) -> None:
+def test_the_models_traces_go_the_same_way(start: Start) -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_TRACES):
-        replay, trace = Replay(client, pipeline, record, f"r{seed}"), ""
+        replay, trace = start(f"r{seed}"), ""
         for before, step, after in walk_randomly(seed):
             trace += f", {describe_step(step)}"
             seen[describe_step(step)] += 1
@@ -163,23 +167,19 @@ def replay_calls(replay: Replay, seed: int, flaw: str = "") -> Counter[str]:
     return seen
 
 
-def replay_many_calls(client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str = "") -> Counter[str]:
+def replay_many_calls(start: Start, flaw: str = "") -> Counter[str]:
     seen = Counter[str]()
     for seed in range(NUM_TRACES // 6):
-        seen += replay_calls(Replay(client, pipeline, record, f"r{seed}"), seed, flaw)
+        seen += replay_calls(start(f"r{seed}"), seed, flaw)
     return seen
 
 
-def test_any_call_by_anybody_is_answered_as_the_model_does(
-    client: "redis.Redis", pipeline: Pipeline, record: Record
-) -> None:
-    seen = replay_many_calls(client, pipeline, record)
+def test_any_call_by_anybody_is_answered_as_the_model_does(start: Start) -> None:
+    seen = replay_many_calls(start)
     assert not ASKED - set(seen), sorted(seen.items())
 
 
 @pytest.mark.parametrize("flaw", ["no binding", "binding changes", "appends by anybody", "ends uncounted"])
-def test_a_model_that_has_other_rules_is_noticed(
-    client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str
-) -> None:
+def test_a_model_that_has_other_rules_is_noticed(start: Start, flaw: str) -> None:
     with pytest.raises(AssertionError, match="seed"):
-        replay_many_calls(client, pipeline, record, flaw)
+        replay_many_calls(start, flaw)

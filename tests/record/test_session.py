@@ -133,16 +133,19 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         record = Record(client, pipeline, RecordSettings(lease_s=2.0))
         sessions = [stack.enter_context(Session(record, "decode", f"d{number}")) for number in range(3)]
         claims = [claim_for(session, record, f"r{number}") for number, session in enumerate(sessions)]
-        wait_soon(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
-        before = [session.id for session in sessions]
-        slow = record.renew_session("decode", "slow/1")
-        record.renew_session("decode", "dead/1")
-        assert slow is not None
         assert server.pid is not None
-        pause_process(server.pid)
-        until_s = time.monotonic() + still_s
-        wait_soon(lambda: time.monotonic() > until_s, "the moment is over")
-        os.kill(server.pid, signal.SIGCONT)
+        took_s = still_s + 2
+        while took_s > still_s + 1:  # where this process was held up too, the slow worker's time is over for good
+            wait_soon(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
+            before, begun_s = [session.id for session in sessions], time.monotonic()
+            slow = record.renew_session("decode", "slow/1")
+            record.renew_session("decode", "dead/1")
+            pause_process(server.pid)
+            until_s = time.monotonic() + still_s
+            wait_soon(lambda until_s=until_s: time.monotonic() > until_s, "the moment is over")  # type: ignore[misc]
+            os.kill(server.pid, signal.SIGCONT)
+            took_s = time.monotonic() - begun_s
+        assert slow is not None
         for _ in range(2):
             now_ms = sessions[0]._last.now_ms
             wait_soon(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]

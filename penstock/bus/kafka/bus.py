@@ -30,7 +30,10 @@ from penstock.bus.contract import (
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
+    DAMAGED_BATCH_ERRORS,
+    FETCH_LIMITS,
     MAX_BATCH_BYTES,
+    DamagedBatches,
     bus_errors,
     parse_headers,
     parse_key,
@@ -126,13 +129,14 @@ class KafkaBus(KafkaClientFactory):
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Return every committed message in a topic, partition by partition.
+        """Return every committed message in a topic that can be unpacked, partition by partition.
 
         A producer knows that its transaction is committed before readers see the messages. So this reads to the end of
         the log, and waits up to `OPEN_TRANSACTION_WAIT_S` for transactions that are still open there.
         """
         reader = Consumer(
             self.clients
+            | FETCH_LIMITS
             | {
                 "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
                 "enable.auto.commit": False,
@@ -186,26 +190,28 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
     """Return the messages of the `unread` partitions, up to their ends as known when reading first reached them."""
     found: list[Outgoing] = []
     ends: dict[int, int] = {}  # the log's end, of partitions with an open transaction
+    damaged = DamagedBatches()
     until = time.monotonic() + BROKER_TIMEOUT_S
-    while unread or (ends and time.monotonic() < until):
+    while (unread or ends) and time.monotonic() < until:
         message = reader.poll(0.1 if ends else 1.0)
         if message is None:
-            if unread and time.monotonic() > until:
-                raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
             continue
         error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
         if error is None:
             found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
+        elif error.code() in DAMAGED_BATCH_ERRORS:
+            damaged.pass_over(reader, (topic, number), offset)
         elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             if number in unread:
                 unread.discard(number)
                 ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
         elif not error.retriable():
             raise KafkaException(error)
-        if ends.get(number, offset + 1) <= offset:
-            del ends[number]
+        ends = {one: end for one, end in ends.items() if one != number or end > offset}
         if had_more:
             until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
+    if unread:
+        raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
     return found
 
 

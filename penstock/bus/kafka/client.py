@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
 from penstock.bus.kafka.offsets import Partition
@@ -143,6 +143,7 @@ class DamagedBatches:
     def __init__(self) -> None:
         self._attempts: dict[Partition, tuple[int, int]] = {}
         """The last such batch of a partition: the offset where it begins, and how often it was tried."""
+        self._passed: dict[Partition, int] = {}
 
     def note_attempt(self, partition: Partition, batch: int) -> bool:
         """Note that the batch at the offset `batch` could not be unpacked. Return whether it is to be passed over.
@@ -154,3 +155,15 @@ class DamagedBatches:
         attempts = attempts + 1 if known == batch else 1
         self._attempts[partition] = batch, attempts
         return attempts >= MAX_UNPACK_ATTEMPTS
+
+    def pass_over(self, consumer: Consumer, partition: Partition, batch: int, next_offset: int = 0) -> int | None:
+        """Note that a batch could not be unpacked, and go on behind its next offset once it was tried often enough.
+
+        `next_offset` is the one that the caller has to read next, if it knows more than this object does. Return the
+        offset that was passed over; None where the batch is tried again.
+        """
+        if not self.note_attempt(partition, batch):
+            return None
+        passed = self._passed[partition] = max(batch, next_offset, self._passed.get(partition, -1) + 1)
+        consumer.seek(TopicPartition(*partition, passed + 1))
+        return passed

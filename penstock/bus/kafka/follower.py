@@ -8,7 +8,15 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.contract import MAX_FOLLOWED_MESSAGES, FollowedMessage, Outgoing
-from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_headers, parse_key
+from penstock.bus.kafka.client import (
+    BROKER_TIMEOUT_S,
+    DAMAGED_BATCH_ERRORS,
+    FETCH_LIMITS,
+    DamagedBatches,
+    bus_errors,
+    parse_headers,
+    parse_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +32,11 @@ class KafkaFollower:
         self._after = {int(number): int(offset) for number, offset in after.items()}
         """The last offset of each partition that was returned or passed over; -1 before the first."""
         self._assigned = set[int]()
+        self._damaged = DamagedBatches()
         self._looked_at = time.monotonic()
         self._consumer = Consumer(
             dict(clients)
+            | FETCH_LIMITS
             | {
                 "group.id": f"{topic}.follower",  # it must have one; nothing is committed under it
                 "enable.auto.commit": False,
@@ -60,6 +70,8 @@ class KafkaFollower:
                 elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
                     if self._move_into_log(number):
                         found.append(FollowedMessage(str(number), str(self._after[number]), None))
+                elif error.code() in DAMAGED_BATCH_ERRORS:
+                    self._pass_damaged(number, offset)
                 elif not error.retriable():
                     raise KafkaException(error)
         return found
@@ -82,6 +94,14 @@ class KafkaFollower:
     def _next_offset(self, number: int) -> TopicPartition:
         offset = self._after[number] + 1 if number in self._after else OFFSET_BEGINNING
         return TopicPartition(self._topic, number, offset)
+
+    def _pass_damaged(self, number: int, batch: int) -> None:
+        """Pass over a message that cannot be unpacked: no worker wrote it, and those behind it would wait for ever."""
+        wanted = self._next_offset(number).offset
+        passed = self._damaged.pass_over(self._consumer, (self._topic, number), batch, wanted)
+        if passed is not None:
+            log.warning("%s, partition %d: offset %d cannot be unpacked", self._topic, number, passed)
+            self._after[number] = passed
 
     def _move_into_log(self, number: int) -> bool:
         """Go on with a partition whose log does not have the next offset. Return whether the log ends before it.

@@ -96,9 +96,10 @@ class KafkaOrphanReader:
     def _pass_damaged(self, consumer: Consumer, partition: Partition, batch: int) -> None:
         """Pass over a message that cannot be unpacked. The partition's next owner sends it to the dead letters."""
         offsets = self._offsets.get(partition)
-        if offsets is not None and self._damaged.note_attempt(partition, batch):
-            offsets.skip_to(max(batch, offsets.next_offset) + 1)
-            consumer.seek(TopicPartition(*partition, offsets.next_offset))
+        if offsets is not None:
+            passed = self._damaged.pass_over(consumer, partition, batch, offsets.next_offset)
+            if passed is not None:
+                offsets.skip_to(passed + 1)
 
 
 def _consumer_settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:

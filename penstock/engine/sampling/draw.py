@@ -3,7 +3,7 @@
 A resumed request draws the numbers it would have drawn, in another batch, on another worker or after a crash.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,14 @@ class SamplingParams:
     """The prompt and the output so far. Only penalties read it."""
     allowed: NDArray[np.int32] | None = None
     """The mask of the tokens that may follow, if the sequence has a grammar (`GrammarState.fill_mask`)."""
+
+    end_token_ids: Collection[int] = ()
+    """The tokens that end the answer. They are not drawn before it has `min_tokens` tokens."""
+
+    @property
+    def forbidden_token_ids(self) -> Collection[int]:
+        """The tokens that may not be drawn at this position, because the answer would be shorter than it must be."""
+        return self.end_token_ids if self.position < (self.sampling.min_tokens or 0) else ()
 
     @property
     def output_token_ids(self) -> Sequence[int]:

@@ -7,7 +7,8 @@ from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
 
 WEIGHT_SCALE = 2.0**40
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
-_CHUNK_SCORES = 2**18
+_MIN_EXPONENT = -80.0
+CHUNK_SCORES = 2**18
 """Scores weighed at once, so that intermediate results stay in the processor's cache."""
 
 
@@ -22,12 +23,13 @@ def _is_every_row(rows: list[int], scores: Tensor) -> bool:
 
 def to_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `temperature`: [rows, 1]."""
-    return (scores - top).div_(temperature).exp_().mul_(WEIGHT_SCALE).long()
+    # Below the least exponent the weight is 0 all the same, and `exp` of such numbers takes up to 30 times as long.
+    return (scores - top).div_(temperature).clamp_(min=_MIN_EXPONENT).exp_().mul_(WEIGHT_SCALE).long()
 
 
 def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
     """Return the sum of weights in each block of `scores[rows]`: [rows, blocks]."""
-    step = max(1, _CHUNK_SCORES // scores.shape[1])
+    step = max(1, CHUNK_SCORES // scores.shape[1])
     found, is_whole = [], _is_every_row(rows, scores)
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)

@@ -43,6 +43,8 @@ MODEL_WAIT_S = 60.0
 MODEL_CHECK_S = 1.0
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
+NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
+"""A batch neither streams its answers nor keeps them as responses."""
 
 FindClient = Callable[[str], Awaitable[AsyncClient]]
 """Returns the client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
@@ -176,8 +178,10 @@ class BatchRun:
         """Return a row's answer. Errors of the row itself are returned as its line; outages are waited for."""
         request_id = self._request_id(row)
         try:
-            if row.body.get("stream"):
-                raise ApiError(400, "A batch does not stream.", param="stream", code="unsupported_parameter")
+            for param in NOT_IN_BATCHES:
+                if row.body.get(param):
+                    message = f"A line of a batch cannot have '{param}'."
+                    raise ApiError(400, message, param=param, code="unsupported_parameter")
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
             requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]

@@ -83,6 +83,13 @@ class ObjectStorage:
         paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
+    async def list_by_age(self, folder: str) -> list[tuple[float, str]]:
+        """Return when each object in a folder was written, in seconds since the epoch, and its name, oldest first."""
+        found = await self._run_blocking(obstore.list_with_delimiter, self._store, folder)
+        return sorted(
+            (entry["last_modified"].timestamp(), entry["path"].rpartition("/")[2]) for entry in found["objects"]
+        )
+
     async def write_stream(self, path: str, pieces: AsyncIterator[bytes]) -> int:
         """Write an object of any length, a piece at a time; return its length.
 

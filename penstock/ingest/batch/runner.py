@@ -219,13 +219,13 @@ class BatchService:
     """The store of files and batches, and the runner over it. Created and closed within its event loop."""
 
     def __init__(self, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings) -> None:
-        self._objects = ObjectStorage.open(settings.store_url)
+        self.objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
-        self.files, self.batches = FileStore(self._objects), BatchStore(self._objects)
-        self.runner = BatchRunner(self._objects, client, find_client, settings)
+        self.files, self.batches = FileStore(self.objects), BatchStore(self.objects)
+        self.runner = BatchRunner(self.objects, client, find_client, settings)
         self.runner.start()
 
     async def close(self) -> None:
         """Write finished rows, and leave the batches to other gateways."""
         await self.runner.close()
-        self._objects.close()
+        self.objects.close()

@@ -4,7 +4,8 @@
     2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
     3  admit    the caller's limits, the lag, and the tenant's bucket
     4  make     a grammar is checked; one request for each choice, on a thread if they are large
-    5  meta     write what any gateway must know to stream the answer, unless it is there
+    5  meta     write what any gateway must know to stream the answer, unless it is there; a response that is to be
+                kept is marked then (`kept_responses.py`)
     6  publish  one request for each choice
     7  note     with an `Idempotency-Key`, in the meta data: all requests are durable
 
@@ -75,17 +76,30 @@ RequestHeadersDep = Annotated[RequestHeaders, Header()]
 
 
 async def accept_request(
-    gateway: Gateway, caller: Caller, headers: RequestHeaders, endpoint: Endpoint[Any], body: Body, arrived_s: float
+    gateway: Gateway,
+    caller: Caller,
+    headers: RequestHeaders,
+    endpoint: Endpoint[Any],
+    body: Body,
+    arrived_s: float,
+    input_items: list[dict[str, Any]] | None = None,
 ) -> tuple[StreamMeta, Ticket | None]:
     """Make a POST's request durable; return its meta data, and a ticket if it is new.
 
-    `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there. Raises
-    `PenstockError`, which `ApiError` is one of.
+    `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
+    `input_items` are what a response was asked that is to be kept. Raises `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
-    meta = make_stream_meta(endpoint, body, endpoint.id_prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
+    meta = make_stream_meta(
+        endpoint,
+        body,
+        endpoint.id_prefix + name,
+        pipeline=served.pipeline,
+        tenant=caller.tenant,
+        input_items=input_items,
+    )
     submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
@@ -94,7 +108,7 @@ async def accept_request(
     check_prompt_sizes(submit_args)
     ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
-        await _check_grammar(gateway, body, submit_args)
+        await _check_grammar(gateway, body)
         requests, bodies = await _make_requests(submit_args)
         meta = meta.model_copy(update={"bodies": bodies})
         found = await gateway.stream_metas.put(meta)
@@ -130,18 +144,16 @@ def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
             )
 
 
-async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
+async def _check_grammar(gateway: Gateway, body: Body) -> None:
     """Have the answer's grammar checked. Raises `ApiError` 400 if it cannot be enforced exactly."""
     found = body.find_grammar()
     if found is None:
         return
     param, spec = found
     try:
-        checked = await gateway.check_grammar(spec)
+        await gateway.check_grammar(spec)
     except (UnsupportedSchema, InvalidRequest) as error:
         raise ApiError(400, str(error), param=param, code=error.code) from None
-    for args in submit_args:
-        args["grammar"] = checked
 
 
 async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
@@ -222,6 +234,7 @@ async def _publish_requests(
 ) -> None:
     client = gateway.get_client(meta.pipeline)
     try:
+        await gateway.responses.mark_open(meta)
         await asyncio.gather(*(client.send(request, arrived_s) for request in requests))
     except PenstockError:
         gateway.stream_metas.stop_renewing(meta)

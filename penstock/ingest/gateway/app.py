@@ -18,6 +18,7 @@ from penstock.ingest.gateway import (
     responses,
     site,
     streams,
+    tokens,
     usage,
 )
 from penstock.ingest.gateway.guard import GuardMiddleware
@@ -27,7 +28,7 @@ from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import ENDPOINTS
 from penstock.telemetry.meters import Meters
 
-ROUTE_MODULES = (inference, responses, streams, live, batches, usage, health, site)
+ROUTE_MODULES = (inference, responses, streams, live, batches, tokens, usage, health, site)
 
 
 def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
@@ -72,7 +73,8 @@ _GUARD_STATUSES = (400, 404, 408, 413, 431, 503)
 def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:
     """Return the document of all routes. `is_open`: callers need no key; `only_local`: other hosts are refused."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = [(endpoint.body_model, "validation") for endpoint in ENDPOINTS.values()]
+    models = [*(endpoint.body_model for endpoint in ENDPOINTS.values()), *tokens.BODY_MODELS]
+    bodies = [(model, "validation") for model in models]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     components = document.setdefault("components", {}).setdefault("schemas", {})
     components |= schemas["$defs"]

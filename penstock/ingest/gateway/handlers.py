@@ -32,6 +32,7 @@ _STATUS_DESCRIPTIONS = {
     429: "Too many requests or tokens, or too much is waiting: `Retry-After` says when to come again.",
     431: "Too many headers, or too long.",
     500: "The pipeline failed.",
+    501: "This gateway cannot do it, for the reason that it gives.",
     503: "The pipeline cannot be reached now: try again.",
     504: "Not within the time that was given.",
 }

@@ -12,8 +12,10 @@ from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
 from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.kept_responses import KeptResponse
 from penstock.ingest.gateway.metrics import ARRIVAL_KEY
 from penstock.ingest.gateway.models import ServedModel
+from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import (
     EVENT_STREAM_CONTENT,
@@ -25,6 +27,7 @@ from penstock.ingest.gateway.streaming import (
 )
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
+from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.telemetry import tracing
@@ -41,9 +44,15 @@ def add_route(endpoint: Endpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, body = get_gateway(request), endpoint.parse_body(await request.body())
         with tracing.continue_trace(request.headers):
-            meta, ticket = await accept_request(gateway, caller, headers, endpoint, body, request.scope[ARRIVAL_KEY])
+            input_items = None
+            if isinstance(body, ResponseBody):
+                body, input_items = await prepare_response(gateway, caller.tenant, body)
+            arrived_s = request.scope[ARRIVAL_KEY]
+            meta, ticket = await accept_request(gateway, caller, headers, endpoint, body, arrived_s, input_items)
         response: Response
-        if body.stream:
+        if isinstance(body, ResponseBody) and body.background and not body.stream:
+            response = await _answer_in_background(gateway, meta, ticket)
+        elif body.stream:
             resume_point = ResumePoint(len(meta.request_ids))
             is_cancelled = headers.x_penstock_cancel_on_disconnect
             response = make_event_stream(gateway, meta, resume_point, ticket, cancel_on_leaving=is_cancelled)
@@ -79,6 +88,15 @@ def add_route(endpoint: Endpoint[Any]) -> None:
 
 for one_endpoint in ENDPOINTS.values():
     add_route(one_endpoint)
+
+
+async def _answer_in_background(gateway: Gateway, meta: StreamMeta, ticket: Ticket | None) -> Response:
+    """Return the response as it is now; it goes on by itself."""
+    if ticket is not None:
+        gateway.run_later(settle_after_end(gateway, meta, ticket))
+    described = await describe_response(gateway, KeptResponse(meta, None))
+    answer_headers = {"x-request-id": meta.id, "location": f"/v1/streams/{meta.id}"}
+    return Response(described.model_dump_json(), 200, answer_headers, "application/json")
 
 
 async def _answer_whole(

@@ -34,10 +34,24 @@ OnEnded = Callable[[Usage | None], Awaitable[None]]
 class StreamFeed:
     """The events of a stream for one connection."""
 
-    def __init__(self, gateway: Gateway, meta: StreamMeta, resume_point: ResumePoint, on_ended: OnEnded) -> None:
-        """`on_ended` is awaited when the answer is complete or has failed, with the usage if all of it has ended."""
+    def __init__(
+        self,
+        gateway: Gateway,
+        meta: StreamMeta,
+        resume_point: ResumePoint,
+        on_ended: OnEnded,
+        *,
+        after_number: int = -1,
+        whole_log: list[Event] | None = None,
+    ) -> None:
+        """`on_ended` is awaited when the answer is complete or has failed, with the usage if all of it has ended.
+
+        Only events after `after_number` are sent, of those with a sequence number. `whole_log` is the log of a
+        request that ended long ago; otherwise the logs are read from Redis.
+        """
+        self._whole_log = whole_log
         self._gateway, self._meta, self._on_ended = gateway, meta, on_ended
-        self._cursor = SseCursor(ENDPOINTS[meta.path], meta, resume_point)
+        self._cursor = SseCursor(ENDPOINTS[meta.path], meta, resume_point, after_number)
         self.is_over = False
         """Whether this connection got everything that it is sent, so that a client that leaves now does not leave
         early."""
@@ -93,6 +107,9 @@ class StreamFeed:
 
     async def _read_choice_events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """Yield the events of all choices as they come, from the beginning; an empty list now and then in a silence."""
+        if self._whole_log is not None:
+            yield 0, self._whole_log
+            return
         streams = self._gateway.read_events(self._meta)
         if len(streams) == 1:
             async with aclosing(streams[0]) as only:

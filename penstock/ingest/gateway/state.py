@@ -18,6 +18,7 @@ from penstock.config.settings import (
     BusSettings,
     GatewaySettings,
     RecordSettings,
+    ResponsesSettings,
     load_settings,
 )
 from penstock.errors import PenstockError
@@ -26,6 +27,7 @@ from penstock.ingest.admission import Admission
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.broadcast import LiveBroadcast
+from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.gateway.metrics import GatewayMetrics
 from penstock.ingest.gateway.models import ServedModels
 from penstock.ingest.gateway.stream_meta import StreamMetaStore
@@ -33,6 +35,7 @@ from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
+from penstock.ingest.tokenizer import ModelTokenizers
 from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
@@ -62,6 +65,7 @@ class Gateway:
         self.keyring = Keyring(open_key_source(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._fetch_lag, admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
+        self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
@@ -75,6 +79,15 @@ class Gateway:
         self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
         self.batch_service = BatchService(self.redis, self.find_client, load_settings(BatchSettings))
+        self.responses = ResponseKeeper(
+            self.redis,
+            self.stream_metas,
+            self.batch_service.objects,
+            self.read_events,
+            load_settings(ResponsesSettings),
+            self._record_settings,
+        )
+        self.responses.start(self._list_pipelines)
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
@@ -85,6 +98,8 @@ class Gateway:
         self.broadcast.stop()
         self._checking.shutdown(wait=False, cancel_futures=True)
         self._checker.close()
+        await self.responses.close()
+        await self.tokenizers.close()
         await self.batch_service.close()
         for client in self._clients.values():
             await client.close()
@@ -97,9 +112,9 @@ class Gateway:
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    async def check_grammar(self, spec: GrammarSpec) -> GrammarSpec:
-        """Return a grammar that a child process has checked. Raises `UnsupportedSchema` or `InvalidRequest`."""
-        return await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
+    async def check_grammar(self, spec: GrammarSpec) -> None:
+        """Have a child process check a grammar. Raises `UnsupportedSchema` or `InvalidRequest`."""
+        await asyncio.get_running_loop().run_in_executor(self._checking, self._checker.check_grammar, spec)
 
     def get_client(self, pipeline: str) -> AsyncClient:
         """Return the client of a pipeline."""
@@ -119,6 +134,9 @@ class Gateway:
     async def find_client(self, model: str) -> AsyncClient:
         """Return the client of the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         return self.get_client((await self.models.find_model(model)).pipeline)
+
+    def _list_pipelines(self) -> set[str]:
+        return self.metrics.pipelines | {self.addresses.pipeline}
 
     async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
         return await self.get_client(pipeline.name).lag()

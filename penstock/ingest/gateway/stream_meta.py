@@ -7,8 +7,10 @@ the request is answered all the same.
 
 import asyncio
 import hmac
+import itertools
 import logging
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -120,31 +122,34 @@ class StreamMetaStore:
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
             has_ended = await self._check_ended(metas)
-            with translate_outages():
-                async with self._client.pipeline(transaction=False) as batch:
-                    for meta in metas:
-                        batch.pexpire(card_key(meta.id), self._keep_ms)
-                    is_there: list[int] = await batch.execute()
+            is_there = await self.renew_ids(meta.id for meta in metas)
             for meta, ended, there in zip(metas, has_ended, is_there, strict=True):
                 if ended or not there or now_s() > meta.created + self._pending_s:
                     self._open.pop(meta.id, None)
 
+    async def renew_ids(self, ids: Iterable[str]) -> list[int]:
+        """Renew the meta data of these ids, in one round trip; return for each whether it is there."""
+        with translate_outages():
+            async with self._client.pipeline(transaction=False) as batch:
+                for one in ids:
+                    batch.pexpire(card_key(one), self._keep_ms)
+                is_there: list[int] = await batch.execute()
+        return is_there
+
+    async def find_ended(self, keys: Iterable[tuple[str, str]]) -> set[str]:
+        """Return which records have ended, of pairs of request id and record key; none of a server in an outage."""
+        places, ended = list(keys), set[str]()
+        for server in self._servers.parts:
+            own = [key for request_id, key in places if self._servers[request_id] is server]
+            with suppress(BusUnavailable):  # the next round asks again
+                ended.update(await _find_ended(server, own))
+        return ended
+
     async def _check_ended(self, metas: list[StreamMeta]) -> list[bool]:
         """Return for each whether all its requests have ended; False while their server is away."""
-        places = [
-            (request_id, Pipeline(meta.pipeline).record_key(request_id))
-            for meta in metas
-            for request_id in meta.request_ids
-        ]
-        ended = set[str]()
-        for server in self._servers.parts:
-            keys = [key for request_id, key in places if self._servers[request_id] is server]
-            with suppress(BusUnavailable):  # the next round asks again
-                ended.update(await _find_ended(server, keys))
-        return [
-            all(Pipeline(meta.pipeline).record_key(request_id) in ended for request_id in meta.request_ids)
-            for meta in metas
-        ]
+        keys = [[(one, Pipeline(meta.pipeline).record_key(one)) for one in meta.request_ids] for meta in metas]
+        ended = await self.find_ended(itertools.chain.from_iterable(keys))
+        return [all(key in ended for _, key in own) for own in keys]
 
 
 async def _find_ended(server: "redis.asyncio.Redis", keys: list[str]) -> list[str]:

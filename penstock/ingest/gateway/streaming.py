@@ -42,8 +42,10 @@ def make_event_stream(
     ticket: Ticket | None = None,
     *,
     cancel_on_leaving: bool = False,
+    after_number: int = -1,
+    whole_log: list[Event] | None = None,
 ) -> "EventStream":
-    """Return the answer with the events after `resume_point`."""
+    """Return the answer with the events after `resume_point`; the last two arguments are those of `StreamFeed`."""
 
     def settle_later() -> None:
         if ticket is not None:
@@ -61,7 +63,8 @@ def make_event_stream(
         if cancel_on_leaving:
             await cancel_requests(gateway, meta)
 
-    return EventStream(StreamFeed(gateway, meta, resume_point, on_ended), meta.id, on_left, gateway.metrics)
+    feed = StreamFeed(gateway, meta, resume_point, on_ended, after_number=after_number, whole_log=whole_log)
+    return EventStream(feed, meta.id, on_left, gateway.metrics)
 
 
 async def settle_request(gateway: Gateway, meta: StreamMeta, ticket: Ticket | None, usage: Usage) -> None:

@@ -32,24 +32,28 @@ def unsupported_value(param: str, what: str) -> ApiError:
     return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED_CODE)
 
 
-def _make_check(*allowed: Any) -> Callable[[Any], Any]:
+def _make_check(*allowed: Any, instead: str) -> Callable[[Any], Any]:
+    names = " or ".join(json.dumps(value) for value in allowed)
+    advice = instead or (f"Send {names}, or leave it out." if allowed else "Leave it out.")
+
     def check(value: Any) -> Any:
         if value is None or value in allowed:
             return None
-        raise PydanticCustomError(UNSUPPORTED_CODE, "this server does not support it.")  # pydantic knows the whole path
+        # The error names no parameter: pydantic knows the whole path.
+        raise PydanticCustomError(UNSUPPORTED_CODE, "this server does not support it. {advice}", {"advice": advice})
 
     return check
 
 
-def allow_only(*allowed: Any) -> Any:
-    """Return the type of a field that allows only values without an effect."""
+def allow_only(*allowed: Any, instead: str = "") -> Any:
+    """Return the type of a field that allows only values without an effect. `instead`: what others can do."""
     schema: dict[str, Any] = {"enum": [None, *allowed], "description": "Nothing else is supported."}
-    return Annotated[Any, AfterValidator(_make_check(*allowed)), WithJsonSchema(schema)]
+    return Annotated[Any, AfterValidator(_make_check(*allowed, instead=instead)), WithJsonSchema(schema)]
 
 
 Refused = Annotated[
     Any,
-    AfterValidator(_make_check([], {}, False)),
+    AfterValidator(_make_check([], {}, False, instead="Leave it out.")),
     WithJsonSchema({"enum": [None, False, [], {}], "description": "Not supported."}),
 ]
 """The type of a field that asks for something that is not supported."""
@@ -129,10 +133,35 @@ class Body(StrictModel):
     """Sample from tokens whose probability is at least this fraction of the likeliest one's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     """Divides the scores of tokens that have occurred; 1: off."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The answer does not end by itself before this many tokens, and a stop string within them is not looked for."""
     ignore_eos: bool | None = None
     """Generate up to the limit even if the model ends before; for load tests."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     """End at the first of these tokens."""
+
+    # What vLLM and SGLang have besides, and their clients send with its default.
+    use_beam_search: Refused = None
+    length_penalty: allow_only(1) = None  # type: ignore[valid-type]
+    skip_special_tokens: allow_only(True) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: allow_only(True) = None  # type: ignore[valid-type]
+    include_stop_str_in_output: Refused = None
+    no_stop_trim: Refused = None
+    truncate_prompt_tokens: allow_only(instead="Shorten the prompt.") = None  # type: ignore[valid-type]
+    allowed_token_ids: allow_only(instead="Use 'logit_bias' or 'guided_choice'.") = None  # type: ignore[valid-type]
+    bad_words: allow_only([], instead="Use 'logit_bias'.") = None  # type: ignore[valid-type]
+    logits_processors: Refused = None
+    priority: allow_only(0, instead="Use 'service_tier'.") = None  # type: ignore[valid-type]
+    return_token_ids: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    return_hidden_states: Refused = None
+    cache_salt: allow_only(instead="Tenants share no cached prompts.") = None  # type: ignore[valid-type]
+    kv_transfer_params: Refused = None
+    vllm_xargs: Refused = None
+    lora_path: Refused = None
+    session_params: Refused = None
+    regex: allow_only(instead="Use 'guided_regex'.") = None  # type: ignore[valid-type]
+    ebnf: allow_only(instead="Use 'guided_grammar'.") = None  # type: ignore[valid-type]
 
     structured_outputs: dict[str, Any] | None = None
     """One of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark): what the answer must match."""
@@ -180,7 +209,7 @@ class Body(StrictModel):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
-        for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
+        for name in ("temperature", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if (grammar := self.find_grammar()) is not None:

@@ -71,6 +71,14 @@ class ChatBody(CompletionsBody):
     reasoning_effort: allow_only("none") = None  # type: ignore[valid-type]
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
+    # What vLLM has besides, and its clients send with its default.
+    echo: Refused = None
+    add_generation_prompt: allow_only(True) = None  # type: ignore[valid-type]
+    continue_final_message: Refused = None
+    add_special_tokens: Refused = None
+    documents: Refused = None
+    chat_template: allow_only(instead="The model's own is used.") = None  # type: ignore[valid-type]
+    mm_processor_kwargs: Refused = None
 
     @model_validator(mode="after")
     def _check(self) -> "ChatBody":

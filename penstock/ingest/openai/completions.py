@@ -34,6 +34,7 @@ class CompletionBody(CompletionsBody):
     """Only equal to `n`."""
     echo: Refused = None
     suffix: allow_only("") = None  # type: ignore[valid-type]
+    add_special_tokens: allow_only(True, instead="Send token ids as the prompt.") = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":

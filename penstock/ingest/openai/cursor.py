@@ -20,7 +20,11 @@ class SentEvent(NamedTuple):
 class SseCursor:
     """Turns all events of a stream, in any order of its choices, into those that are new to the reader."""
 
-    def __init__(self, endpoint: Endpoint[Any], meta: StreamMeta, resume_point: ResumePoint) -> None:
+    def __init__(
+        self, endpoint: Endpoint[Any], meta: StreamMeta, resume_point: ResumePoint, after_number: int = -1
+    ) -> None:
+        """Return also no event whose sequence number is at most `after_number`."""
+        self._after_number = after_number
         self._chunks, self._resume_point = endpoint.make_chunks(meta), resume_point
         self._num_choices = len(meta.request_ids)
         self._usages: dict[int, Usage] = {}
@@ -56,11 +60,14 @@ class SseCursor:
 
     def end_stream(self) -> list[SentEvent]:
         """Return what comes after the ends of all choices."""
-        return [SentEvent(event.position, event) for event in self._chunks.end_stream()]
+        return [SentEvent(event.position, event) for event in self._chunks.end_stream() if self._is_later(event)]
 
     def _select_new(self, index: int, events: Sequence[SseEvent]) -> list[SentEvent]:
         return [
             SentEvent(event_id, event)
             for event in events
-            if (event_id := self._resume_point.advance_past(index, event)) is not None
+            if (event_id := self._resume_point.advance_past(index, event)) is not None and self._is_later(event)
         ]
+
+    def _is_later(self, event: SseEvent) -> bool:
+        return event.number is None or event.number > self._after_number

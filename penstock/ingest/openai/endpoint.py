@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
+from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.body import Body, parse_body
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
@@ -57,6 +58,8 @@ class StreamMeta(BaseModel):
     """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
     tenant: str = "default"
+    input_items: list[dict[str, Any]] | None = None
+    """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
 
     @property
     def service_tier(self) -> str:
@@ -124,7 +127,13 @@ class Endpoint(ABC, Generic[B]):
 
 
 def make_stream_meta(
-    endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default"
+    endpoint: Endpoint[B],
+    body: B,
+    request_id: str,
+    *,
+    pipeline: str = "",
+    tenant: str = "default",
+    input_items: list[dict[str, Any]] | None = None,
 ) -> StreamMeta:
     """Return the meta data of a new request."""
     options = body.model_dump(mode="json", exclude_unset=True)
@@ -140,6 +149,7 @@ def make_stream_meta(
         body_hash=hashlib.sha256(canonical.encode()).hexdigest(),
         pipeline=pipeline,
         tenant=tenant,
+        input_items=input_items,
     )
 
 
@@ -164,7 +174,10 @@ def make_chat_requests(
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:
-    """Return one choice's request; the caller adds the prompt unless it is a chat."""
+    """Return one choice's request; the caller adds the prompt unless it is a chat. Raises `ApiError` 400."""
+    if (fields.get("min_tokens") or 0) > fields["max_tokens"]:
+        message = f"'min_tokens' may be at most the limit of the answer, here {fields['max_tokens']}"
+        raise ApiError(400, message, param="min_tokens", code="invalid_value")
     return cast("SubmitArgs", {**fields, **seed, "id": request_id})
 
 

@@ -1,13 +1,14 @@
-"""`/v1/responses`: text in, text out. Only the stream is kept, nothing for a later turn."""
+"""`/v1/responses`: text in, text out. Who keeps responses for later turns puts those turns into the body."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, model_validator
 
-from penstock.client.core import Answer
+from penstock.client.core import Answer, Event, build_answer
 from penstock.grammar.spec import from_text_format
+from penstock.ingest.errors import to_api_error
 from penstock.ingest.openai.body import (
     Body,
     GrammarReader,
@@ -26,6 +27,7 @@ from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs,
 from penstock.messages import EndEvent, TokenEvent, Usage
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 
@@ -64,7 +66,11 @@ class ResponseBody(Body):
     """`message.output_text.logprobs`: return the log probability of each token. `reasoning.encrypted_content`:
     accepted; there is no reasoning."""
     store: bool | None = None
-    """Accepted; the response can be read again for a while in any case."""
+    """Keep the response, so that it can be read again and gone on from; so it is unless this is false."""
+    background: bool | None = None
+    """Answer at once, and generate meanwhile: the response is read later by its id. Needs `store`."""
+    previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """The turns of this response, and of those before it, come before `input`; not its `instructions`."""
     text: TextConfig | None = None
     tools: Refused = None
     tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
@@ -74,9 +80,7 @@ class ResponseBody(Body):
     """Accepted; there are no tools."""
     truncation: allow_only("disabled") = None  # type: ignore[valid-type]
     reasoning: Refused = None
-    background: Refused = None
     conversation: Refused = None
-    previous_response_id: Refused = None
     prompt: Refused = None
     context_management: Refused = None
     moderation: Refused = None
@@ -85,7 +89,19 @@ class ResponseBody(Body):
     def _check(self) -> "ResponseBody":
         if self.top_logprobs and not self.wants_logprobs:
             raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
+        if self.background and self.store is False:
+            raise ValueError("'background' needs 'store'")
         return self
+
+    def make_items(self) -> list[dict[str, Any]]:
+        """Return the items of `input` as JSON data."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump(mode="json", exclude_unset=True) for item in self.input]
+
+    def add_history(self, history: Sequence[dict[str, Any]]) -> "ResponseBody":
+        """Return the body with these items, inputs and outputs of earlier responses, before its own."""
+        return self.model_copy(update={"input": _ITEMS.validate_python([*history, *self.make_items()])})
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
@@ -96,6 +112,9 @@ class ResponseBody(Body):
     def wants_logprobs(self) -> bool:
         """Whether the log probability of each token is to be returned."""
         return INCLUDE_LOGPROBS in (self.include or ())
+
+
+_ITEMS = TypeAdapter(list[InputItem])
 
 
 class OutputText(BaseModel):
@@ -147,6 +166,13 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class ResponseError(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
 class Response(BaseModel):
     """The answer of `/v1/responses`."""
 
@@ -154,16 +180,17 @@ class Response(BaseModel):
     object: Literal["response"] = "response"
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ResponseStatus
+    background: bool = False
     output: list[OutputMessage]
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
-    error: None = None
+    error: ResponseError | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     service_tier: str
     store: bool = False
     temperature: float
@@ -216,12 +243,13 @@ def _make_turns(body: ResponseBody) -> Sequence[dict[str, str]]:
     return turns
 
 
-def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed", "incomplete"]) -> Response:
+def _make_response(meta: StreamMeta, status: ResponseStatus) -> Response:
     options = meta.options
     given = {
         name: options[name]
         for name in (
-            "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "top_logprobs", "user",
+            "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
+            "previous_response_id", "top_logprobs", "user",
         )
         if options.get(name) is not None
     }  # fmt: skip
@@ -234,15 +262,45 @@ def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed",
         status=status,
         output=[],
         service_tier=meta.service_tier,
+        store=meta.input_items is not None,
         temperature=1.0 if options.get("temperature") is None else options["temperature"],
         top_p=1.0 if options.get("top_p") is None else options["top_p"],
         **given,
     )
 
 
-def make_unfinished_response(meta: StreamMeta) -> Response:
-    """Return a response that is in progress."""
-    return _make_response(meta, "in_progress")
+def make_unfinished_response(meta: StreamMeta, status: ResponseStatus) -> Response:
+    """Return a response that has no output yet."""
+    return _make_response(meta, status)
+
+
+def make_response(meta: StreamMeta, events: Sequence[Event]) -> Response:
+    """Return the response of a whole log, also of one that ends with an error."""
+    end = events[-1]
+    assert isinstance(end, EndEvent), "the log is whole"
+    if end.error is None:
+        return RESPONSES.make_answer(meta, [build_answer(meta.id, events)])
+    if end.error.code == "cancelled":
+        response = _make_response(meta, "cancelled")
+    else:
+        response = _make_response(meta, "failed")
+        detail = to_api_error(end.error.to_exception(), ResponsesEndpoint.prompt_field).body.error
+        response.error = ResponseError(code=detail.code or "server_error", message=detail.message)
+    response.usage = _make_usage(end.usage)
+    return response
+
+
+def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
+    """Return what a response was asked, as it is listed: each item has an id, and a message's text lies in parts."""
+    items = []
+    for number, given in enumerate(meta.input_items or ()):
+        item_id = given.get("id") or f"{_make_item_id(meta)}_{number}"
+        item = {"type": "message", "status": "completed"} | {k: v for k, v in given.items() if v is not None}
+        if isinstance(item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        items.append(item | {"id": item_id})
+    return items
 
 
 def _make_item_id(meta: StreamMeta) -> str:
@@ -260,13 +318,17 @@ def _make_ended_response(
     response = _make_response(meta, "incomplete" if is_cut else "completed")
     response.output = [_make_item(meta, text, logprobs, is_cut)]
     response.incomplete_details = IncompleteDetails() if is_cut else None
-    response.usage = ResponseUsage(
+    response.usage = _make_usage(usage)
+    return response
+
+
+def _make_usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
-    return response
 
 
 class ResponseChunks:
@@ -329,13 +391,13 @@ class ResponseChunks:
         return [self._make_event(DONE_ID, response.status, number, response=response.model_dump())]
 
     def _make_text_delta(self, position: str, number: int, text: str) -> SseEvent:
-        return SseEvent(position, self._template.fill_in(number, text), "response.output_text.delta")
+        return SseEvent(position, self._template.fill_in(number, text), "response.output_text.delta", number)
 
     def _delta_fields(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._item_fields, "content_index": 0, "delta": text, "logprobs": logprobs}
 
     def _make_event(self, position: str, kind: str, number: int, **data: Any) -> SseEvent:
-        return SseEvent(position, encode_json(_event_fields(kind, number, **data)), f"response.{kind}")
+        return SseEvent(position, encode_json(_event_fields(kind, number, **data)), f"response.{kind}", number)
 
 
 def _event_fields(kind: str, number: int | str, **data: Any) -> dict[str, Any]:

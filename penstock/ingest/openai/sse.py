@@ -34,6 +34,8 @@ class SseEvent(NamedTuple):
     data: str
     """JSON, or `[DONE]`."""
     event: str | None = None
+    number: int | None = None
+    """Its sequence number, where its endpoint has them."""
 
 
 encode_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,0 +1,205 @@
+"""Constrained answers of a random model through the engine, each held against an independent validator."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.probe import probe_layout
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputText
+from penstock.engine.tiny import build_tiny_model, shrink_config
+from penstock.engine.weights import MappedWeights
+from penstock.errors import GrammarFailed, InvalidRequest, UnsupportedSchema
+from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
+from penstock.grammar.spec import make_schema_spec
+from penstock.grammar.state import GrammarState
+from penstock.messages import FinishReason, Sampling
+from sim.schemas import Schema, find_violation, make_refused_schemas, make_schemas
+from sim.workload import load_demo_model
+
+BATCH = 32
+MAX_TOKENS = 250
+MAX_COMPLETION_TOKENS = 4000
+"""An answer that was cut is no prefix of a valid one if it does not come to an end within this many more tokens."""
+TEMPERATURES = (0.7, 1.0, 1.5, 3.0)
+_CLOSING = (b"}", b"]", b'"', b",")
+"""What brings a document to its end, sooner or later."""
+
+
+@dataclass(frozen=True)
+class ConstrainedAnswer:
+    """An answer that has ended."""
+
+    schema: Schema
+    grammar: CompiledGrammar
+    token_ids: list[int]
+    text: str
+    """What its reader saw."""
+    finish_reason: FinishReason
+
+
+@dataclass
+class _RunningAnswer:
+    schema: Schema
+    grammar: CompiledGrammar
+    seq: Sequence
+    output: OutputText
+    state: GrammarState
+    """Its own one, which is asked whether the answer has ended."""
+    text: str = ""
+
+
+def load_random_model(seed: int = 0) -> LoadedModel:
+    """Return a model of the smallest shape of the demo model's architecture, with its tokenizer and random weights."""
+    demo = load_demo_model()
+    config = shrink_config(demo.config, {"vocab_size": demo.vocab_size})
+    module = build_tiny_model(type(demo.module), config, seed, torch.device("cpu"))
+    layout = probe_layout(module, EngineSettings().block_size, torch.float32, demo.device)
+    model = replace(demo, module=module, dtype=torch.float32, layout=layout, weights=MappedWeights([]))
+    return accelerate_model(model)
+
+
+def open_grammar_tokenizer(model: LoadedModel) -> GrammarTokenizer:
+    """Return a model's tokenizer as the grammar engine needs it."""
+    text = model.tokenizer.backend_tokenizer.to_str()
+    return GrammarTokenizer.from_json(text, vocab_size=model.vocab_size, eos_token_ids=sorted(model.eos_token_ids))
+
+
+def generate_answers(
+    model: LoadedModel, schemas: list[Schema], num_answers: int, check_answer: Callable[[ConstrainedAnswer], None]
+) -> None:
+    """Generate answers to the schemas in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
+    engine = Engine(model, EngineSettings(device="cpu", threads=2, pool_mb=64, max_batch=BATCH))
+    waiting, running = _begin_answers(model, schemas, num_answers), dict[str, _RunningAnswer]()
+    while True:
+        while len(running) < BATCH and (answer := next(waiting, None)) is not None:
+            running[answer.seq.id] = answer
+            engine.add_sequence(answer.seq)
+        if not running:
+            return
+        for item in engine.step():
+            answer = running[item.seq.id]
+            answer.state.advance([item.token_id])
+            text, reason = answer.output.add_token(item.token_id, is_grammar_ended=answer.state.is_ended)
+            answer.text += text
+            if reason is not None:
+                engine.remove_sequence(item.seq)
+                del running[item.seq.id]
+                tokens = answer.state.token_ids
+                check_answer(ConstrainedAnswer(answer.schema, answer.grammar, tokens, answer.text, reason))
+
+
+def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) -> Iterator[_RunningAnswer]:
+    tokenizer = open_grammar_tokenizer(model)
+    grammars: dict[int, CompiledGrammar] = {}
+    for number in range(num_answers):
+        place = number % len(schemas)
+        if place not in grammars:
+            grammars[place] = CompiledGrammar(make_schema_spec(schemas[place], "schema"), tokenizer)
+        grammar = grammars[place]
+        temperature = TEMPERATURES[number // len(schemas) % len(TEMPERATURES)]
+        sampling = Sampling(temperature=temperature, seed=number, max_tokens=MAX_TOKENS)
+        prompt = [2 + (number * 7 + place) % (model.vocab_size - 2) for place in range(1 + number % 9)]
+        seq = Sequence(
+            str(number),
+            prompt,
+            sampling=sampling,
+            seed=number,
+            max_new_tokens=MAX_TOKENS,
+            grammar=GrammarState(grammar),
+        )
+        output = OutputText(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
+        yield _RunningAnswer(schemas[place], grammar, seq, output, GrammarState(grammar))
+
+
+class AnswerChecker:
+    """Counts the answers that break a promise."""
+
+    def __init__(self) -> None:
+        self.num_answers = self.num_ended = self.num_violations = self.num_not_prefixes = 0
+
+    def check_answer(self, answer: ConstrainedAnswer) -> None:
+        """Check what has ended against the validator; what was cut by `max_tokens` must be completable."""
+        self.num_answers += 1
+        if answer.finish_reason == "stop":
+            self.num_ended += 1
+            if (found := find_violation(answer.schema, answer.text)) is not None:
+                self.num_violations += 1
+                print(f"violation: {json.dumps(answer.schema)}: {answer.text}: {found}", flush=True)
+        elif not _is_prefix(answer):
+            self.num_not_prefixes += 1
+            print(f"no prefix: {json.dumps(answer.schema)}: {answer.text}", flush=True)
+
+
+def _is_prefix(answer: ConstrainedAnswer) -> bool:
+    """Return whether an answer's tokens are allowed, and its text begins a document that the validator calls valid."""
+    try:
+        state = GrammarState(answer.grammar, token_ids=answer.token_ids)
+        text = complete_answer(state, random.Random(0))
+    except GrammarFailed:
+        return False
+    # A character of which the last bytes are missing is not part of a document yet.
+    begins = text is not None and text.startswith(answer.text.rstrip("\ufffd"))
+    return text is not None and begins and find_violation(answer.schema, text) is None
+
+
+def complete_answer(state: GrammarState, draw: random.Random) -> str | None:
+    """Return the text of a whole answer that begins with a state's tokens; None if none was found.
+
+    One of `_CLOSING` is taken where one is allowed, else any allowed token.
+    """
+    tokenizer = state.grammar.tokenizer
+    closing = [tokenizer.engine.tokenize_bytes(one)[0] for one in _CLOSING]
+    row = np.zeros(tokenizer.num_mask_words, np.int32)
+    for _ in range(MAX_COMPLETION_TOKENS):
+        state.fill_mask(row)
+        allowed = {int(one) for one in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))}
+        if allowed & tokenizer.eos_token_ids:
+            tokens = [one for one in state.token_ids if one not in tokenizer.eos_token_ids]
+            return bytes(tokenizer.engine.decode_bytes(tokens)).decode()
+        state.advance([draw.choice([one for one in closing if one in allowed] or sorted(allowed))])
+    return None
+
+
+def count_refusals(count: int) -> dict[str, float]:
+    """Have the gateway's checker refuse schemas; return how many it refused, and how many of them without a name."""
+    num_refused = num_without_name = 0
+    with GrammarChecker() as checker:
+        for number, one in enumerate(make_refused_schemas(count, seed=7)):
+            try:
+                checker.check_grammar(make_schema_spec(one.schema, "schema"))
+                print(f"not refused: {json.dumps(one.schema)}", flush=True)
+            except UnsupportedSchema as error:
+                num_refused += 1
+                num_without_name += (error.keyword, error.path) != (one.keyword, one.path)
+            except InvalidRequest as error:
+                num_refused, num_without_name = num_refused + 1, num_without_name + 1
+                print(f"schema {number} was refused without a name: {error}", flush=True)
+    return {
+        "refused_schemas": num_refused,
+        "not_refused": count - num_refused,
+        "refused_without_name": num_without_name,
+    }
+
+
+def measure_answers(num_schemas: int, num_answers: int, num_refused: int) -> dict[str, float]:
+    """Return the figures of all answers and refusals."""
+    checker = AnswerChecker()
+    generate_answers(load_random_model(), make_schemas(num_schemas, seed=11), num_answers, checker.check_answer)
+    figures = {
+        "schemas": num_schemas,
+        "answers": checker.num_answers,
+        "ended_share": checker.num_ended / checker.num_answers,
+        "violations": checker.num_violations,
+        "cut_not_prefix": checker.num_not_prefixes,
+    }
+    return figures | count_refusals(num_refused)

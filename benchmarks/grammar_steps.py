@@ -1,0 +1,148 @@
+"""Masks as a share of a step of the 0.6B shape, at batch 32 and with a vocabulary of 152,000 words."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count, cycle
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.write import make_model_directory
+from penstock.config.settings import EngineSettings
+from penstock.engine import sampler
+from penstock.engine.engine import Engine
+from penstock.engine.loading import open_engine
+from penstock.engine.sequence import Sequence
+from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
+from penstock.grammar.spec import make_schema_spec
+from penstock.grammar.state import GrammarState
+from penstock.messages import Sampling
+from sim.schemas import make_schemas
+
+BATCH = 32
+MAX_TOKENS = 200
+THREADS = 2
+NUM_WARM_STEPS = 3
+SHAPE = SHAPES["q06"]
+_SAMPLING = Sampling(temperature=1.0, max_tokens=MAX_TOKENS)
+
+
+class StepBench:
+    """The engine of the 0.6B shape, whose batch is always full."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, num_grammars: int) -> None:
+        model = make_model_directory(SHAPE, DIRECTORY / "models")
+        settings = EngineSettings(
+            model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH
+        )
+        self._engine: Engine = open_engine(settings)
+        self._numbers = count()
+        made = [
+            CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer) for schema in make_schemas(num_grammars, 5)
+        ]
+        self._grammars = cycle(made)
+        self._eos_ids = tokenizer.eos_token_ids
+        self._seqs: list[Sequence] = []
+
+    def fill_batch(self, *, with_grammars: bool) -> None:
+        """Replace all sequences by new ones, and step until each decodes."""
+        for seq in self._seqs:
+            self._engine.remove_sequence(seq)
+        self._seqs = [self._add_sequence(with_grammars=with_grammars) for _ in range(BATCH)]
+        for _ in range(NUM_WARM_STEPS):
+            self.run_step()
+
+    def run_step(self) -> float:
+        """Run a step of `BATCH` rows, replace answers that have ended, and return the seconds of the step."""
+        started_s = time.perf_counter()
+        sampled = self._engine.step()
+        elapsed_s = time.perf_counter() - started_s
+        assert len({item.seq for item in sampled}) == BATCH
+        for item in sampled:
+            seq = item.seq
+            if seq.is_grammar_ended or item.token_id in self._eos_ids or seq.num_output_tokens == MAX_TOKENS:
+                self._engine.remove_sequence(seq)
+                self._seqs.remove(seq)
+                self._seqs.append(self._add_sequence(with_grammars=seq.grammar is not None))
+        return elapsed_s
+
+    def _add_sequence(self, *, with_grammars: bool) -> Sequence:
+        """Add a sequence whose prompt is a token: it is a row like those of the others at once."""
+        number = next(self._numbers)
+        seq = Sequence(
+            str(number),
+            [1000 + number % 1000],
+            sampling=_SAMPLING,
+            seed=number,
+            max_new_tokens=MAX_TOKENS,
+            grammar=GrammarState(next(self._grammars)) if with_grammars else None,
+        )
+        self._engine.add_sequence(seq)
+        return seq
+
+
+class Stopwatch:
+    """Adds up the time of calls."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and whose time counts."""
+
+        def timed(*given: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return call(*given)
+            finally:
+                self.spent_s += time.perf_counter() - started_s
+
+        return timed
+
+
+@contextmanager
+def time_masks() -> Iterator[Stopwatch]:
+    """Time all that a grammar adds to a step: computing masks, applying them, going on by a token."""
+    watch = Stopwatch()
+    with ExitStack() as stack:
+        for owner, name in ((GrammarState, "fill_mask"), (sampler, "mask_scores"), (GrammarState, "advance")):
+            stack.enter_context(patch.object(owner, name, watch.wrap(getattr(owner, name))))
+        yield watch
+
+
+@contextmanager
+def leave_masks_out() -> Iterator[None]:
+    """Let scores be as they are."""
+    with patch.object(sampler, "mask_scores", lambda scores, draws: None):
+        yield
+
+
+def measure_steps(tokenizer: GrammarTokenizer, num_steps: int) -> dict[str, float]:
+    """Return the share of masks in a step, and what the code for grammars costs a step without any."""
+    bench = StepBench(tokenizer, num_grammars=4 * BATCH)
+    bench.fill_batch(with_grammars=True)
+    mask_s, step_s = [], []
+    with time_masks() as watch:
+        for _ in range(num_steps):
+            watch.spent_s = 0.0
+            step_s.append(bench.run_step())
+            mask_s.append(watch.spent_s)
+    bench.fill_batch(with_grammars=False)
+    unconstrained_s, ratios = [], []
+    for number in range(num_steps):
+        times_s = {}
+        for is_whole in (True, False) if number % 2 else (False, True):
+            with nullcontext() if is_whole else leave_masks_out():
+                times_s[is_whole] = bench.run_step()
+        unconstrained_s.append(times_s[True])
+        ratios.append(times_s[True] / times_s[False])
+    return {
+        "mask_share_b32_152k": statistics.median(mask / step for mask, step in zip(mask_s, step_s, strict=True)),
+        "mask_ms_b32_152k": statistics.median(mask_s) * 1e3,
+        "constrained_step_ms_b32": statistics.median(step_s) * 1e3,
+        "unconstrained_step_ms_b32": statistics.median(unconstrained_s) * 1e3,
+        "unconstrained_b32_ratio": statistics.median(ratios),
+    }

@@ -1,0 +1,283 @@
+"""The responses that are kept (`store`): first in Redis, where they are written anyway, then in the object store.
+
+    tenants/<tenant>/responses/<id>        a line with the metadata and what was asked, then the log, an event a line
+
+Keeping:   1  the metadata is written to Redis, with what was asked       2  it is marked as open in
+`penstock:<pipeline>:responses`      3  its request is published: now the response exists      4  it has ended: any
+gateway writes the object      5  the mark is removed
+
+Deleting:  6  it is marked as deleted: now it is gone      7  the metadata is deleted      8  the object is deleted
+9  a gateway deletes the object again, and removes the mark
+
+A crash after 1 or 2 leaves metadata that nobody was told of: it expires, or is renewed for `pending_keep_s`. After 3
+the request is an accepted one as any other; its metadata is renewed by whoever has the lease of step 4. After 4 the
+object is written again, with the same content. A gateway that was between 4 and 5 when the response was deleted finds
+the other mark, or none, and deletes what it wrote; if it dies there, 9 does that. After 6 or 7 the rest is done by 9.
+
+While it is marked as open, a response is read from Redis; without a mark from the object store. The log must be moved
+before it expires: `PENSTOCK_RECORD_KEEP_S` after its end, of which a round of all marks takes a quarter at most. The
+lease only saves work, as two gateways that move the same response write the same.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from penstock.client.core import Event
+from penstock.config.settings import RecordSettings, ResponsesSettings
+from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.batch.shapes import DAY_S
+from penstock.ingest.errors import not_found_error
+from penstock.ingest.gateway.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
+from penstock.ingest.openai import RESPONSES, StreamMeta
+from penstock.messages import EndEvent
+from penstock.names import Pipeline, is_request_id
+from penstock.record.log import parse_event
+from penstock.redis.client import translate_outages
+from penstock.redis.scripts import RENEW_LEASE
+
+log = logging.getLogger(__name__)
+
+MAX_MARKS_PER_TRIP = 500
+MAX_MOVED_AT_ONCE = 8
+NUM_LEASE_ROUNDS = 3
+"""A gateway that takes no part in this many rounds has lost the lease."""
+EXPIRY_CHECK_S = 3600.0
+LOG_TIMEOUT_S = 60.0
+"""How long one log may take to be read when it is moved; the next round tries again."""
+
+ReadEvents = Callable[[StreamMeta], list[AsyncGenerator[list[Event], None]]]
+
+
+class KeptResponse(NamedTuple):
+    """A response that was found."""
+
+    meta: StreamMeta
+    events: list[Event] | None
+    """Its whole log, from the object store; None: the log is in Redis."""
+
+
+class _Mark(NamedTuple):
+    is_deleted: bool
+    created: int
+    """Seconds since the epoch."""
+    tenant: str
+
+    def encode(self) -> str:
+        return f"{'deleted' if self.is_deleted else 'open'} {self.created} {self.tenant}"
+
+
+class ResponseKeeper:
+    """All kept responses. Methods raise `BusUnavailable`, and `ApiError` 503 without the object store."""
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        metas: StreamMetaStore,
+        objects: ObjectStorage,
+        read_events: ReadEvents,
+        settings: ResponsesSettings,
+        record: RecordSettings,
+    ) -> None:
+        self._client, self._metas, self._objects, self._read_events = client, metas, objects, read_events
+        self._keep_s, self._max_per_tenant = settings.keep_days * DAY_S, settings.max_per_tenant
+        self._round_s, self._pending_s = min(RENEW_INTERVAL_S, record.keep_s / 4), record.pending_keep_s
+        self._holder = uuid.uuid4().hex
+        self._task: asyncio.Task[None] | None = None
+        # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls: the loop looks at this too.
+        self._is_closing = False
+        self._expiry_checked_at = -EXPIRY_CHECK_S
+
+    @property
+    def is_on(self) -> bool:
+        """Whether responses are kept at all."""
+        return self._keep_s > 0
+
+    async def mark_open(self, meta: StreamMeta) -> None:
+        """Step 2; nothing is done for a request that is no kept response."""
+        if meta.input_items is not None:
+            await self._write_mark(meta, _Mark(False, meta.created, meta.tenant))
+
+    async def find_response(self, tenant: str, response_id: str) -> KeptResponse:
+        """Return a tenant's response. Raises `ApiError` 404 also if it is another tenant's, or not kept."""
+        missing = not_found_error("response", response_id[:256])
+        if not is_request_id(response_id) or not response_id.startswith(RESPONSES.id_prefix):
+            raise missing
+        meta = await self._metas.find_meta(response_id)
+        if meta is not None and (meta.tenant != tenant or meta.path != RESPONSES.path or meta.input_items is None):
+            raise missing
+        mark = None if meta is None else await self._read_mark(meta)
+        found = None if meta is None else KeptResponse(meta, None)
+        if mark is None:
+            moved = await self._read_object(tenant, response_id)
+            found = moved or found
+            mark = None if moved is None else await self._read_mark(moved.meta)
+        if found is None or (mark is not None and mark.is_deleted) or self._is_expired(found):
+            raise missing
+        return found
+
+    async def delete_response(self, meta: StreamMeta) -> None:
+        """Delete a response, steps 6 to 8."""
+        await self._write_mark(meta, _Mark(True, meta.created, meta.tenant))
+        await self._metas.delete_meta(meta)
+        await self._objects.delete(_object_path(meta.tenant, meta.id))
+
+    def start(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
+        """Start to move the ended responses of these pipelines, and to delete expired ones."""
+        self._task = asyncio.create_task(self._keep_forever(list_pipelines))
+
+    async def close(self) -> None:
+        """Stop it; any other gateway goes on."""
+        self._is_closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _keep_forever(self, list_pipelines: Callable[[], Iterable[str]]) -> None:
+        while not self._is_closing:
+            try:
+                for name in list_pipelines():
+                    pipeline = Pipeline(name)
+                    if await self._acquire_lease(pipeline):
+                        await self.move_ended(pipeline)
+                if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
+                    self._expiry_checked_at = time.monotonic()
+                    await self.delete_expired()
+            except (PenstockError, RedisError) as error:
+                log.warning("responses: %s", error)
+            except Exception:  # a gateway that looks no more would move nothing until it is started again
+                log.exception("responses: looked for again")
+            if not self._is_closing:
+                await asyncio.sleep(self._round_s)
+
+    async def move_ended(self, pipeline: Pipeline) -> None:
+        """Go once through all marks of a pipeline: renew what has not ended, and do steps 4, 5 and 9 for the rest."""
+        slots, failures = asyncio.Semaphore(MAX_MOVED_AT_ONCE), list[BaseException]()
+
+        async def settle_one(response_id: str, mark: _Mark, *, has_ended: bool) -> None:
+            async with slots:
+                if mark.is_deleted:
+                    await self._objects.delete(_object_path(mark.tenant, response_id))
+                elif has_ended:
+                    await self._move_response(response_id)
+                else:
+                    log.warning("%s is not kept: no gateway looked for too long, or it never ended", response_id)
+                await self._remove_mark(pipeline, response_id)
+
+        async for marks in self._scan_marks(pipeline):
+            open_keys = {
+                response_id: pipeline.record_key(response_id)
+                for response_id, mark in marks.items()
+                if not mark.is_deleted
+            }
+            ended = await self._metas.find_ended(open_keys.items())
+            oldest_s = time.time() - self._pending_s
+            unended = [one for one, key in open_keys.items() if key not in ended and marks[one].created > oldest_s]
+            is_there = await self._metas.renew_ids(unended)
+            waiting = {one for one, there in zip(unended, is_there, strict=True) if there}
+            settling = [
+                settle_one(response_id, mark, has_ended=open_keys.get(response_id) in ended)
+                for response_id, mark in marks.items()
+                if response_id not in waiting
+            ]
+            outcomes = await asyncio.gather(*settling, return_exceptions=True)
+            failures += [outcome for outcome in outcomes if outcome is not None]
+        if failures:  # the others were settled; these are tried again in the next round
+            raise failures[0]
+
+    async def delete_expired(self) -> None:
+        """Delete responses that are too old, and the oldest of tenants that have too many."""
+        for tenant in await self._objects.list_names("tenants"):
+            found = await self._objects.list_by_age(_object_path(tenant, ""))
+            num_over = len(found) - self._max_per_tenant
+            for index, (written_s, name) in enumerate(found):
+                if index >= num_over and written_s > time.time() - self._keep_s:
+                    break
+                await self._objects.delete(_object_path(tenant, name))
+
+    async def _acquire_lease(self, pipeline: Pipeline) -> bool:
+        args: list[str | int] = [self._holder, round(NUM_LEASE_ROUNDS * self._round_s * 1000)]
+        return bool(await RENEW_LEASE.run_async(self._client, [pipeline.responses_lease_key], args))
+
+    async def _move_response(self, response_id: str) -> None:
+        """Write the object of a response that has ended, unless it was deleted meanwhile or is lost."""
+        meta = await self._metas.find_meta(response_id)
+        if meta is None:
+            log.warning("%s is not kept: its metadata is gone", response_id)
+            return
+        try:
+            async with asyncio.timeout(LOG_TIMEOUT_S):
+                events = await read_whole_log(self._read_events(meta))
+        except (StreamExpired, StreamDiverged, RequestError) as error:
+            log.warning("%s is not kept: %s", response_id, error)
+            return
+        content = await asyncio.to_thread(_encode_object, meta, events)
+        await self._objects.put(_object_path(meta.tenant, response_id), content)
+        now_marked = await self._read_mark(meta)
+        if now_marked is None or now_marked.is_deleted:
+            await self._objects.delete(_object_path(meta.tenant, response_id))
+
+    async def _read_object(self, tenant: str, response_id: str) -> KeptResponse | None:
+        found = await self._objects.get(_object_path(tenant, response_id))
+        return None if found is None else await asyncio.to_thread(_decode_object, found)
+
+    def _is_expired(self, found: KeptResponse) -> bool:
+        end = None if found.events is None else found.events[-1]
+        return isinstance(end, EndEvent) and (end.timings.finished or found.meta.created) + self._keep_s < time.time()
+
+    async def _read_mark(self, meta: StreamMeta) -> _Mark | None:
+        with translate_outages():
+            value = await cast("Any", self._client.hget(Pipeline(meta.pipeline).responses_key, meta.id))
+        return None if value is None else _parse_mark(value)
+
+    async def _write_mark(self, meta: StreamMeta, mark: _Mark) -> None:
+        with translate_outages():
+            await cast("Any", self._client.hset(Pipeline(meta.pipeline).responses_key, meta.id, mark.encode()))
+
+    async def _remove_mark(self, pipeline: Pipeline, response_id: str) -> None:
+        with translate_outages():
+            await cast("Any", self._client.hdel(pipeline.responses_key, response_id))
+
+    async def _scan_marks(self, pipeline: Pipeline) -> AsyncIterator[dict[str, _Mark]]:
+        cursor = 0
+        while True:
+            with translate_outages():
+                cursor, found = await cast(
+                    "Any", self._client.hscan(pipeline.responses_key, cursor, count=MAX_MARKS_PER_TRIP)
+                )
+            if found:
+                yield {name.decode(): _parse_mark(value) for name, value in found.items()}
+            if cursor == 0:
+                return
+
+
+async def read_whole_log(streams: list[AsyncGenerator[list[Event], None]]) -> list[Event]:
+    """Return all events of a response's one request, the end included, also if that is an error."""
+    (stream,) = streams
+    return [event async for events in stream for event in events]
+
+
+def _parse_mark(value: bytes) -> _Mark:
+    state, created, tenant = value.decode().split(" ", 2)
+    return _Mark(state == "deleted", int(created), tenant)
+
+
+def _object_path(tenant: str, response_id: str) -> str:
+    """Return the path of a response's object. The id must have been checked."""
+    return f"tenants/{tenant}/responses/{response_id}".removesuffix("/")
+
+
+def _encode_object(meta: StreamMeta, events: list[Event]) -> bytes:
+    return b"\n".join([meta.model_dump_json().encode(), *(event.encode() for event in events)])
+
+
+def _decode_object(content: bytes) -> KeptResponse:
+    first, *lines = content.split(b"\n")
+    return KeptResponse(StreamMeta.model_validate_json(first), [parse_event(line) for line in lines])

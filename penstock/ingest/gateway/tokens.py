@@ -1,0 +1,131 @@
+"""`/tokenize` and `/detokenize` for one of the served models, and `/version`, all as vLLM has them."""
+
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, StringConstraints, model_validator
+
+from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.models import ServedModel
+from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.openai import CHAT
+from penstock.ingest.openai.body import StrictModel, parse_body
+from penstock.messages import TokenId
+
+router = APIRouter()
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class TokenizeBody(StrictModel):
+    """A text, or a chat, to tokenize. One of `prompt` and `messages` is given."""
+
+    model: ModelName | None = None
+    """One of those that `/v1/models` lists; may be left out if there is only one."""
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    """Turns as in `/v1/chat/completions`, with text alone."""
+    add_special_tokens: bool | None = None
+    """Whether to add the tokens that begin each text; by default to a prompt, and not to a chat: its template does."""
+    add_generation_prompt: bool = True
+    """Whether a chat ends with the beginning of the model's turn."""
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
+        return self
+
+
+class DetokenizeBody(StrictModel):
+    """Tokens to write as text."""
+
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+BODY_MODELS = (TokenizeBody, DetokenizeBody)
+
+
+class TokenizeAnswer(BaseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int | None
+    """The most tokens of prompt and answer together, if the workers say it."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """How the vocabulary writes each."""
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    """The version of this server."""
+
+    version: str
+
+
+def _describe_body(kind: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+_ERRORS = error_responses(400, 401, 404, 413, 429, 501, 503)
+
+
+@router.post("/tokenize", summary="The tokens of a text", responses=_ERRORS, openapi_extra=_describe_body(TokenizeBody))
+async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
+    """Of a prompt or a chat, as the model gets it. It counts as a request."""
+    gateway, body = get_gateway(request), parse_body(TokenizeBody, await request.body())
+    await gateway.admission.take_request(caller)
+    served = await _find_served(gateway, body.model)
+    if body.messages is not None:
+        chat = CHAT.parse_body({"model": served.name, "messages": body.messages})
+        turns = [dict(turn) for turn in CHAT.make_requests(chat, "tokenize")[0]["messages"] or ()]
+        tokens = await gateway.tokenizers.encode_chat(
+            served.name, turns, special=bool(body.add_special_tokens), generation_prompt=body.add_generation_prompt
+        )
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await gateway.tokenizers.encode_text(served.name, body.prompt or "", special=special)
+    return TokenizeAnswer(
+        count=len(tokens.token_ids),
+        max_model_len=served.max_model_len,
+        tokens=tokens.token_ids,
+        token_strs=tokens.token_strs if body.return_token_strs else None,
+    )
+
+
+@router.post(
+    "/detokenize", summary="The text of tokens", responses=_ERRORS, openapi_extra=_describe_body(DetokenizeBody)
+)
+async def detokenize(request: Request, caller: CallerDep) -> DetokenizeAnswer:
+    """With the text of special tokens. It counts as a request."""
+    gateway, body = get_gateway(request), parse_body(DetokenizeBody, await request.body())
+    await gateway.admission.take_request(caller)
+    served = await _find_served(gateway, body.model)
+    return DetokenizeAnswer(prompt=await gateway.tokenizers.decode_tokens(served.name, body.tokens))
+
+
+@router.get("/version", summary="The server's version", responses=error_responses(401, 503))
+async def show_version(caller: CallerDep) -> Version:
+    """Of the gateway."""
+    return Version(version=version("penstock"))
+
+
+async def _find_served(gateway: Gateway, name: str | None) -> ServedModel:
+    """Return the model of this name, or the only one. Raises `ApiError`."""
+    if name is not None:
+        return await gateway.models.find_model(name)
+    served = await gateway.models.list_models()
+    if len(served) > 1:
+        names = ", ".join(one.name for one in served)[:500]
+        raise ApiError(400, f"'model' must be one of {names}", param="model", code="missing_required_parameter")
+    return await gateway.models.find_model(served[0].name if served else "")

@@ -1,0 +1,424 @@
+"""Responses that are kept: from Redis and, after they have moved, from the object store, on any gateway."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+
+from penstock.config.settings import GatewaySettings
+from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway import responses as routes
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.gateway.state import Gateway, find_caller
+from penstock.ingest.openai import RESPONSES
+from penstock.ingest.tenants import Caller
+from penstock.messages import EndEvent
+from penstock.names import card_key
+from penstock.waiting import wait_until
+from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
+from tests.record.play import decode, end, say
+
+SECRET = "a word that nobody else says"
+
+
+def call_as_tenant(request: Request) -> Caller:
+    """The caller of a gateway that believes a header."""
+    return Caller(tenant=request.headers.get("x-tenant", "default"))
+
+
+class KeptPipeline:
+    """Two gateways in this process over one scripted pipeline and one folder."""
+
+    def __init__(self, scripted: ScriptedPipeline, folder: Path) -> None:
+        self.scripted, self.folder = scripted, folder
+        self.tenant = f"t-{uuid.uuid4().hex[:12]}"
+        self.gateways: list[Gateway] = []
+        self.clients: list[httpx.AsyncClient] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        for _ in range(2):
+            app = create_app(GatewaySettings(), self.scripted.addresses)
+            app.dependency_overrides[find_caller] = call_as_tenant
+            gateway: Gateway = app.state.gateway
+            await gateway.open()
+            stack.push_async_callback(gateway.close)
+            transport, headers = httpx.ASGITransport(app), {"x-tenant": self.tenant}
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=30)
+            self.gateways.append(gateway)
+            self.clients.append(await stack.enter_async_context(client))
+
+    async def ask(self, question: str = SECRET, **more: Any) -> dict[str, Any]:
+        """Ask the first gateway in the background."""
+        body = {"model": self.scripted.model, "input": question, "background": True} | more
+        answer = await self.clients[0].post("/v1/responses", json=body)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def answered(self, question: str = SECRET, count: int = 3, **more: Any) -> str:
+        """Ask, and answer as a worker with so many tokens; return the response's id."""
+        name: str = (await self.ask(question, **more))["id"]
+        self.finish(name, count)
+        return name
+
+    async def post_answered(self, **more: Any) -> httpx.Response:
+        """Ask the first gateway what was answered before it was asked: the POST would wait here for its answer."""
+        key = uuid.uuid4().hex
+        self.finish(f"resp_{await self.gateways[0].stream_metas.derive_name(self.tenant, key)}")
+        body = {"model": self.scripted.model, "input": SECRET} | more
+        return await self.clients[0].post("/v1/responses", json=body, headers={"idempotency-key": key})
+
+    def finish(self, name: str, count: int = 3, ending: EndEvent | None = None) -> None:
+        claim = decode(self.scripted.record, name)
+        say(self.scripted.record, claim, range(count))
+        self.scripted.record.finish_request(claim, ending or end())
+
+    async def move(self, *names: str) -> None:
+        """Move what has ended, on the second gateway; then Redis forgets these responses."""
+        await self.gateways[1].responses.move_ended(self.scripted.pipeline)
+        pipeline = self.scripted.pipeline
+        for name in names:
+            assert not self.scripted.server.hexists(pipeline.responses_key, name)
+            assert self.scripted.server.delete(card_key(name), pipeline.record_key(name), pipeline.log_key(name)) == 3
+
+    async def get(self, path: str, gateway: int = 1, **params: Any) -> Any:
+        return (await self.clients[gateway].get(f"/v1/responses/{path}", params=params)).json()
+
+    async def numbers(self, name: str, **params: Any) -> list[int]:
+        """Return the sequence numbers of its stream at the second gateway."""
+        answer = await self.clients[1].get(f"/v1/responses/{name}", params={"stream": True, **params})
+        data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        return [json.loads(one)["sequence_number"] for one in data]
+
+    def stored(self) -> list[Path]:
+        """The objects of all responses."""
+        return sorted(self.folder.glob("tenants/*/responses/*"))
+
+
+@pytest.fixture
+async def kept(
+    scripted: ScriptedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[KeptPipeline]:
+    monkeypatch.setenv("PENSTOCK_BATCH_STORE", str(tmp_path / "store"))
+    made = KeptPipeline(scripted, tmp_path / "store")
+    async with AsyncExitStack() as stack:
+        await made.start(stack)
+        yield made
+
+
+async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kept: KeptPipeline) -> None:
+    posted = await kept.ask(metadata={"for": "a test"})
+    assert (posted["status"], posted["background"], posted["store"], posted["output"]) == ("queued", True, True, [])
+    name = posted["id"]
+    assert (await kept.get(name))["status"] == "queued"
+    claim = decode(kept.scripted.record, name)
+    say(kept.scripted.record, claim, range(3))
+    assert (await kept.get(name))["status"] == "in_progress"
+    kept.scripted.record.finish_request(claim, end())
+    live = await kept.get(name)
+    assert (live["status"], live["metadata"]) == ("completed", {"for": "a test"})
+    assert live["output"][0]["content"][0]["text"] == "<0><1><2>"
+    await kept.move(name)
+    assert await kept.get(name) == live, "it is the same from the object store"
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+async def test_its_stream_goes_on_after_any_event(kept: KeptPipeline, is_moved: bool) -> None:
+    name = await kept.answered()
+    if is_moved:
+        await kept.move(name)
+    whole = await kept.numbers(name)
+    assert len(whole) == 4 + 3 + 4
+    for number in range(whole[-1] + 1):
+        assert await kept.numbers(name, starting_after=number) == [one for one in whole if one > number]
+    refused = await kept.get(name, starting_after=1)
+    assert refused["error"]["param"] == "starting_after"
+
+
+async def test_a_response_that_failed_says_why(kept: KeptPipeline) -> None:
+    name = (await kept.ask())["id"]
+    kept.finish(name, 1, EndEvent.model_validate({
+        "finish_reason": "error", "error": {"code": "deadline_exceeded", "message": "too late"},
+    }))  # fmt: skip
+    for _ in range(2):
+        found = await kept.get(name)
+        assert (found["status"], found["error"]["code"], found["output"]) == ("failed", "deadline_exceeded", [])
+        if not kept.stored():
+            await kept.move(name)
+
+
+async def test_a_background_response_is_cancelled(kept: KeptPipeline) -> None:
+    name = (await kept.ask())["id"]
+    for gateway in kept.clients:
+        assert (await gateway.post(f"/v1/responses/{name}/cancel")).json()["status"] == "cancelled"
+    assert (await kept.get(name))["status"] == "cancelled"
+    ended = await kept.answered()
+    assert (await kept.clients[1].post(f"/v1/responses/{ended}/cancel")).json()["status"] == "completed"
+    plain = (await kept.post_answered(stream=True)).headers["x-request-id"]
+    refused = await kept.clients[1].post(f"/v1/responses/{plain}/cancel")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_in_background")
+    unknown = await kept.clients[1].post("/v1/responses/resp_none/cancel")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_the_turns_before_come_before_the_input(kept: KeptPipeline) -> None:
+    first = await kept.answered("one", instructions="Be short.")
+    second = await kept.answered("two", previous_response_id=first)
+    await kept.move(first)
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": "three"}]}]
+    third = await kept.ask("", input=turns, previous_response_id=second)
+    assert third["previous_response_id"] == second
+    (asked,) = [one for one in kept.scripted.read_requests() if one.id == third["id"]]
+    assert [(turn.role, turn.content) for turn in asked.messages or ()] == [
+        ("user", "one"), ("assistant", "<0><1><2>"), ("user", "two"), ("assistant", "<0><1><2>"), ("user", "three"),
+    ], "without the instructions"  # fmt: skip
+    early = await kept.ask("four", previous_response_id=third["id"])
+    assert early["error"]["code"] == "previous_response_not_completed"
+
+
+async def test_what_cannot_be_gone_on_from_is_refused(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await kept.answered("one")
+    second = await kept.answered("two", previous_response_id=first)
+    missing = await kept.ask(previous_response_id="resp_none")
+    assert (missing["error"]["code"], missing["error"]["param"]) == (
+        "previous_response_not_found", "previous_response_id",
+    )  # fmt: skip
+    body = RESPONSES.parse_body({"model": "m", "input": "x", "previous_response_id": first})
+    with pytest.raises(ApiError, match=f"Previous response with id '{first}' not found"):
+        await routes.prepare_response(kept.gateways[0], "somebody", body)
+    monkeypatch.setattr(routes, "MAX_EARLIER_RESPONSES", 1)
+    assert (await kept.ask(previous_response_id=second))["error"]["code"] == "conversation_too_long"
+    monkeypatch.setattr(routes, "MAX_EARLIER_RESPONSES", 2)
+    assert (await kept.ask(previous_response_id=second))["status"] == "queued"
+    monkeypatch.setattr(routes, "MAX_REQUEST_BYTES", 100)
+    assert (await kept.ask(previous_response_id=second))["error"]["code"] == "request_too_large"
+    assert (await kept.ask(conversation="conv_1"))["error"]["param"] == "conversation"
+
+
+async def test_input_items_come_in_pages(kept: KeptPipeline) -> None:
+    turns = [{"role": "user" if n % 2 else "assistant", "content": f"turn {n}"} for n in range(5)]
+    turns[3]["id"] = "msg_mine"
+    name = await kept.answered("", input=turns)
+    for _ in range(2):
+        everything = await kept.get(f"{name}/input_items", order="asc", limit=5)
+        assert [item["content"][0]["text"] for item in everything["data"]] == [f"turn {n}" for n in range(5)]
+        assert [item["content"][0]["type"] for item in everything["data"][:2]] == ["output_text", "input_text"]
+        assert everything["data"][3]["id"] == "msg_mine"
+        first = await kept.get(f"{name}/input_items", limit=2)
+        rest = await kept.get(f"{name}/input_items", after=first["last_id"])
+        assert [*first["data"], *rest["data"]] == everything["data"][::-1]
+        assert (first["has_more"], rest["has_more"], everything["has_more"]) == (True, False, False)
+        if not kept.stored():
+            await kept.move(name)
+    assert (await kept.get(f"{name}/input_items", after="msg_none"))["error"]["param"] == "after"
+
+
+async def test_store_false_leaves_only_what_a_stream_needs(kept: KeptPipeline) -> None:
+    posted = await kept.post_answered(store=False, stream=True)
+    name = posted.headers["x-request-id"]
+    assert json.loads(posted.text.split("data: ")[-1])["response"]["store"] is False
+    card = kept.scripted.server.get(card_key(name))
+    assert card is not None
+    assert SECRET.encode() not in card
+    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
+    await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
+    assert kept.stored() == []
+    for path in (name, f"{name}/input_items"):
+        assert (await kept.get(path))["error"]["code"] == "response_not_found"
+    assert (await kept.clients[1].get(f"/v1/streams/{name}")).text.count("data: ") == posted.text.count("data: ")
+    refused = await kept.ask(store=False)
+    assert "'background' needs 'store'" in refused["error"]["message"]
+
+
+async def test_a_response_is_its_tenants_alone(kept: KeptPipeline) -> None:
+    name = await kept.answered()
+    stranger = {"x-tenant": "somebody"}
+    for _ in range(2):
+        for method, path in (
+            ("GET", name), ("DELETE", name), ("POST", f"{name}/cancel"), ("GET", f"{name}/input_items"),
+            ("GET", f"{name}?stream=true"),
+        ):  # fmt: skip
+            answer = await kept.clients[1].request(method, f"/v1/responses/{path}", headers=stranger)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        if not kept.stored():
+            await kept.move(name)
+    assert (await kept.get(name))["status"] == "completed"
+
+
+@pytest.mark.parametrize("when", ["in progress", "ended", "moved"])
+async def test_a_deleted_response_is_gone(kept: KeptPipeline, when: str) -> None:
+    name = (await kept.ask())["id"]
+    if when != "in progress":
+        kept.finish(name)
+    if when == "moved":
+        await kept.move(name)
+    answer = await kept.clients[0].delete(f"/v1/responses/{name}")
+    assert answer.json() == {"id": name, "object": "response", "deleted": True}
+    for _ in range(2):
+        for path in (name, f"{name}/input_items"):
+            assert (await kept.get(path))["error"]["code"] == "response_not_found"
+        assert (await kept.clients[1].get(f"/v1/streams/{name}")).status_code == 404
+        await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
+    assert kept.stored() == []
+    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
+    if when == "in progress":
+        status = kept.scripted.record.read_status(name)
+        assert status is not None
+        assert status.cancelled
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_response_deleted_while_it_is_moved_does_not_come_back(
+    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    name = await kept.answered()
+    mover = kept.gateways[1].responses
+    put = mover._objects.put
+
+    async def delete_then_put(path: str, value: bytes) -> None:
+        assert (await kept.clients[0].delete(f"/v1/responses/{name}")).status_code == 200
+        await put(path, value)
+        if is_killed:
+            raise ConnectionError("the gateway died here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover._objects, "put", delete_then_put)
+        if is_killed:
+            with pytest.raises(ConnectionError):
+                await mover.move_ended(kept.scripted.pipeline)
+            assert (await kept.get(name))["error"]["code"] == "response_not_found", "the mark says so"
+        else:
+            await mover.move_ended(kept.scripted.pipeline)
+    await kept.gateways[0].responses.move_ended(kept.scripted.pipeline)
+    assert kept.stored() == []
+    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
+
+
+async def test_a_gateway_that_died_before_it_removed_the_mark_costs_nothing(
+    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await kept.answered()
+    live = await kept.get(name)
+
+    async def die(*_: object) -> None:
+        raise ConnectionError("the gateway died here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept.gateways[0].responses, "_remove_mark", die)
+        with pytest.raises(ConnectionError):
+            await kept.gateways[0].responses.move_ended(kept.scripted.pipeline)
+    assert len(kept.stored()) == 1
+    assert await kept.get(name) == live
+    await kept.move(name)
+    assert await kept.get(name) == live
+
+
+async def test_metadata_of_unended_responses_is_renewed_by_any_gateway(kept: KeptPipeline) -> None:
+    name = (await kept.ask())["id"]
+    kept.scripted.server.pexpire(card_key(name), 60_000)
+    await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
+    assert kept.scripted.server.pttl(card_key(name)) > 60_000
+
+
+@pytest.mark.parametrize("lost", ["metadata", "id", "time"])
+async def test_what_is_lost_is_looked_for_no_more(
+    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    keeper, server, pipeline = kept.gateways[1].responses, kept.scripted.server, kept.scripted.pipeline
+    name = (await kept.ask())["id"]
+    if lost == "time":
+        monkeypatch.setattr(keeper, "_pending_s", -1.0)
+    else:
+        kept.finish(name)
+        if lost == "metadata":
+            server.delete(card_key(name))
+        else:
+            server.hset(pipeline.record_key(name), "body", "another producer's")
+    await keeper.move_ended(pipeline)
+    assert f"{name} is not kept" in caplog.text
+    assert not server.exists(pipeline.responses_key)
+    assert kept.stored() == []
+
+
+async def test_one_that_cannot_be_moved_holds_up_no_other(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [await kept.answered() for _ in range(3)]
+    keeper = kept.gateways[1].responses
+    put = keeper._objects.put
+
+    async def fail_once(path: str, value: bytes) -> None:
+        if path.endswith(names[1]):
+            raise ApiError(503, "the file store cannot be used now")
+        await put(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper._objects, "put", fail_once)
+        with pytest.raises(ApiError, match="file store"):
+            await keeper.move_ended(kept.scripted.pipeline)
+    assert {one.name for one in kept.stored()} == {names[0], names[2]}
+    await kept.move(*names)
+    assert (await kept.get(names[1]))["status"] == "completed"
+
+
+async def test_only_so_many_and_not_for_longer(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = kept.gateways[1].responses
+    names = []
+    for age_s in (40 * 86_400, 300, 200, 100):
+        name = await kept.answered()
+        await kept.move(name)
+        written_s = time.time() - age_s
+        os.utime(kept.folder / "tenants" / kept.tenant / "responses" / name, (written_s, written_s))
+        names.append(name)
+    await keeper.delete_expired()
+    assert {one.name for one in kept.stored()} == set(names[1:])
+    monkeypatch.setattr(keeper, "_max_per_tenant", 2)
+    await keeper.delete_expired()
+    assert {one.name for one in kept.stored()} == set(names[2:])
+    monkeypatch.setattr(keeper, "_keep_s", 0.0)
+    assert (await kept.get(names[3]))["error"]["code"] == "response_not_found", "over, though not deleted yet"
+
+
+async def test_a_gateway_that_keeps_nothing_says_so(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept.gateways[0].responses, "_keep_s", 0.0)
+    for param in ("background", "store"):
+        body = {"model": kept.scripted.model, "input": "x", param: True}
+        answer = await kept.clients[0].post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    plain = RESPONSES.parse_body({"model": "m", "input": "x"})
+    assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None)
+
+
+def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
+    scripted: ScriptedPipeline, tmp_path: Path
+) -> None:
+    settings = {"BATCH_STORE": str(tmp_path / "store"), "RECORD_KEEP_S": "4"}
+    with GatewayProcess(scripted.addresses, tmp_path, settings) as doomed:
+        body = {"model": scripted.model, "input": "hi", "background": True, "stream": True}
+        stream = EventSource(f"{doomed.url}/v1/responses").connect(body)
+        name = next(stream).body["response"]["id"]
+        claim = decode(scripted.record, name)
+        say(scripted.record, claim, range(2))
+        seen = [next(stream) for _ in range(4)]
+        doomed.process.kill()
+    with GatewayProcess(scripted.addresses, tmp_path, settings) as other:
+        url = f"{other.url}/v1/responses/{name}"
+        assert httpx.get(url).json()["status"] == "in_progress"
+        say(scripted.record, claim, [2])
+        scripted.record.finish_request(claim, end())
+        after = seen[-1].body["sequence_number"]
+        rest = list(EventSource(f"{url}?stream=true&starting_after={after}").connect())
+        assert read_text([*seen, *rest]) == "<0><1><2>"
+        key = scripted.pipeline.responses_key
+        wait_until(lambda: not scripted.server.exists(key), 60, "it is in the object store")
+        scripted.server.delete(card_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name))
+        assert httpx.get(url).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
+
+
+def read_text(events: list[ServerSentEvent]) -> str:
+    return "".join(event.body["delta"] for event in events if event.event == "response.output_text.delta")
