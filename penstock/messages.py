@@ -132,6 +132,10 @@ class Sampling(Wire):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """The answer has each token's log probability, and those of this many likeliest tokens, by the model alone: before
     bias, penalties, temperature and filters."""
+    # Not on the wire where it is not set, like `fit_context`.
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """The first token comes with the prompt's tokens, the log probability of each, and those of this many likeliest
+    ones. All of the prompt is computed: its KV is not taken from the cache."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """The same seed and prompt give the same tokens. Without a seed it is derived from the request's id."""
     stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(default=[], max_length=16)
@@ -283,6 +287,20 @@ class Logprobs(Wire):
     """The likeliest tokens, as many as the request asked for, the likeliest first."""
 
 
+class PromptToken(Wire):
+    """A token of the prompt, with the probabilities that the model gave for its place."""
+
+    token: TokenId
+    logprob: float | None = Field(default=None, le=0)
+    """Its log probability; the first token has none."""
+    text: str | None = None
+    """The token by itself, as text."""
+    bytes: TokenBytes | None = None
+    """The token's bytes, where they are not whole characters."""
+    top: list[TokenLogprob] = []
+    """The likeliest tokens at its place, as many as the request asked for, the likeliest first."""
+
+
 class Result(Wire):
     """The one result of a request."""
 
@@ -296,12 +314,14 @@ class Result(Wire):
     token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     logprobs: list[Logprobs] | None = None
     """One for each of `token_ids`, if the request asks for them."""
+    prompt_tokens: list[PromptToken] | None = Field(default=None, fail_fast=True)
+    """The tokens of the prompt, if the request asks for their log probabilities."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
     truncated: Literal[True] | None = None
-    """If set, `text` is only the beginning of a text too large for the topic, and there are no `logprobs`. `token_ids`
-    and the stream's log are complete."""
+    """If set, `text` is only the beginning of a text too large for the topic, and there are no `logprobs` and
+    `prompt_tokens`. `token_ids` and the stream's log are complete."""
 
 
 class TokenEvent(Wire):
@@ -314,6 +334,8 @@ class TokenEvent(Wire):
     """The text that this token adds; empty while a character or a stop string is incomplete."""
     logprobs: Logprobs | None = None
     """Present if the request asks for them."""
+    prompt_tokens: list[PromptToken] | None = Field(default=None, fail_fast=True)
+    """The tokens of the prompt, at the first token of a request that asks for their log probabilities."""
 
     @classmethod
     def at_position(

@@ -31,6 +31,7 @@ from penstock.messages import (
     ErrorInfo,
     Job,
     Logprobs,
+    PromptToken,
     Request,
     Result,
     Sampling,
@@ -131,6 +132,7 @@ BAD: dict[str, tuple[bytes, type[RequestError]]] = {
     "empty stop": (sampling(stop=[""]), InvalidRequest),
     "stop too long": (sampling(stop=["x" * 257]), InvalidRequest),
     "too many stops": (sampling(stop=["x"] * 17), InvalidRequest),
+    "prompt_logprobs 21": (sampling(prompt_logprobs=21), InvalidRequest),
     "min_tokens negative": (sampling(min_tokens=-1), InvalidRequest),
     "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), InvalidRequest),
     "too many stop tokens": (sampling(stop_token_ids=[1] * 65), InvalidRequest),
@@ -206,6 +208,13 @@ LOGPROBS = st.builds(
         max_size=20,
     ),
 )
+PROMPT_TOKENS = st.builds(
+    PromptToken,
+    token=TOKENS,
+    logprob=st.none() | st.floats(-9999, 0),
+    text=st.none() | st.text(max_size=9),
+    bytes=SPELLED,
+)
 SAMPLINGS = st.builds(
     Sampling,
     temperature=st.floats(0, 100),
@@ -222,6 +231,7 @@ SAMPLINGS = st.builds(
     max_tokens=st.integers(1, 2**31 - 1),
     fit_context=st.sampled_from([None, True]),
     min_tokens=st.none() | st.just(1),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     ignore_eos=st.booleans(),
 )
 PROMPTS = st.one_of(
@@ -253,7 +263,7 @@ JOBS = st.builds(
 RESULTS = st.builds(
     Result, id=IDS, tenant=TENANTS, klass=st.sampled_from(CLASSES), model=st.text(), finish_reason=REASONS,
     text=st.text(), token_ids=st.lists(TOKENS), logprobs=st.none() | st.lists(LOGPROBS), usage=USAGES,
-    timings=TIMINGS, error=ERRORS,
+    prompt_tokens=st.none() | st.lists(PROMPT_TOKENS), timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
 TOKEN_EVENTS = st.builds(
     TokenEvent.at_position,
@@ -263,10 +273,13 @@ TOKEN_EVENTS = st.builds(
     st.text(),
     st.none() | LOGPROBS,
 )
+FIRST_TOKEN_EVENTS = st.builds(
+    lambda event, prompt: event.model_copy(update={"prompt_tokens": prompt}), TOKEN_EVENTS, st.lists(PROMPT_TOKENS)
+)
 END_EVENTS = st.builds(EndEvent, finish_reason=REASONS, text=st.text(), usage=USAGES, timings=TIMINGS, error=ERRORS)
 
 
-@given(st.one_of(REQUESTS, JOBS, RESULTS, TOKEN_EVENTS, END_EVENTS))
+@given(st.one_of(REQUESTS, JOBS, RESULTS, TOKEN_EVENTS, FIRST_TOKEN_EVENTS, END_EVENTS))
 def test_what_is_encoded_is_decoded(message: Wire) -> None:
     again = decode_message(type(message), message.encode())
     assert again == message
@@ -283,7 +296,10 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     assert encoded["class"] == "batch"
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
     assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
-    assert {"fit_context", "min_tokens"}.isdisjoint(encoded["sampling"]), "older workers would refuse them"
+    assert {"fit_context", "min_tokens", "prompt_logprobs"}.isdisjoint(encoded["sampling"]), (
+        "older workers would refuse them"
+    )
+    assert b"prompt_tokens" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()
 

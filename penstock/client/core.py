@@ -10,7 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from opentelemetry.trace import Span
@@ -28,6 +28,7 @@ from penstock.messages import (
     FinishReason,
     GrammarSpec,
     Logprobs,
+    PromptToken,
     Request,
     Sampling,
     Timings,
@@ -74,6 +75,7 @@ class RequestFields(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | None
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -98,6 +100,8 @@ class Answer:
     timings: Timings
     logprobs: list[Logprobs]
     """One for each of `token_ids`; empty unless asked for."""
+    prompt_tokens: list[PromptToken] = field(default_factory=list)
+    """The prompt's tokens with their log probabilities; empty unless asked for."""
 
 
 class BaseClient(ABC):
@@ -211,6 +215,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
         usage=end.usage,
         timings=end.timings,
         logprobs=[event.logprobs for event in tokens if isinstance(event, TokenEvent) and event.logprobs is not None],
+        prompt_tokens=next((event.prompt_tokens or [] for event in tokens if isinstance(event, TokenEvent)), []),
     )
 
 

@@ -14,11 +14,12 @@ MAX_HEADER_BYTES = 65536
 
 def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
     """Return the result of a finished log; None when the log has no end."""
-    token_ids, texts, logprobs = [], [], []
+    token_ids, texts, logprobs, prompt_tokens = [], [], [], None
     for event in log:
         texts.append(event.text)
         if isinstance(event, TokenEvent):
             token_ids.append(event.token)
+            prompt_tokens = prompt_tokens or event.prompt_tokens
             if event.logprobs is not None:
                 logprobs.append(event.logprobs)
         else:
@@ -31,6 +32,7 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
                 text="".join(texts),
                 token_ids=token_ids,
                 logprobs=None if job.sampling.logprobs is None else logprobs,
+                prompt_tokens=prompt_tokens,
                 usage=event.usage,
                 timings=event.timings,
                 error=event.error,
@@ -53,6 +55,6 @@ def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict
 
 def _truncate_result(result: Result) -> Result:
     """Return a result that fits into a topic with its headers. A character is at most six bytes of JSON."""
-    bare = result.model_copy(update={"text": "", "logprobs": None, "truncated": True})
+    bare = result.model_copy(update={"text": "", "logprobs": None, "prompt_tokens": None, "truncated": True})
     num_left = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - len(bare.encode())
     return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.scheduler import Plan
+from penstock.engine.sequence import Sequence
 
 
 class Batch:
@@ -30,6 +31,9 @@ class Batch:
         self._positions: list[int] = []
         self._slot_blocks: list[int] = []
         self._logit_rows: list[int] = []
+        self.prompt_rows: list[tuple[Sequence, range]] = []
+        """Sequences whose prompt's log probabilities are wanted, and the positions whose logits are kept for that."""
+        prompt_logit_rows: list[int] = []
         size = self.block_size
         for seq, num in self.plan:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
@@ -42,6 +46,13 @@ class Batch:
                 self.partial_new_blocks.append(seq.block_table[last])
             if end >= len(seq.token_ids):
                 self._logit_rows += range(len(self._ids) - 1 - len(seq.draft), len(self._ids))
+            if seq.num_prompt_logprobs is not None:
+                positions = range(max(start, len(seq.prompt_logprobs)), min(end, seq.num_prompt_tokens - 1))
+                self.prompt_rows.append((seq, positions))
+                prompt_logit_rows += [len(self._ids) - end + position for position in positions]
+        self.num_sampled_rows = len(self._logit_rows)
+        """The first rows of logits, which tokens are sampled from. Those of `prompt_rows` follow."""
+        self._logit_rows += prompt_logit_rows
 
     def _to_tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self.device, torch.int64)
@@ -64,7 +75,7 @@ class Batch:
 
     @cached_property
     def logits_to_keep(self) -> Tensor:
-        """Index in the flat batch of each sampled sequence's last token and its draft; [0] if nothing is sampled."""
+        """Index in the flat batch of each sampled sequence's last token and draft, then of `prompt_rows`; else [0]."""
         return self._to_tensor(self._logit_rows or [0])
 
     @property

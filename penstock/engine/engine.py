@@ -25,7 +25,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, measure_prefill_rate
-from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
+from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
 from penstock.engine.sampling.penalties import changes_scores
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
@@ -33,6 +33,9 @@ from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
 from penstock.errors import GrammarFailed, ModelLoadError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
+
+PROMPT_LOGPROB_ROWS = 32
+"""Rows of logits that are ranked at once: a float32 copy is made of them."""
 
 
 class Sampled(NamedTuple):
@@ -328,7 +331,20 @@ class Engine:
         logits = self.runner.run_step(batch)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
+        self._collect_prompt_logprobs(batch, logits)
         return self._sample(batch, logits)
+
+    def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor) -> None:
+        """Give sequences the log probabilities of the part of their prompts that the step has computed."""
+        first = batch.num_sampled_rows
+        for seq, positions in batch.prompt_rows:
+            assert seq.num_prompt_logprobs is not None
+            for begin in range(0, len(positions), PROMPT_LOGPROB_ROWS):
+                part = positions[begin : begin + PROMPT_LOGPROB_ROWS]
+                tokens = [seq.token_ids[position + 1] for position in part]
+                rows = logits[first : first + len(part)]
+                seq.prompt_logprobs += compute_row_logprobs(rows, [seq.num_prompt_logprobs] * len(part), tokens)
+                first += len(part)
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Drawn]:
         """Sample the tokens of the step; while a device computes its logits, the next step is prepared.

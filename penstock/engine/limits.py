@@ -3,7 +3,7 @@
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, PromptTooLong
-from penstock.messages import Sampling
+from penstock.messages import MAX_LOGPROBS, Sampling
 
 
 def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new_tokens: int = 0) -> None:
@@ -28,6 +28,20 @@ def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new_t
         raise InternalError(f"{seq.id}: its tail payload must have {layout.block_bytes} bytes")
     if seq.tail_payload is not None and seq.num_prompt_tokens % layout.block_size == 0:
         raise InternalError(f"{seq.id}: it has a tail payload, but its prompt ends with a full block")
+
+
+def check_prompt_logprobs(sampling: Sampling, num_prompt_tokens: int) -> None:
+    """Raise `InvalidRequest` if a request asks for more log probabilities of prompt and answer than a result holds."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_answer = 0 if sampling.logprobs is None else sampling.max_tokens * (1 + sampling.logprobs)
+    num_prompt = num_prompt_tokens * (1 + sampling.prompt_logprobs)
+    if num_prompt + num_answer > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs: {num_prompt_tokens:,} prompt tokens and what the answer may have make "
+            f"{num_prompt + num_answer:,} log probabilities; there may be {MAX_LOGPROBS:,}. Ask for fewer of the "
+            "likeliest tokens, or shorten the prompt."
+        )
 
 
 def max_length(model: LoadedModel, num_blocks: int) -> int:

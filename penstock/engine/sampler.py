@@ -13,12 +13,12 @@ from torch import Tensor
 from penstock.engine.sampling.allowed import has_mask, mask_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.filters import draw_at_random, scatter_rows
-from penstock.engine.sampling.logprobs import compute_logprobs
+from penstock.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
 from penstock.engine.sampling.penalties import apply_penalties, changes_scores
 from penstock.engine.sampling.ranking import argmax_lowest_id
 from penstock.engine.sampling.shares import select_rows
 
-__all__ = ["SamplingParams", "compute_logprobs", "draw_uniform", "sample_tokens"]
+__all__ = ["SamplingParams", "compute_logprobs", "compute_row_logprobs", "draw_uniform", "sample_tokens"]
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:

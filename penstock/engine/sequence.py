@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.engine.drafts import Drafter
 from penstock.errors import GrammarFailed
 from penstock.grammar.state import GrammarState
-from penstock.messages import Sampling
+from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
 Payload = bytes | bytearray | memoryview
@@ -48,6 +48,9 @@ class Sequence:
     `grammar` has been advanced by `output_token_ids`. It moves on with each token, and stays where it is when the
     sequence is preempted.
 
+    With `num_prompt_logprobs` the log probabilities of the prompt's tokens are collected as it is computed, and of that
+    many likeliest tokens at each place. Cached blocks have no logits, so its own are computed even if they are cached.
+
     A `suspect` sequence is computed alone until one of its tokens was sampled.
     """
 
@@ -66,6 +69,7 @@ class Sequence:
         weight: float = 1.0,
         suspect: bool = False,
         grammar: GrammarState | None = None,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         self.id = id
         self.sampling = sampling
@@ -78,6 +82,9 @@ class Sequence:
         self.suspect = suspect
         """Whether it may make a step fail. It is computed alone until its next token."""
         self.grammar = grammar
+        self.num_prompt_logprobs = num_prompt_logprobs
+        self.prompt_logprobs: list[Logprobs] = []
+        """Those of the prompt's second token, its third, and so on, as far as they are computed."""
         self.block_keys = list(block_keys)
         self.token_ids = [*prompt, *output_token_ids]
         self.num_prompt_tokens = len(prompt)

@@ -98,7 +98,10 @@ class BlockTables:
         """Return the keys of the blocks that may be taken from the cache."""
         # The last token is always computed, for its logits, and a cached block is never written. So the block that
         # holds it is not among them.
-        return seq.block_keys[: (len(seq.token_ids) - 1) // self.pool.block_size]
+        num_tokens = len(seq.token_ids) - 1
+        if seq.num_prompt_logprobs is not None:
+            num_tokens = min(num_tokens, len(seq.prompt_logprobs))
+        return seq.block_keys[: num_tokens // self.pool.block_size]
 
     def _cached_keys(self, seq: Sequence) -> list[bytes]:
         """Return the shareable keys that the pool holds."""

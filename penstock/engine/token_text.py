@@ -6,10 +6,11 @@ text with replacement characters.
 """
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from penstock.messages import MAX_TOKEN_BYTES, Logprobs, TokenLogprob
+from penstock.messages import MAX_TOKEN_BYTES, Logprobs, PromptToken, TokenLogprob
 
 TextAndBytes = tuple[str | None, list[int] | None]
 """Text and bytes, as `TokenLogprob` has them."""
@@ -32,8 +33,19 @@ class TokenTexts:
         """`told` of the chosen token `token_id`, with the texts of all its tokens."""
         if told is None:
             return None
-        top = [TokenLogprob(token=one.token, logprob=one.logprob, **self._make_fields(one.token)) for one in told.top]
-        return Logprobs(logprob=told.logprob, top=top, **self._make_fields(token_id))
+        return Logprobs(logprob=told.logprob, top=self._add_top_texts(told), **self._make_fields(token_id))
+
+    def describe_prompt(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[PromptToken]:
+        """Return the tokens of a prompt with their texts. `logprobs` are those of all tokens but the first."""
+        first = PromptToken(token=token_ids[0], **self._make_fields(token_ids[0]))
+        others = [
+            PromptToken(token=token, logprob=one.logprob, top=self._add_top_texts(one), **self._make_fields(token))
+            for token, one in zip(token_ids[1:], logprobs, strict=True)
+        ]
+        return [first, *others]
+
+    def _add_top_texts(self, told: Logprobs) -> list[TokenLogprob]:
+        return [TokenLogprob(token=one.token, logprob=one.logprob, **self._make_fields(one.token)) for one in told.top]
 
     def get_text(self, token_id: int) -> TextAndBytes:
         """Return a token's text, and its bytes if these are no whole characters. (None, None) for an unknown id."""

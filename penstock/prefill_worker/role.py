@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery
 from penstock.engine.engine import Engine
+from penstock.engine.limits import check_prompt_logprobs
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.text import OutputText
 from penstock.errors import InvalidRequest, RequestError
@@ -116,6 +117,9 @@ class PrefillRole:
         assert isinstance(request, Request)
         sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
         task.message = request.model_copy(update={"sampling": sampling})
+        # With a token in the log, an earlier attempt has computed them.
+        num_prompt_logprobs = sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
+        check_prompt_logprobs(sampling, len(task.token_ids))
         task.blocks = kv.hash_prompt(request.tenant, task.token_ids)
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         if self.backpressure is not None and task.klass == "batch":
@@ -131,6 +135,7 @@ class PrefillRole:
             weight=request.weight,
             suspect=is_suspect(task.claim),
             grammar=None if task.grammar is None else GrammarState(task.grammar),
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:

@@ -520,9 +520,12 @@ class Worker:
         """Return the log event of a request's next token."""
         assert task.output is not None
         text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
-        logprobs = get_token_texts(self.engine.model.tokenizer).add_texts(item.logprobs, item.token_id)
+        texts = get_token_texts(self.engine.model.tokenizer)
         before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
-        event = task.claim.next_event(item.token_id, text, logprobs, before)
+        event = task.claim.next_event(item.token_id, text, texts.add_texts(item.logprobs, item.token_id), before)
+        if item.seq.num_prompt_logprobs is not None:  # in prefill, which samples the first token alone
+            prompt_tokens = texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
+            event = event.model_copy(update={"prompt_tokens": prompt_tokens})
         task.log_events.append(event)
         task.is_in_flight = True
         return event

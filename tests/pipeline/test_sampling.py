@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.client.sync import Client
+from penstock.ingest.openai.completions import join_prompt_text
 from penstock.messages import GrammarSpec, Logprobs, Request, Sampling, TokenEvent
 from sim.line import InProcessPipeline
 from sim.workload import load_demo_model
@@ -78,6 +79,33 @@ def test_an_answer_does_not_end_before_min_tokens(line: InProcessPipeline) -> No
     line.renew_decode()
     cut = next(result for result in line.run_until_results(6) if result.id == "cut")
     assert cut.token_ids == results["later"].token_ids
+
+
+@pytest.mark.in_memory
+def test_a_prompts_log_probabilities_come_with_the_first_token(line: InProcessPipeline) -> None:
+    """Also where its KV is cached, and from another worker where the first one died before it wrote a token."""
+    plain, fields = ask("plain", logprobs=None), {"logprobs": None, "prompt_logprobs": 2}
+    line.send_requests(plain)
+    line.run_until_results(1)
+    line.send_requests(ask("asked", **fields))
+    asked = next(result for result in line.run_until_results(2) if result.id == "asked")
+    line.send_requests(ask("cut", **fields))
+    silent = line.silence_worker("prefill")
+    cut = next(result for result in line.run_until_results(3) if result.id == "cut")
+    silent.close()
+    model, prompt = load_demo_model(), plain.prompt
+    assert asked.prompt_tokens is not None
+    assert [one.token for one in asked.prompt_tokens] == model.tokenizer(prompt)["input_ids"]
+    assert join_prompt_text(asked.prompt_tokens) == prompt
+    assert [one.logprob is None for one in asked.prompt_tokens] == [True] + [False] * (len(asked.prompt_tokens) - 1)
+    assert [len(one.top) for one in asked.prompt_tokens[1:]] == [2] * (len(asked.prompt_tokens) - 1)
+    assert asked.usage.cached_tokens == 0
+    assert cut.prompt_tokens == asked.prompt_tokens
+    assert cut.token_ids == asked.token_ids
+    first, second, *_ = line.decode.record.read_log("cut")
+    assert isinstance(first, TokenEvent)
+    assert isinstance(second, TokenEvent)
+    assert (first.prompt_tokens, second.prompt_tokens) == (cut.prompt_tokens, None)
 
 
 @pytest.mark.in_memory

@@ -18,22 +18,30 @@ def compute_logprobs(logits: Tensor, draws: Sequence[SamplingParams], tokens: Se
     Natural logarithms with six decimals, likeliest first, of equal ones the lowest id. `logits`: [rows, vocabulary].
     """
     found: list[Logprobs | None] = [None] * len(draws)
-    counts = [(row, draw.sampling.logprobs) for row, draw in enumerate(draws)]
-    rows = [row for row, count in counts if count is not None]
-    if not rows:
-        return found
-    scores = logits[rows].float()
-    ones = torch.ones(len(rows), 1, device=scores.device)
-    most = max(count for _, count in counts if count is not None)
-    values, ids = top_tokens(scores, min(max(most, 1), scores.shape[1]))
-    totals = sum_block_weights(scores, list(range(len(rows))), values[:, :1], ones).sum(-1)
-    chosen = scores.gather(1, torch.tensor([[tokens[row]] for row in rows], device=scores.device))
-    lines = zip(rows, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
-    for row, value, best, best_ids, total in lines:
+    asked = [(row, draw.sampling.logprobs) for row, draw in enumerate(draws)]
+    counts = {row: count for row, count in asked if count is not None}
+    if counts:
+        rows = list(counts)
+        computed = compute_row_logprobs(logits[rows], list(counts.values()), [tokens[row] for row in rows])
+        for row, one in zip(rows, computed, strict=True):
+            found[row] = one
+    return found
+
+
+def compute_row_logprobs(logits: Tensor, counts: Sequence[int], tokens: Sequence[int]) -> list[Logprobs]:
+    """Return log probabilities of a token and of the `counts` likeliest ones, for each row of `logits`."""
+    scores = logits.float()
+    ones = torch.ones(len(scores), 1, device=scores.device)
+    values, ids = top_tokens(scores, min(max(1, *counts), scores.shape[1]))
+    totals = sum_block_weights(scores, list(range(len(scores))), values[:, :1], ones).sum(-1)
+    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    found = []
+    lines = zip(counts, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
+    for count, value, best, best_ids, total in lines:
         shift = best[0] + math.log(max(total, 1) / WEIGHT_SCALE)
-        pairs = list(zip(best_ids, best, strict=True))[: draws[row].sampling.logprobs]
+        pairs = list(zip(best_ids, best, strict=True))[:count]
         top = [TokenLogprob(token=token, logprob=_round_logprob(score - shift)) for token, score in pairs]
-        found[row] = Logprobs(logprob=_round_logprob(value - shift), top=top)
+        found.append(Logprobs(logprob=_round_logprob(value - shift), top=top))
     return found
 
 

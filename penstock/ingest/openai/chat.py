@@ -73,6 +73,7 @@ class ChatBody(CompletionsBody):
     store: Refused = None
     # What vLLM has besides, and its clients send with its default.
     echo: Refused = None
+    prompt_logprobs: allow_only(instead="Use '/v1/completions'.") = None  # type: ignore[valid-type]
     add_generation_prompt: allow_only(True) = None  # type: ignore[valid-type]
     continue_final_message: Refused = None
     add_special_tokens: Refused = None

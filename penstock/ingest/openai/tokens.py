@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from penstock.client.core import Answer
-from penstock.messages import EndEvent, Logprobs, TokenLogprob, Usage
+from penstock.messages import EndEvent, Logprobs, PromptToken, TokenLogprob, Usage
 
 CHARS_PER_TOKEN = 4
 """An estimate, as the gateway has no tokenizer. The real usage is known at the end."""
@@ -70,7 +70,7 @@ class TokenLogprobs(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-def token_text(one: Logprobs | TokenLogprob, token: int) -> str:
+def token_text(one: Logprobs | TokenLogprob | PromptToken, token: int) -> str:
     r"""Return a token as text; a part of a character as OpenAI writes it, `bytes:\xf0\x9f`."""
     if one.bytes is not None:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.bytes)

@@ -1,0 +1,109 @@
+"""`echo` and `prompt_logprobs` of `/v1/completions`, as evaluation harnesses ask for them, through a whole pipeline."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.ingest.errors import ApiError
+from penstock.ingest.openai import CHAT, COMPLETIONS
+from penstock.ingest.openai.completions import join_prompt_text
+from penstock.messages import PromptToken
+from sim.workload import load_demo_model
+
+TEXT = "In the beginning God created é😀 the heaven"
+
+
+def test_text_and_token_ids_are_echoed_with_their_log_probabilities(sdk: openai.OpenAI) -> None:
+    ids = load_demo_model().tokenizer(TEXT)["input_ids"]
+    asked: dict[str, Any] = {"model": "demo", "temperature": 0, "logprobs": 1, "echo": True, "max_tokens": 1}
+    by_text = sdk.completions.create(prompt=TEXT, **asked).choices[0]
+    by_ids, other = sdk.completions.create(prompt=[ids, ids[:5]], **asked).choices
+    assert by_text.model_copy(update={"index": 0}) == by_ids.model_copy(update={"index": 0})
+    lists = by_ids.logprobs
+    assert lists is not None
+    assert lists.tokens is not None
+    assert lists.token_logprobs is not None
+    assert lists.top_logprobs is not None
+    assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == len(ids) + 1
+    assert lists.token_logprobs[0] is None
+    assert lists.top_logprobs[0] is None
+    assert all(value is not None and value <= 0 for value in lists.token_logprobs[1:])
+    assert by_ids.text.startswith(TEXT)
+    assert by_ids.text == TEXT + lists.tokens[-1]
+    # A token that is the likeliest one has its log probability.
+    for token, value, top in list(zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True))[1:]:
+        ((best, best_value),) = top.items()
+        assert value == best_value if token == best else value <= best_value
+    assert other.logprobs is not None
+    assert other.logprobs.token_logprobs is not None
+    assert other.logprobs.token_logprobs[1:5] == lists.token_logprobs[1:5]
+
+
+def test_no_token_is_returned_where_none_is_asked_for(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": TEXT, "temperature": 0, "echo": True, "max_tokens": 0}
+    num_tokens = len(load_demo_model().tokenizer(TEXT)["input_ids"])
+    choice = sdk.completions.create(**asked, logprobs=2).choices[0]
+    assert (choice.text, choice.finish_reason) == (TEXT, "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert len(choice.logprobs.tokens) == num_tokens
+    assert sdk.completions.create(**asked).choices[0].text == TEXT
+
+
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_a_stream_begins_with_the_prompt(sdk: openai.OpenAI, max_tokens: int) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": TEXT, "temperature": 0, "echo": True, "logprobs": 1}
+    whole = sdk.completions.create(**asked, max_tokens=max_tokens).choices[0]
+    pieces = [piece.choices[0] for piece in sdk.completions.create(**asked, max_tokens=max_tokens, stream=True)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    tokens = [token for piece in pieces if piece.logprobs is not None for token in piece.logprobs.tokens or ()]
+    assert whole.logprobs is not None
+    assert tokens == whole.logprobs.tokens
+
+
+def test_prompt_logprobs_are_in_the_form_of_vllm(sdk: openai.OpenAI) -> None:
+    choice = sdk.completions.create(
+        model="demo", prompt=TEXT, max_tokens=2, temperature=0, extra_body={"prompt_logprobs": 3}
+    ).choices[0]
+    ids = load_demo_model().tokenizer(TEXT)["input_ids"]
+    first, *others = choice.model_dump()["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(ids) - 1
+    for token, places in zip(ids[1:], others, strict=True):
+        assert str(token) in places
+        assert 3 <= len(places) <= 4
+        assert {1, 2, 3} <= {entry["rank"] for entry in places.values()}
+        assert min(entry["logprob"] for entry in places.values()) >= -9999
+    assert not choice.text.startswith(TEXT)
+    assert choice.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"max_tokens": 0}, None),
+        ({"prompt_logprobs": 1, "stream": True}, None),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(given: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        COMPLETIONS.parse_body({"model": "demo", "prompt": "x", **given})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_chat_has_none() -> None:
+    with pytest.raises(PenstockError, match=r"'prompt_logprobs': .*/v1/completions"):
+        CHAT.parse_body({"model": "demo", "messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1})
+
+
+def test_characters_that_tokens_share_are_put_together() -> None:
+    parts = "é".encode()
+    tokens = [
+        PromptToken(token=1, text="a"),
+        *(PromptToken(token=2, logprob=-1.0, text="\ufffd", bytes=[part]) for part in parts),
+        PromptToken(token=3, logprob=-1.0),
+    ]
+    assert join_prompt_text(tokens) == "aé"
