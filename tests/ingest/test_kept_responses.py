@@ -15,10 +15,11 @@ from fastapi import Request
 
 from penstock.config.settings import GatewaySettings
 from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.state import Gateway, find_caller
-from penstock.ingest.openai import RESPONSES
+from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
 from penstock.names import card_key
@@ -96,6 +97,13 @@ class KeptPipeline:
         answer = await self.clients[1].get(f"/v1/responses/{name}", params={"stream": True, **params})
         data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
         return [json.loads(one)["sequence_number"] for one in data]
+
+    async def check_nothing_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Check that after an hour there is no object, and no mark."""
+        monkeypatch.setattr(kept_responses, "DELETED_S", -1.0)
+        await self.gateways[0].responses.move_ended(self.scripted.pipeline)
+        assert self.stored() == []
+        assert not self.scripted.server.exists(self.scripted.pipeline.responses_key)
 
     def stored(self) -> list[Path]:
         """The objects of all responses."""
@@ -253,7 +261,7 @@ async def test_a_response_is_its_tenants_alone(kept: KeptPipeline) -> None:
 
 
 @pytest.mark.parametrize("when", ["in progress", "ended", "moved"])
-async def test_a_deleted_response_is_gone(kept: KeptPipeline, when: str) -> None:
+async def test_a_deleted_response_is_gone(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     name = (await kept.ask())["id"]
     if when != "in progress":
         kept.finish(name)
@@ -266,8 +274,7 @@ async def test_a_deleted_response_is_gone(kept: KeptPipeline, when: str) -> None
             assert (await kept.get(path))["error"]["code"] == "response_not_found"
         assert (await kept.clients[1].get(f"/v1/streams/{name}")).status_code == 404
         await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
-    assert kept.stored() == []
-    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
+    await kept.check_nothing_left(monkeypatch)
     if when == "in progress":
         status = kept.scripted.record.read_status(name)
         assert status is not None
@@ -293,12 +300,50 @@ async def test_a_response_deleted_while_it_is_moved_does_not_come_back(
         if is_killed:
             with pytest.raises(ConnectionError):
                 await mover.move_ended(kept.scripted.pipeline)
-            assert (await kept.get(name))["error"]["code"] == "response_not_found", "the mark says so"
+            assert len(kept.stored()) == 1
         else:
             await mover.move_ended(kept.scripted.pipeline)
-    await kept.gateways[0].responses.move_ended(kept.scripted.pipeline)
-    assert kept.stored() == []
-    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
+            assert kept.stored() == []
+    assert (await kept.get(name))["error"]["code"] == "response_not_found", "the mark says so"
+    await kept.check_nothing_left(monkeypatch)
+
+
+async def test_a_response_deleted_just_before_its_mark_is_removed_stays_marked(
+    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await kept.answered()
+    mover = kept.gateways[1].responses
+    read_mark = mover._read_mark
+
+    async def read_then_delete(meta: StreamMeta) -> Any:
+        mark = await read_mark(meta)
+        await kept.gateways[0].responses.delete_response(meta)
+        return mark
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover, "_read_mark", read_then_delete)
+        await mover.move_ended(kept.scripted.pipeline)
+    assert kept.scripted.server.hexists(kept.scripted.pipeline.responses_key, name), "for whoever may move it as well"
+    assert (await kept.get(name))["error"]["code"] == "response_not_found"
+    await kept.check_nothing_left(monkeypatch)
+
+
+async def test_two_gateways_that_move_the_same_response_keep_it(
+    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await kept.answered()
+    first, second = (gateway.responses for gateway in kept.gateways)
+    put = first._objects.put
+
+    async def put_and_be_overtaken(path: str, value: bytes) -> None:
+        await put(path, value)
+        await second.move_ended(kept.scripted.pipeline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first._objects, "put", put_and_be_overtaken)
+        await first.move_ended(kept.scripted.pipeline)
+    await kept.move(name)
+    assert (await kept.get(name))["status"] == "completed"
 
 
 async def test_a_gateway_that_died_before_it_removed_the_mark_costs_nothing(

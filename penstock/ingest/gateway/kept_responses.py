@@ -7,12 +7,14 @@ Keeping:   1  the metadata is written to Redis, with what was asked       2  it 
 gateway writes the object      5  the mark is removed
 
 Deleting:  6  it is marked as deleted: now it is gone      7  the metadata is deleted      8  the object is deleted
-9  a gateway deletes the object again, and removes the mark
+9  an hour later a gateway deletes the object again, and removes the mark
 
 A crash after 1 or 2 leaves metadata that nobody was told of: it expires, or is renewed for `pending_keep_s`. After 3
 the request is an accepted one as any other; its metadata is renewed by whoever has the lease of step 4. After 4 the
-object is written again, with the same content. A gateway that was between 4 and 5 when the response was deleted finds
-the other mark, or none, and deletes what it wrote; if it dies there, 9 does that. After 6 or 7 the rest is done by 9.
+object is written again, with the same content. A gateway that was before 4 when the response was deleted looks at the
+mark after 4, and deletes what it wrote; if it dies there, 9 does that, and until then the mark hides the object. After
+6 or 7 the rest is done by 9. No mark after 4 means that another gateway has done 5: gateways stand still for less than
+the hour for which a response is marked as deleted. Steps 5 and 9 remove a mark only if it is the one that they saw.
 
 While it is marked as open, a response is read from Redis; without a mark from the object store. The log must be moved
 before it expires: `PENSTOCK_RECORD_KEEP_S` after its end, of which a round of all marks takes a quarter at most. The
@@ -24,6 +26,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, NamedTuple, cast
 
 import redis.asyncio
@@ -41,15 +44,18 @@ from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
 from penstock.record.log import parse_event
 from penstock.redis.client import translate_outages
-from penstock.redis.scripts import RENEW_LEASE
+from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
 
+REMOVE_MARK = load_script("penstock.ingest", "remove_mark")
 MAX_MARKS_PER_TRIP = 500
 MAX_MOVED_AT_ONCE = 8
 NUM_LEASE_ROUNDS = 3
 """A gateway that takes no part in this many rounds has lost the lease."""
 EXPIRY_CHECK_S = 3600.0
+DELETED_S = 3600.0
+"""How long a response is marked as deleted."""
 LOG_TIMEOUT_S = 60.0
 """How long one log may take to be read when it is moved; the next round tries again."""
 
@@ -66,12 +72,12 @@ class KeptResponse(NamedTuple):
 
 class _Mark(NamedTuple):
     is_deleted: bool
-    created: int
-    """Seconds since the epoch."""
+    since: int
+    """When it was created, or deleted, in seconds since the epoch."""
     tenant: str
 
     def encode(self) -> str:
-        return f"{'deleted' if self.is_deleted else 'open'} {self.created} {self.tenant}"
+        return f"{'deleted' if self.is_deleted else 'open'} {self.since} {self.tenant}"
 
 
 class ResponseKeeper:
@@ -125,7 +131,7 @@ class ResponseKeeper:
 
     async def delete_response(self, meta: StreamMeta) -> None:
         """Delete a response, steps 6 to 8."""
-        await self._write_mark(meta, _Mark(True, meta.created, meta.tenant))
+        await self._write_mark(meta, _Mark(True, int(time.time()), meta.tenant))
         await self._metas.delete_meta(meta)
         await self._objects.delete(_object_path(meta.tenant, meta.id))
 
@@ -169,7 +175,7 @@ class ResponseKeeper:
                     await self._move_response(response_id)
                 else:
                     log.warning("%s is not kept: no gateway looked for too long, or it never ended", response_id)
-                await self._remove_mark(pipeline, response_id)
+                await self._remove_mark(pipeline, response_id, mark)
 
         async for marks in self._scan_marks(pipeline):
             open_keys = {
@@ -179,9 +185,10 @@ class ResponseKeeper:
             }
             ended = await self._metas.find_ended(open_keys.items())
             oldest_s = time.time() - self._pending_s
-            unended = [one for one, key in open_keys.items() if key not in ended and marks[one].created > oldest_s]
+            unended = [one for one, key in open_keys.items() if key not in ended and marks[one].since > oldest_s]
             is_there = await self._metas.renew_ids(unended)
             waiting = {one for one, there in zip(unended, is_there, strict=True) if there}
+            waiting |= {one for one, mark in marks.items() if mark.is_deleted and mark.since > time.time() - DELETED_S}
             settling = [
                 settle_one(response_id, mark, has_ended=open_keys.get(response_id) in ended)
                 for response_id, mark in marks.items()
@@ -221,7 +228,7 @@ class ResponseKeeper:
         content = await asyncio.to_thread(_encode_object, meta, events)
         await self._objects.put(_object_path(meta.tenant, response_id), content)
         now_marked = await self._read_mark(meta)
-        if now_marked is None or now_marked.is_deleted:
+        if now_marked is not None and now_marked.is_deleted:
             await self._objects.delete(_object_path(meta.tenant, response_id))
 
     async def _read_object(self, tenant: str, response_id: str) -> KeptResponse | None:
@@ -241,9 +248,9 @@ class ResponseKeeper:
         with translate_outages():
             await cast("Any", self._client.hset(Pipeline(meta.pipeline).responses_key, meta.id, mark.encode()))
 
-    async def _remove_mark(self, pipeline: Pipeline, response_id: str) -> None:
+    async def _remove_mark(self, pipeline: Pipeline, response_id: str, mark: _Mark) -> None:
         with translate_outages():
-            await cast("Any", self._client.hdel(pipeline.responses_key, response_id))
+            await REMOVE_MARK.run_async(self._client, [pipeline.responses_key], [response_id, mark.encode()])
 
     async def _scan_marks(self, pipeline: Pipeline) -> AsyncIterator[dict[str, _Mark]]:
         cursor = 0
@@ -261,12 +268,13 @@ class ResponseKeeper:
 async def read_whole_log(streams: list[AsyncGenerator[list[Event], None]]) -> list[Event]:
     """Return all events of a response's one request, the end included, also if that is an error."""
     (stream,) = streams
-    return [event async for events in stream for event in events]
+    async with aclosing(stream):
+        return [event async for events in stream for event in events]
 
 
 def _parse_mark(value: bytes) -> _Mark:
-    state, created, tenant = value.decode().split(" ", 2)
-    return _Mark(state == "deleted", int(created), tenant)
+    state, since, tenant = value.decode().split(" ", 2)
+    return _Mark(state == "deleted", int(since), tenant)
 
 
 def _object_path(tenant: str, response_id: str) -> str:
