@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 
 from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
-from penstock.errors import BusUnavailable, ModelError, StreamExpired, StreamTimeout
+from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StreamExpired, StreamTimeout
 from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
 from penstock.ingest.batch import work as work_module
@@ -230,6 +230,22 @@ async def test_a_request_that_fails_is_the_line_of_its_row(batch: BatchKind) -> 
     assert [one["response"]["body"]["error"]["code"] for one in found if one["response"]["status_code"] == 500] == [
         "model_error"
     ]
+
+
+async def test_a_prompt_that_is_too_long_is_told_in_its_line_as_clients_know_it(batch: BatchKind) -> None:
+    message = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
+    await batch.create(lines([row(0)]))
+    pipeline = ScriptedClient()
+    pipeline.failures = [PromptTooLong(message)]
+    await batch.run(pipeline)
+    (response,) = [one["response"] for one in await batch.read_rows()]
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+    assert (response["status_code"], response["body"]) == (400, {"error": error})
 
 
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
