@@ -33,21 +33,21 @@ class ModelTokenizers:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
-    async def encode_text(self, model: str, text: str, *, special: bool) -> "Tokens":
+    async def encode_text(self, model: str, text: str, *, special: bool, with_strs: bool) -> "Tokens":
         """Return the tokens of a text, with the tokens that begin each text if `special`. Raises `ApiError`."""
         if len(text) > MAX_TEXT_CHARS:
             raise _too_large(f"{len(text):,} characters", f"{MAX_TEXT_CHARS:,}")
-        return Tokens(await self._ask({"model": model, "text": text, "special": special}))
+        return Tokens(await self._ask({"model": model, "text": text, "special": special, "with_strs": with_strs}))
 
     async def encode_chat(
-        self, model: str, turns: Sequence[Mapping[str, Any]], *, special: bool, generation_prompt: bool
+        self, model: str, turns: Sequence[Mapping[str, Any]], *, special: bool, generation_prompt: bool, with_strs: bool
     ) -> "Tokens":
         """Return the tokens of a chat as the model's template writes it. Raises `ApiError`."""
         num_chars = sum(len(turn["content"]) for turn in turns)
         if num_chars > MAX_TEXT_CHARS:
             raise _too_large(f"{num_chars:,} characters", f"{MAX_TEXT_CHARS:,}")
-        asked = {"model": model, "turns": list(turns), "special": special, "generation_prompt": generation_prompt}
-        return Tokens(await self._ask(asked))
+        how = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
+        return Tokens(await self._ask({"model": model, "turns": list(turns), **how}))
 
     async def decode_tokens(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with that of special tokens. Raises `ApiError`."""
@@ -92,11 +92,11 @@ class ModelTokenizers:
 
 
 class Tokens:
-    """The tokens of a text: their ids, and how the vocabulary writes each."""
+    """The tokens of a text: their ids, and how the vocabulary writes each, if that was asked for."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.token_ids: list[int] = answer["token_ids"]
-        self.token_strs: list[str] = answer["token_strs"]
+        self.token_strs: list[str] | None = answer["token_strs"]
 
 
 async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any]:
@@ -109,7 +109,8 @@ async def _read_line(process: asyncio.subprocess.Process, timeout_s: float) -> d
     if not line.endswith(b"\n"):
         message = "the process that tokenizes gave no answer: try again, or with a shorter text"
         raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
-    answer: dict[str, Any] = json.loads(line)
+    # A long text's tokens are megabytes of JSON.
+    answer: dict[str, Any] = await asyncio.to_thread(json.loads, line)
     return answer
 
 
@@ -150,7 +151,7 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         except Exception as error:  # a template may raise anything about what it is given
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
     ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
-    return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids)}
+    return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids) if question["with_strs"] else None}
 
 
 def main() -> None:

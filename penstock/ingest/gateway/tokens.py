@@ -86,20 +86,27 @@ async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
     gateway, body = get_gateway(request), parse_body(TokenizeBody, await request.body())
     await gateway.admission.take_request(caller)
     served = await _find_served(gateway, body.model)
+    with_strs = bool(body.return_token_strs)
     if body.messages is not None:
         chat = CHAT.parse_body({"model": served.name, "messages": body.messages})
         turns = [dict(turn) for turn in CHAT.make_requests(chat, "tokenize")[0]["messages"] or ()]
         tokens = await gateway.tokenizers.encode_chat(
-            served.name, turns, special=bool(body.add_special_tokens), generation_prompt=body.add_generation_prompt
+            served.name,
+            turns,
+            special=bool(body.add_special_tokens),
+            generation_prompt=body.add_generation_prompt,
+            with_strs=with_strs,
         )
     else:
         special = body.add_special_tokens is not False
-        tokens = await gateway.tokenizers.encode_text(served.name, body.prompt or "", special=special)
+        tokens = await gateway.tokenizers.encode_text(
+            served.name, body.prompt or "", special=special, with_strs=with_strs
+        )
     return TokenizeAnswer(
         count=len(tokens.token_ids),
         max_model_len=served.max_model_len,
         tokens=tokens.token_ids,
-        token_strs=tokens.token_strs if body.return_token_strs else None,
+        token_strs=tokens.token_strs,
     )
 
 
