@@ -6,22 +6,18 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.cost import StepCost
-from penstock.engine.draft_budget import MAX_DRAFT_TOKENS, MIN_PROBABILITY, draft_tokens
 from penstock.engine.drafts import Drafter
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from penstock.engine.pool import BlockPool
-from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from penstock.messages import Logprobs, Sampling
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
 from tests.engine.helpers import GREEDY, sequence
 from tools.tool_corpus import Conversation, make_conversation
@@ -37,7 +33,7 @@ SCHEMA = {
 SAMPLINGS = (
     GREEDY,
     Sampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2),
-    Sampling(temperature=0.9, top_p=0.95, top_k=50, logprobs=3),
+    Sampling(temperature=0.9, top_p=0.95, top_k=50, logprobs=3, min_tokens=25, stop_token_ids=[30, 31, 32]),
     Sampling(temperature=0.5, top_p=0.8, frequency_penalty=0.7, presence_penalty=0.3, logprobs=0),
     Sampling(temperature=1.3, min_p=0.05, logit_bias={17: 4.0, 30: -100.0}, repetition_penalty=1.1),
 )
@@ -209,78 +205,3 @@ def test_a_grammar_ends_with_its_last_token_and_not_before(model: LoadedModel, g
 def test_without_exact_kernels_nothing_is_drafted(demo: LoadedModel) -> None:
     """Where rows depend on the batch, drafts might change tokens."""
     assert not Engine(demo, EngineSettings(speculate=True)).speculates
-
-
-# How much is drafted
-
-
-def _plan_drafts(
-    seqs: list[Sequence], *, cost: StepCost | None = None, num_blocks: int = 100, max_tokens: int = 256
-) -> list[int]:
-    """Return how many tokens are drafted for each of some decoding sequences, in a step of `max_tokens` tokens."""
-    scheduler = Scheduler(BlockPool(num_blocks, 16))
-    scheduler.cost = cost
-    for seq in seqs:
-        scheduler.add_sequence(seq)
-    for seq, num in scheduler.schedule(10_000, 64):
-        seq.num_computed_tokens += num
-        seq.append_token(seq.token_ids[-3])
-    plan = scheduler.schedule(max_tokens, 64)
-    draft_tokens(plan, scheduler, max_tokens)
-    scheduler.check_integrity()
-    return [len(seq.draft) for seq in seqs]
-
-
-def _make_copying(number: int = 0, klass: PriorityClass = "interactive") -> Sequence:
-    """Return a sequence that repeats its prompt."""
-    return sequence([5 * number + 5, 5 * number + 6, 5 * number + 7] * 9, 30, name=f"s{number}", klass=klass)
-
-
-CHEAP_ROWS = StepCost(fixed_s=1.0, row_s=0.01, context_s=0.0, chunk_s=0.0, token_s=0.01)
-DEAR_ROWS = StepCost(fixed_s=0.1, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=1.0)
-
-
-def test_rows_that_cost_little_are_drafted_and_others_are_not() -> None:
-    assert _plan_drafts([_make_copying()], cost=CHEAP_ROWS)[0] >= 3
-    assert _plan_drafts([_make_copying()], cost=DEAR_ROWS) == [0]
-
-
-def test_many_sequences_draft_less_each() -> None:
-    counts = _plan_drafts([_make_copying(i) for i in range(40)], cost=CHEAP_ROWS)
-    assert max(counts) < _plan_drafts([_make_copying()], cost=CHEAP_ROWS)[0]
-
-
-def test_guesses_that_fail_are_not_drafted() -> None:
-    """Behind each 5 comes another token than before."""
-    drafter, tokens = Drafter(), [5, 6]
-    found = []
-    for token in range(7, 40):
-        tokens += [token, 5]
-        drafter.propose_tokens([*tokens], None, MAX_DRAFT_TOKENS)
-        draft, probabilities = drafter.propose_tokens(tokens, None, MAX_DRAFT_TOKENS)
-        assert draft
-        found.append(probabilities[0])
-    assert found == sorted(found, reverse=True)
-    assert found[-1] < MIN_PROBABILITY < found[0]
-
-
-def test_batch_sequences_draft_nothing_beside_interactive_ones() -> None:
-    assert _plan_drafts([_make_copying(0), _make_copying(1, "batch")])[1] == 0
-    assert _plan_drafts([_make_copying(1, "batch")])[0] > 0
-
-
-def test_a_draft_ends_before_the_last_token_that_is_allowed() -> None:
-    prompt = [5, 6, 7] * 9
-    assert _plan_drafts([sequence(prompt, 3)]) == [1]
-    assert _plan_drafts([sequence(prompt, 2)]) == [0]
-
-
-def test_a_draft_takes_no_block_that_others_need() -> None:
-    prompt = [5, 6, 7] * 10  # with the first token 31 of the 32 that two blocks hold
-    assert _plan_drafts([sequence(prompt, 30)], num_blocks=100)[0] > 1
-    assert _plan_drafts([sequence(prompt, 30)], num_blocks=2) == [1]
-
-
-def test_drafts_keep_to_the_token_budget_of_a_step() -> None:
-    assert sum(_plan_drafts([_make_copying(0), _make_copying(1)])) > 4
-    assert sum(_plan_drafts([_make_copying(0), _make_copying(1)], max_tokens=6)) == 4
