@@ -78,11 +78,33 @@ class ErrorInfo(Wire):
         return REQUEST_ERRORS.get(self.code, InternalError)(self.message)
 
 
+class FunctionCall(Wire):
+    """A function that a model calls."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str
+    """As JSON."""
+
+
+class ToolCall(Wire):
+    """A call in an assistant's turn."""
+
+    id: Annotated[str, StringConstraints(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Wire):
     """One turn of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: list[ToolCall] | None = None
+    """The calls of an assistant's turn."""
+    tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    """The call that a turn of role `tool` has the result of."""
+    reasoning_content: str | None = None
+    """What an assistant thought before its turn; templates may leave it out."""
 
 
 class GrammarSpec(Wire):
@@ -150,6 +172,9 @@ class Sampling(Wire):
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     """End-of-sequence tokens and `stop_token_ids` are not drawn before the answer has this many tokens, and a stop
     string that ends within them is not looked for. A grammar that allows nothing else ends the answer all the same."""
+    special_text: Literal[True] | None = None
+    """The text has the model's special tokens, and before the first token what the chat template wrote of the answer,
+    so that it can be parsed by the model's response template."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens even if the model ends the answer, for load tests."""
     grammar: GrammarSpec | None = None
@@ -191,6 +216,8 @@ class Request(Wire):
     # Fail fast: to describe each of millions of errors would stall all threads of a worker.
     messages: list[ChatMessage] | None = Field(default=None, fail_fast=True)
     token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the chat template is given beside `messages`: `tools`, or other variables that it has."""
     sampling: Sampling = Sampling()
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class if it is given."""
@@ -209,6 +236,8 @@ class Request(Wire):
             raise ValueError(f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}")
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs needs messages")
         return self
 
 

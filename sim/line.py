@@ -1,5 +1,6 @@
 """A whole pipeline in one process: one prefill and one decode worker, run until there is nothing to do."""
 
+import tempfile
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,7 @@ from sim.memory.bus import MemoryBus
 from sim.memory.record import MemoryRecord, MemoryRecords
 from sim.workload import ENGINE_SETTINGS, load_demo_model
 
+SHARED_MEMORY = "/dev/shm"
 BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
 """A worker process rejoins when its transaction timed out. The workers here do not, so the timeout is long."""
 
@@ -50,9 +52,11 @@ class InProcessPipeline:
         """Start the pipeline on the servers at `addresses`; with `in_memory` on doubles of them, without any server."""
         self.addresses = addresses
         self.engine_settings = engine
-        self.kv_settings = kv or (
-            KVSettings(shared_mb=64, redis_mb=0) if in_memory else KVSettings(shared_mb=0, redis_mb=64)
-        )
+        self._folder, own_kv = None, KVSettings(shared_mb=0, redis_mb=64)
+        if in_memory:
+            self._folder = tempfile.TemporaryDirectory(prefix="penstock-line-", dir=SHARED_MEMORY)
+            own_kv = KVSettings(shared_mb=64, shared_dir=self._folder.name, redis_mb=0)
+        self.kv_settings = kv or own_kv
         self.pipeline = Pipeline(addresses.pipeline)
         self.record_settings = record or RecordSettings()
         self._records = MemoryRecords() if in_memory else None
@@ -176,3 +180,5 @@ class InProcessPipeline:
         self.publisher.close()
         for client in self.clients.parts:
             client.close()
+        if self._folder is not None:
+            self._folder.cleanup()

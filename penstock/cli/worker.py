@@ -155,6 +155,7 @@ def _run_worker(
 
     length = max_length(model, engine.pool.num_blocks)
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
+    beat.update_status(response_template=getattr(model.tokenizer, "response_template", None))
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)

@@ -57,8 +57,9 @@ class RequestFields(TypedDict, total=False):
     A type checker needs them written out; a test checks that the list is complete.
     """
 
-    messages: Sequence[ChatMessage | dict[str, str]] | None
+    messages: Sequence[ChatMessage | dict[str, Any]] | None
     token_ids: Sequence[int] | None
+    chat_template_kwargs: Mapping[str, Any] | None
     id: str | None
     model: str | None
     tenant: str
@@ -82,6 +83,7 @@ class RequestFields(TypedDict, total=False):
     max_tokens: int
     fit_context: Literal[True] | None
     min_tokens: int | None
+    special_text: Literal[True] | None
     ignore_eos: bool
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None

@@ -20,14 +20,25 @@ _MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the o
 class OutputText:
     """The text of one request's output."""
 
-    def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        sampling: Sampling,
+        eos_token_ids: frozenset[int],
+        max_new_tokens: int,
+        start: str = "",
+    ) -> None:
+        """`start` goes before the first token's text, and is no part of what stop strings are looked for in."""
         self._tokenizer = tokenizer
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens or 0
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_new = max_new_tokens
-        self._unseen_ids, self._byte_ids = _find_special_ids(tokenizer)
+        unseen_ids, self._byte_ids = _find_special_ids(tokenizer)
+        self._skips_special = not sampling.special_text
+        self._unseen_ids = unseen_ids if self._skips_special else frozenset()
+        self._start = start
         self._num_tokens = 0
         self._window: list[int] = []
         self._num_old = 0
@@ -45,6 +56,11 @@ class OutputText:
         After a token with which its grammar has ended, nothing may follow: the output ends with `stop`.
         The text of the last token includes everything that was held back, up to a stop string if one was found.
         """
+        start, self._start = self._start, ""
+        text, reason = self._add_token(token_id, is_grammar_ended)
+        return start + text, reason
+
+    def _add_token(self, token_id: int, is_grammar_ended: bool) -> tuple[str, FinishReason | None]:
         self._num_tokens += 1
         ends = token_id in self._eos_ids or token_id in self._stop_ids
         is_last = ends or is_grammar_ended or self._num_tokens >= self._max_new
@@ -90,7 +106,9 @@ class OutputText:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
         return text
 
 

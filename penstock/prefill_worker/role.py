@@ -121,7 +121,8 @@ class PrefillRole:
         num_prompt_logprobs = sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         check_prompt_logprobs(sampling, len(task.token_ids))
         task.blocks = kv.hash_prompt(request.tenant, task.token_ids)
-        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        start = self.prompt_reader.find_answer_start(task.token_ids) if sampling.special_text else ""
+        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
         return Sequence(

@@ -1,9 +1,19 @@
 """From a request's prompt to token ids, and all reasons for which a model refuses a prompt."""
 
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
 from penstock.engine.limits import context_exceeded
 from penstock.engine.model import LoadedModel
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
-from penstock.messages import Request
+from penstock.messages import ChatMessage, Request
+
+RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "padding"}
+"""Names that a request cannot give to its chat template."""
+MAX_START_TOKENS = 64
+"""So many tokens at the prompt's end have the beginning of the answer's turn, of all known templates."""
 
 
 class PromptTokenizer:
@@ -41,14 +51,38 @@ class PromptTokenizer:
         return token_ids
 
     def _apply_chat_template(self, request: Request) -> str:
-        turns = [turn.model_dump() for turn in request.messages or ()]
+        turns = [_describe_turn(turn) for turn in request.messages or ()]
         if not self._model.tokenizer.chat_template:
             raise InvalidRequest(f"{self._model.name!r} has no chat template; send a prompt instead of messages")
+        variables = request.chat_template_kwargs or {}
+        words = set(re.findall(r"\w+", str(self._model.tokenizer.chat_template)))
+        if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
+            raise InvalidRequest(
+                f"chat_template_kwargs: the chat template of {self._model.name!r} has no {unknown[0]!r}"
+            )
         try:
-            text = self._model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._model.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **variables
+            )
         except Exception as error:  # a template may raise anything about what it is given
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return str(text)
+
+    def find_answer_start(self, token_ids: Sequence[int]) -> str:
+        """Return what the chat template wrote of the answer, by the model's response template: `<think>` of some."""
+        template = getattr(self._model.tokenizer, "response_template", None)
+        if template is None:
+            return ""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        spec = load_response_template(template)
+        for num_tokens in (MAX_START_TOKENS, len(token_ids)):
+            text = self._model.tokenizer.decode(
+                token_ids[-num_tokens:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            if spec.start_anchor_re.search(text):
+                return str(spec.truncate_past_last_anchor(text))
+        return ""
 
     def _encode_text(self, text: str, max_tokens: int, *, special: bool = True) -> list[int]:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
@@ -57,3 +91,16 @@ class PromptTokenizer:
             raise PromptTooLong(context_exceeded(context, at_least, max_tokens, "at least "))
         encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
+
+
+def _describe_turn(turn: ChatMessage) -> dict[str, Any]:
+    """Return a turn as chat templates have it: the arguments of calls are objects, not their JSON."""
+    described = turn.model_dump(exclude_none=True)
+    for call in described.get("tool_calls", ()):
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except ValueError:
+            continue
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = arguments
+    return described

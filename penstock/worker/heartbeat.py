@@ -27,11 +27,11 @@ class Heartbeat:
     """A Redis key with this worker's state, renewed by a thread. It expires soon after the process dies.
 
     The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
-    id), model, max_model_len (tokens of prompt and answer together), kafka (the brokers it reads from, empty on Redis
-    Streams), state (`loading`, `ready`, `degraded`, `draining`), reason (why it is degraded), progress (0 to 1, while
-    loading), running, waiting, load (in tokens, see `load.py`), pool and kv (blocks), recent (see
-    `penstock.telemetry.recent`), since (seconds since the epoch by the clock of Redis, as hosts' clocks may be
-    changed).
+    id), model, max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it
+    has one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
+    `draining`), reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see
+    `load.py`), pool and kv (blocks), recent (see `penstock.telemetry.recent`), since (seconds since the epoch by the
+    clock of Redis, as hosts' clocks may be changed).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:

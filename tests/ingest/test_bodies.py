@@ -14,11 +14,25 @@ from penstock.ingest.gateway.app import create_app
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, find_prompt_field
 
 TURN = {"role": "user", "content": "hi"}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "a format": (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
-    "tools called before": (CHAT, {"messages": [TURN, CALLS]}, "messages.1.tool_calls", "unsupported_parameter"),
-    "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    "a user's call": (
+        CHAT, {"messages": [TURN | {"tool_calls": [CALL]}]}, "messages.0.tool_calls", "invalid_value",
+    ),
+    "a tool's turn that answers no call": (
+        CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value",
+    ),
+    "a turn without anything": (
+        CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content", "unsupported_parameter",
+    ),
+    "a tool that must be called": (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    "strict arguments": (
+        CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict",
+        "unsupported_parameter",
+    ),
+    "tools of a response": (RESPONSES, {"tools": [TOOL]}, "tools", "unsupported_parameter"),
     "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),
     "options of a stream in a text": (COMPLETIONS, {"stream_options": {}}, "stream_options", "invalid_value"),
@@ -33,9 +47,8 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
         CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
         "messages.0.content.0", "unsupported_parameter",
     ),
-    "a tool's turn": (
-        CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role",
-        "unsupported_parameter",
+    "a function's turn": (
+        CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "unsupported_parameter",
     ),
     "an endless grammar": (
         CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", "invalid_value",

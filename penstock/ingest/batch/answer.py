@@ -43,7 +43,7 @@ MODEL_WAIT_S = 60.0
 MODEL_CHECK_S = 1.0
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
-NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
+NOT_IN_BATCHES = ("stream", "background", "previous_response_id", "tools")
 """A batch neither streams its answers nor keeps them as responses."""
 
 FindClient = Callable[[str], Awaitable[AsyncClient]]

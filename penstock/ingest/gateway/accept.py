@@ -15,6 +15,7 @@ twice that waits in its topic; it is answered once. Each such POST costs the ten
 """
 
 import asyncio
+import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, Unsu
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai.body import Body
+from penstock.ingest.openai.body import Body, unsupported_value
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, cap_open_answers, make_stream_meta
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.tenant_shares import FULL_WAIT_S
@@ -99,8 +100,14 @@ async def accept_request(
         pipeline=served.pipeline,
         tenant=caller.tenant,
         input_items=input_items,
+        response_template=served.response_template if endpoint.parses_answers else None,
     )
     submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
+    if meta.response_template is not None:
+        for args in submit_args:
+            args["special_text"] = True
+    elif getattr(body, "tools", None):
+        raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     if earlier is not None:
@@ -206,7 +213,11 @@ def estimate_prompt_bytes(args: SubmitArgs) -> int:
 def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
     yield args.get("prompt") or ""
     for message in args.get("messages") or ():
-        yield message.content if isinstance(message, ChatMessage) else message["content"]
+        turn = message.model_dump() if isinstance(message, ChatMessage) else message
+        yield turn["content"]
+        yield from (call["function"]["arguments"] for call in turn.get("tool_calls") or ())
+    if variables := args.get("chat_template_kwargs"):
+        yield json.dumps(variables)
 
 
 async def _join_earlier(

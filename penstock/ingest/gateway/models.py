@@ -31,6 +31,8 @@ class ServedModel:
     """When a worker last reported it, by this process's monotonic clock."""
     max_model_len: int | None = None
     """The most tokens of prompt and answer that all its workers accept; None: not reported."""
+    response_template: dict[str, Any] | None = None
+    """How calls and reasoning are told from an answer's text, as in the model's tokenizer; None: they cannot be."""
 
 
 class ServedModels:
@@ -86,6 +88,7 @@ class ServedModels:
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]
                     served.max_model_len = min(lengths, default=None)
+                    served.response_template = beat.get("response_template") or served.response_template
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
         self._known = kept | found
 

@@ -32,6 +32,11 @@ def unsupported_value(param: str, what: str) -> ApiError:
     return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED_CODE)
 
 
+def invalid_value(param: str, what: str) -> ApiError:
+    """Return the error for a parameter with a value that it cannot have."""
+    return ApiError(400, f"Invalid value for '{param}': {what}", param=param, code="invalid_value")
+
+
 def _make_check(*allowed: Any, instead: str) -> Callable[[Any], Any]:
     names = " or ".join(json.dumps(value) for value in allowed)
     advice = instead or (f"Send {names}, or leave it out." if allowed else "Leave it out.")

@@ -1,11 +1,12 @@
 """`/v1/chat/completions`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
 
 from penstock.client.core import Answer
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.ingest.openai.body import (
     CompletionsBody,
     NumTopLogprobs,
@@ -14,6 +15,7 @@ from penstock.ingest.openai.body import (
     StrictModel,
     TokenLimit,
     allow_only,
+    invalid_value,
     make_text_schema,
     unsupported_value,
 )
@@ -21,9 +23,46 @@ from penstock.ingest.openai.completions import ChoicesAnswer, CompletionChunks, 
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.sse import SseEvent
 from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
-from penstock.messages import Logprobs
+from penstock.messages import EndEvent, Logprobs, TokenEvent
 
-ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES: Mapping[str, str] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+}  # fmt: skip
+MAX_TOOLS = 128
+ToolName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]{1,64}$")]
+
+
+class CalledFunction(StrictModel):
+    """The function of a call."""
+
+    name: ToolName
+    arguments: str
+    """As JSON."""
+
+
+class MessageToolCall(StrictModel):
+    """A call in an assistant's message."""
+
+    id: ShortText
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(StrictModel):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments. The model sees it; the arguments are not held to it."""
+    strict: allow_only(False) = None  # type: ignore[valid-type]
+
+
+class Tool(StrictModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
 
 
 class Message(StrictModel):
@@ -40,9 +79,13 @@ class Message(StrictModel):
     choice_id: ShortText | None = None
     """Accepted; does nothing."""
     tool_call_id: ShortText | None = None
+    """The call that a message of role `tool` has the result of."""
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    """The calls of an assistant's message."""
+    reasoning_content: str | None = None
+    """What the assistant thought before its message; most chat templates leave it out."""
     refusal: allow_only() = None  # type: ignore[valid-type]
     annotations: Refused = None
-    tool_calls: Refused = None
     function_call: Refused = None
     audio: Refused = None
 
@@ -57,10 +100,14 @@ class ChatBody(CompletionsBody):
     """Return the log probability of each token."""
     top_logprobs: NumTopLogprobs | None = None
     """Return as well the log probabilities of this many likeliest tokens."""
-    tools: Refused = None
-    tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. It must have a response template, to tell its calls from text."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """`none`: the model is not told of the tools. It cannot be made to call one."""
     parallel_tool_calls: bool | None = None
-    """Accepted; there are no tools."""
+    """`false` is not supported together with tools: the model may call several at once."""
+    chat_template_kwargs: Annotated[dict[ToolName, Any], Field(max_length=64)] | None = None
+    """Variables of the model's chat template; one that it does not have is an error."""
     functions: Refused = None
     function_call: allow_only("none", "auto") = None  # type: ignore[valid-type]
     modalities: allow_only(["text"]) = None  # type: ignore[valid-type]
@@ -68,7 +115,8 @@ class ChatBody(CompletionsBody):
     prediction: Refused = None
     web_search_options: allow_only() = None  # type: ignore[valid-type]
     """Not supported. `{}` is refused too, as it would switch the search on."""
-    reasoning_effort: allow_only("none") = None  # type: ignore[valid-type]
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Given to the chat template, which must have it; `none` may be sent to any model."""
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
     # What vLLM has besides, and its clients send with its default.
@@ -87,7 +135,28 @@ class ChatBody(CompletionsBody):
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' cannot both be given")
+        if self.offered_tools:
+            if self.parallel_tool_calls is False:
+                raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
+            if (self.response_format or {}).get("type", "text") != "text":
+                raise ValueError("'response_format' cannot be given with tools: an answer in it calls none")
+        if "tools" in (self.chat_template_kwargs or {}):
+            raise ValueError("'tools' are given beside 'chat_template_kwargs'")
         return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools of which the model is told."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def make_template_variables(self) -> dict[str, Any]:
+        """Return what the chat template is given beside the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort not in (None, "none"):
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.offered_tools:
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered_tools]
+        return variables
 
     @property
     def num_choices(self) -> int:
@@ -95,12 +164,21 @@ class ChatBody(CompletionsBody):
         return self.n or 1
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class ChatMessageOut(BaseModel):
     """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """None where the model only calls tools."""
     refusal: None = None
+    reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    """What the model thought before; present if there is any."""
+    tool_calls: Annotated[list[MessageToolCall] | None, Field(exclude_if=_is_none)] = None
+    """The calls; present if there are any."""
 
 
 class ChatLogprobs(BaseModel):
@@ -116,7 +194,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessageOut
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(ChoicesAnswer):
@@ -134,21 +212,26 @@ class ChatEndpoint(Endpoint[ChatBody]):
     prompt_field = "messages"
     body_model = ChatBody
     answer_model = ChatCompletion
+    parses_answers = True
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request for each of `n`."""
         turns = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         num_logprobs = body.top_logprobs or 0 if body.logprobs else None
-        return make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
+        requests = make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
+        if variables := body.make_template_variables():
+            for args in requests:
+                args["chat_template_kwargs"] = variables
+        return requests
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> ChatCompletion:
         """Return the whole answer."""
-        choices = [_make_choice(index, answer) for index, answer in enumerate(answers)]
+        choices = [_make_choice(meta, index, answer) for index, answer in enumerate(answers)]
         return make_choices_answer(ChatCompletion, meta, choices, answers)
 
     def make_chunks(self, meta: StreamMeta) -> "ChatChunks":
         """Return the maker of the answer's stream."""
-        return ChatChunks(meta)
+        return ChatChunks(meta) if meta.response_template is None else ParsedChatChunks(meta)
 
 
 CHAT = ChatEndpoint()
@@ -170,22 +253,73 @@ def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kind
     return "".join(texts)
 
 
-def _make_turn(message: Message, param: str) -> dict[str, str]:
+def _make_turn(message: Message, param: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise unsupported_value(f"{param}.role", f"messages of role '{message.role}' are not supported by this server.")
-    if message.content is None:
+    if message.role == "tool" and message.tool_call_id is None:
+        raise invalid_value(f"{param}.tool_call_id", "a message of role 'tool' names the call that it answers")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid_value(f"{param}.tool_calls", "only messages of role 'assistant' have calls")
+    if message.content is None and not message.tool_calls:
         raise unsupported_value(f"{param}.content", "a message without content is not supported by this server.")
-    return {"role": ROLES[message.role], "content": join_text_parts(message.content, f"{param}.content")}
+    turn: dict[str, Any] = {
+        "role": ROLES[message.role], "content": join_text_parts(message.content, f"{param}.content")
+    }  # fmt: skip
+    if message.tool_calls:
+        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.role == "tool":
+        turn["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content and message.role == "assistant":
+        turn["reasoning_content"] = message.reasoning_content
+    return turn
 
 
-def _make_choice(index: int, answer: Answer) -> ChatChoice:
+def _make_parser(meta: StreamMeta) -> AnswerParser | None:
+    if meta.response_template is None:
+        return None
+    return AnswerParser(meta.response_template, has_tools=bool(_list_offered(meta.options)))
+
+
+def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the tools that were offered to the model."""
+    return () if options.get("tool_choice") == "none" else options.get("tools") or ()
+
+
+def _make_calls(meta: StreamMeta, choice: int, first: int, calls: Sequence[tuple[str, str]]) -> list[MessageToolCall]:
+    """Return calls of an answer, the first of which has the index `first`. Their ids follow from the request's."""
+    name = meta.request_ids[choice].removeprefix(ChatEndpoint.id_prefix)
+    return [
+        MessageToolCall(
+            id=f"call_{name}_{first + number}",
+            function=CalledFunction.model_construct(name=called, arguments=arguments),
+        )
+        for number, (called, arguments) in enumerate(calls)
+    ]
+
+
+def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> ChatChoice:
     logprobs = [TokenLogprobs.model_validate(one) for one in encode_answer_logprobs(answer)]
+    reason: str = finish_reason(answer)
+    parser = _make_parser(meta)
+    message = ChatMessageOut(content=answer.text)
+    if parser is not None:
+        part = parser.end(answer.text)
+        message = ChatMessageOut(
+            content=part.content if part.content or not part.calls else None,
+            reasoning_content=part.reasoning or None,
+            tool_calls=_make_calls(meta, index, 0, part.calls) or None,
+        )
+        reason = _find_reason(parser, reason)
     return ChatChoice(
         index=index,
-        message=ChatMessageOut(content=answer.text),
+        message=message,
         logprobs=ChatLogprobs(content=logprobs) if logprobs else None,
-        finish_reason=finish_reason(answer),
+        finish_reason=cast("Any", reason),
     )
+
+
+def _find_reason(parser: AnswerParser, reason: str) -> str:
+    return "tool_calls" if parser.num_calls and reason == "stop" else reason
 
 
 class ChatChunks(CompletionChunks):
@@ -206,3 +340,39 @@ class ChatChunks(CompletionChunks):
 
     def _encode_logprobs(self, index: int, logprobs: Logprobs, token: int) -> dict[str, Any]:
         return {"content": [encode_logprobs(logprobs, token)], "refusal": None}
+
+
+class ParsedChatChunks(ChatChunks):
+    """As `ChatChunks`, with calls and reasoning apart from the text. A call comes whole, once it is complete."""
+
+    def __init__(self, meta: StreamMeta) -> None:
+        super().__init__(meta)
+        self._meta = meta
+        self._parsers = [cast("AnswerParser", _make_parser(meta)) for _ in meta.request_ids]
+
+    def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
+        """Return what a token tells, with its log probability if that was asked for."""
+        delta = self._make_delta(index, self._parsers[index].add_text(event.text))
+        if event.logprobs is None and not delta:
+            return []
+        logprobs = None if event.logprobs is None else self._encode_logprobs(index, event.logprobs, event.token)
+        choice = self._make_choice(index, "", logprobs) | {"delta": delta or {"content": ""}}
+        return [self._make_event(event.id, choice)]
+
+    def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
+        """Return the finish reason, with what was held back."""
+        self._usages[index] = event.usage
+        parser = self._parsers[index]
+        delta = self._make_delta(index, parser.end(event.text))
+        reason = _find_reason(parser, finish_reason(event))
+        return [self._make_event("e1", self._make_choice(index, "", finish_reason=reason) | {"delta": delta})]
+
+    def _make_delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": part.content} if part.content else {}
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.calls:
+            first = self._parsers[index].num_calls - len(part.calls)
+            calls = _make_calls(self._meta, index, first, part.calls)
+            delta["tool_calls"] = [{"index": first + n, **call.model_dump()} for n, call in enumerate(calls)]
+        return delta

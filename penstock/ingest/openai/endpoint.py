@@ -58,6 +58,8 @@ class StreamMeta(BaseModel):
     """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
     tenant: str = "default"
+    response_template: dict[str, Any] | None = None
+    """The model's, by which its answers are parsed; None: they are text."""
     input_items: list[dict[str, Any]] | None = None
     """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
 
@@ -104,6 +106,8 @@ class Endpoint(ABC, Generic[B]):
     body_model: type[B]
     answer_model: type[BaseModel]
     """The model of the whole answer."""
+    parses_answers = False
+    """Whether it tells calls and reasoning from the text, where the model has a response template."""
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> B:
         """Parse a body. Raises `ApiError` 400 that names the parameter."""
@@ -134,8 +138,9 @@ def make_stream_meta(
     pipeline: str = "",
     tenant: str = "default",
     input_items: list[dict[str, Any]] | None = None,
+    response_template: dict[str, Any] | None = None,
 ) -> StreamMeta:
-    """Return the meta data of a new request."""
+    """Return the meta data of a new request. Answers are parsed by the model's `response_template`, if it has one."""
     options = body.model_dump(mode="json", exclude_unset=True)
     relevant_options = {name: value for name, value in options.items() if name not in ("stream", "stream_options")}
     canonical = json.dumps([endpoint.path, relevant_options], sort_keys=True)
@@ -150,11 +155,12 @@ def make_stream_meta(
         pipeline=pipeline,
         tenant=tenant,
         input_items=input_items,
+        response_template=response_template,
     )
 
 
 def make_chat_requests(
-    body: Body, request_id: str, turns: Sequence[dict[str, str]], max_tokens: int | None, num_logprobs: int | None
+    body: Body, request_id: str, turns: Sequence[dict[str, Any]], max_tokens: int | None, num_logprobs: int | None
 ) -> list[SubmitArgs]:
     """Return one request for each choice of a chat, of which `num_logprobs` likeliest tokens are returned, if any.
 

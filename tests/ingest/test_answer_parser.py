@@ -1,0 +1,64 @@
+"""Calls and reasoning are told from text: however it is cut, and whatever a model writes."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
+from tools.train_tools import TOOL_MODEL
+
+TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
+FIRST = '<tool_call>{"name": "f", "arguments": {"a": "x\\"y"}}</tool_call>'
+SECOND = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+PIECES = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "<tool_call>"}}', "<think",
+    "text", " \n", '{"name": 1}', '[{"name": "g", "arguments": {}}]', '"\\u00e4"', "ä👍", "<|im_end|>", "</tool",
+]  # fmt: skip
+
+
+def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
+    parser, told, last = AnswerParser(TEMPLATE, has_tools=has_tools), AnswerPart(), 0
+    for cut in sorted({min(cut, len(text)) for cut in cuts}):
+        told += parser.add_text(text[last:cut])
+        last = cut
+    told += parser.end(text[last:])
+    assert parser.num_calls == len(told.calls)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain <b>", AnswerPart("plain <b>")),
+        ("<think>I see</think>Yes.<|im_end|>", AnswerPart("Yes.", "I see")),
+        (
+            f"Now {FIRST}{SECOND}",
+            AnswerPart("Now ", "", [("f", '{"a": "x\\"y"}'), ("g", "{}")]),
+        ),
+        ('<tool_call>{"name": "f", "argu</tool_call> tail', AnswerPart('{"name": "f", "argu tail')),
+        ('<tool_call>{"name": "f", "arguments": {"a"</too', AnswerPart('{"name": "f", "arguments": {"a"</too')),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', AnswerPart('{"name": "", "arguments": {}}')),
+        (
+            '<tool_call>{</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            AnswerPart("{", "", [("g", "{}")]),
+        ),
+    ],
+)
+def test_an_answer_has_its_parts_and_what_is_no_call_is_content(text: str, expected: AnswerPart) -> None:
+    for step in range(1, 8):
+        assert parse(text, list(range(0, len(text), step))) == expected
+
+
+def test_where_no_tools_were_offered_a_call_is_content() -> None:
+    call = '{"name": "f", "arguments": {}}'
+    assert parse(f"<tool_call>{call}</tool_call>", [], has_tools=False) == AnswerPart(call)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.lists(st.integers(0, 200), max_size=12))
+def test_the_same_is_told_wherever_the_text_is_cut(pieces: list[str], cuts: list[int]) -> None:
+    text = "".join(pieces)
+    assert parse(text, cuts) == parse(text, [])
