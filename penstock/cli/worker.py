@@ -99,6 +99,7 @@ def _run_worker(
         from penstock.decode_worker.role import DecodeRole
         from penstock.engine.limits import max_length
         from penstock.engine.loading import open_engine
+        from penstock.engine.text import get_response_template
         from penstock.kvstore.store import KVLayout, KVStore
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
@@ -155,7 +156,7 @@ def _run_worker(
 
     length = max_length(model, engine.pool.num_blocks)
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
-    beat.update_status(response_template=getattr(model.tokenizer, "response_template", None))
+    beat.update_status(response_template=get_response_template(model.tokenizer))
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)

@@ -11,8 +11,11 @@ from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from tools.train_tools import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
+NOT_JSON = '{"name": "f", "arguments": {"a": NaN}}'
+HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
 FIRST = '<tool_call>{"name": "f", "arguments": {"a": "x\\"y"}}</tool_call>'
 SECOND = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "f"}}
 PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "<tool_call>"}}', "<think",
     "text", " \n", '{"name": 1}', '[{"name": "g", "arguments": {}}]', '"\\u00e4"', "ä👍", "<|im_end|>", "</tool",
@@ -20,7 +23,7 @@ PIECES = [
 
 
 def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
-    parser, told, last = AnswerParser(TEMPLATE, has_tools=has_tools), AnswerPart(), 0
+    parser, told, last = AnswerParser(TEMPLATE, [TOOL] if has_tools else []), AnswerPart(), 0
     for cut in sorted({min(cut, len(text)) for cut in cuts}):
         told += parser.add_text(text[last:cut])
         last = cut
@@ -41,6 +44,8 @@ def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
         ('<tool_call>{"name": "f", "argu</tool_call> tail', AnswerPart('{"name": "f", "argu tail')),
         ('<tool_call>{"name": "f", "arguments": {"a"</too', AnswerPart('{"name": "f", "arguments": {"a"</too')),
         ('<tool_call>{"name": "", "arguments": {}}</tool_call>', AnswerPart('{"name": "", "arguments": {}}')),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', AnswerPart(NOT_JSON)),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', AnswerPart(HALF)),
         (
             '<tool_call>{</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>',
             AnswerPart("{", "", [("g", "{}")]),

@@ -108,12 +108,22 @@ def test_reasoning_is_apart_from_the_answer(sdk: openai.OpenAI, model: str) -> N
     assert "".join(thoughts) == whole.reasoning_content
 
 
+def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: openai.OpenAI, model: str) -> None:
+    """Where the template begins the answer with reasoning, the grammar's text follows at once."""
+    asked: dict[str, Any] = {"messages": TURNS, "temperature": 0, "max_tokens": 40}
+    extra = {"guided_choice": ["Lisbon", "Porto"], "chat_template_kwargs": {"enable_thinking": True}}
+    message: Any = sdk.chat.completions.create(model=model, extra_body=extra, **asked).choices[0].message
+    assert message.content in {"Lisbon", "Porto"}
+    assert not getattr(message, "reasoning_content", None)
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": False}, None),
-        ({"response_format": {"type": "json_object"}}, None),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a+"}, "guided_regex"),
         ({"tools": [WEATHER | {"function": WEATHER["function"] | {"strict": True}}]}, "tools.0.function.strict"),
         ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
         ({"chat_template_kwargs": {"messages": []}}, None),

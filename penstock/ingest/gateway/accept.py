@@ -27,6 +27,7 @@ from penstock.client.core import make_request
 from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.models import ServedModel
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body, unsupported_value
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, cap_open_answers, make_stream_meta
@@ -100,7 +101,7 @@ async def accept_request(
         pipeline=served.pipeline,
         tenant=caller.tenant,
         input_items=input_items,
-        response_template=served.response_template if endpoint.parses_answers else None,
+        response_template=_find_template(endpoint, body, served),
     )
     submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
     if meta.response_template is not None:
@@ -127,6 +128,11 @@ async def accept_request(
         return await _join_earlier(gateway, caller, found, meta, submit_args), None
     await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
     return meta, ticket
+
+
+def _find_template(endpoint: Endpoint[Any], body: Body, served: ServedModel) -> dict[str, Any] | None:
+    """Return by what the answers are parsed; None where they are text, and where a grammar says what they are."""
+    return served.response_template if endpoint.parses_answers and body.find_grammar() is None else None
 
 
 def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) -> SubmitArgs:

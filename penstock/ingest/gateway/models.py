@@ -78,6 +78,7 @@ class ServedModels:
             return  # what is known is good enough: publishing will tell
         self._read_at = now
         found: dict[str, ServedModel] = {}
+        templates: dict[str, list[dict[str, Any] | None]] = {}
         for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
             name, since_s = beat.get("model"), float(beat["since"])
             if name is not None:
@@ -88,7 +89,11 @@ class ServedModels:
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]
                     served.max_model_len = min(lengths, default=None)
-                    served.response_template = beat.get("response_template") or served.response_template
+                    templates.setdefault(name, []).append(beat.get("response_template"))
+        for name, reported in templates.items():
+            # A worker of an older version reports none, and refuses requests whose answers are to be parsed.
+            same = all(one == reported[0] for one in reported)
+            found[name].response_template = reported[0] if same else None
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
         self._known = kept | found
 

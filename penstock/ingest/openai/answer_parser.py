@@ -1,20 +1,24 @@
 """Tells the reasoning and the calls of an answer from its text, by the model's response template.
 
-transformers parses (`ResponseParser`); its import takes a second, so it waits for the first answer. What is told is a
-function of the text alone: however it is cut into pieces, the pieces of content and reasoning add up to the same, and
-the calls are the same. A reader that resumes a stream gives a new parser the answer from its beginning.
+transformers parses (`ResponseParser`); its import takes a second. What is told is a function of the text alone: however
+it is cut into pieces, the pieces of content and reasoning add up to the same, and the calls are the same. A reader that
+resumes a stream gives a new parser the answer from its beginning.
 
 What is no valid call (its JSON is damaged or cut, it has no name, or no tools were offered) is content, as the model
 wrote it between the marks of a call.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CONTENT = "content"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALLS_FIELD = "tool_calls"
+MAX_PIECE_CHARS = 64
+"""A piece in which a call cannot be parsed is parsed again character by character, so pieces are short."""
+NO_MARK = "\0"
+"""Continues no mark of any template: what was held back as the beginning of one is told."""
 
 
 @dataclass
@@ -29,132 +33,93 @@ class AnswerPart:
     def __add__(self, other: "AnswerPart") -> "AnswerPart":
         return AnswerPart(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
-    def __sub__(self, earlier: "AnswerPart") -> "AnswerPart":
-        """Return what is behind `earlier`, with which this begins."""
-        return AnswerPart(
-            self.content[len(earlier.content) :],
-            self.reasoning[len(earlier.reasoning) :],
-            self.calls[len(earlier.calls) :],
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
-
 
 class AnswerParser:
     """Parses one answer, piece by piece."""
 
-    def __init__(self, template: dict[str, Any], *, has_tools: bool) -> None:
-        self._template, self._has_tools = template, has_tools
-        self._reader = _RegionReader(template, has_tools=has_tools)
-        self._is_careful = False
-        self._text = ""
-        self._told = AnswerPart()
-        """All that was returned."""
-
-    @property
-    def num_calls(self) -> int:
+    def __init__(self, template: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
+        """`tools` are those that were offered: templates without types take them from their schemas."""
+        # A missing field is no reason to refuse what is there.
+        fields = {name: {**one, "optional": True} for name, one in template.get("fields", {}).items()}
+        self._template: dict[str, Any] = {**template, "fields": fields}
+        self._tools: list[Any] = list(tools)
+        self.num_calls = 0
         """How many calls were returned."""
-        return len(self._told.calls)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        self._text = ""
+        """All that this parser was given."""
+        self._body = ""
+        """The text of the open region, if it is a call's."""
 
     def add_text(self, text: str) -> AnswerPart:
         """Return what a piece of text adds."""
-        self._text += text
-        return self._note(self._read(text))
+        told = AnswerPart()
+        for begin in range(0, len(text), MAX_PIECE_CHARS):
+            told += self._add_piece(text[begin : begin + MAX_PIECE_CHARS])
+        self.num_calls += len(told.calls)
+        return told
 
     def end(self, text: str) -> AnswerPart:
         """Return what the last piece of text adds, with all that was held back. Nothing may be added afterwards."""
-        part = self.add_text(text)
-        if not self._is_careful:
-            try:
-                return part + self._note(self._reader.end())
-            except Exception:  # as in `_read`
-                part += self._note(self._read_carefully() - self._told)
-        return part + self._note(self._reader.end_carefully())
-
-    def _note(self, part: AnswerPart) -> AnswerPart:
-        self._told += part
-        return part
-
-    def _read(self, text: str) -> AnswerPart:
-        if self._is_careful:
-            return self._reader.read_carefully(text)
+        told = self.add_text(text)
         try:
-            return self._reader.read(text)
-        except Exception:  # a region that cannot be parsed; the parser does not say where it is
-            return self._read_carefully() - self._told
+            last = self._take_events(self._parser.finalize()[1])
+        except Exception:  # a call that is cut
+            text = self._text
+            self._begin_anew()
+            self._take_events(self._parser.feed(text + NO_MARK))
+            last = AnswerPart(self._body.removesuffix(NO_MARK))
+        self.num_calls += len(last.calls)
+        return told + last
 
-    def _read_carefully(self) -> AnswerPart:
-        """Parse the whole text again, one character at a time, so that the text of a damaged region is known."""
-        self._is_careful, self._reader = True, _RegionReader(self._template, has_tools=self._has_tools)
-        return self._reader.read_carefully(self._text)
-
-
-class _RegionReader:
-    """Reads the regions of one answer's text."""
-
-    def __init__(self, template: dict[str, Any], *, has_tools: bool) -> None:
-        self._template, self._has_tools = template, has_tools
-        self._body = ""
-        """The text of the open region, if it has calls."""
-        self._unsettled = ""
-        """All that was read since the last region was opened; known where it is read carefully."""
-        self._parser = self._make_parser()
-
-    def _make_parser(self) -> Any:
-        from transformers.utils.chat_parsing import ResponseParser
-
-        return ResponseParser(self._template, prefix="")
-
-    def read(self, text: str) -> AnswerPart:
-        """Return what the text adds. Raises any error if a region that ends in it cannot be parsed."""
-        return self._take(self._parser.feed(text))
-
-    def read_carefully(self, text: str) -> AnswerPart:
-        """Return what the text adds; a region that cannot be parsed is content."""
-        part = AnswerPart()
-        for character in text:
-            self._unsettled += character
-            try:
-                part += self.read(character)
-            except Exception:
-                part.content += self._body
-                self._body, self._parser = "", self._make_parser()
-        return part
-
-    def end(self) -> AnswerPart:
-        """Return what was held back. Raises any error where that cannot be parsed."""
-        _, events = self._parser.finalize()
-        return self._take(events)
-
-    def end_carefully(self) -> AnswerPart:
-        """Return what was held back; a region that is cut is content, also the beginning of its closing mark."""
+    def _add_piece(self, piece: str) -> AnswerPart:
         try:
-            return self.end()
+            events = self._parser.feed(piece)
         except Exception:
-            return AnswerPart(content=self._unsettled)
+            return self._add_characters(piece)
+        self._text += piece
+        return self._take_events(events)
 
-    def _take(self, events: list[dict[str, Any]]) -> AnswerPart:
-        part = AnswerPart()
+    def _add_characters(self, piece: str) -> AnswerPart:
+        """Return what a piece adds in which a call ends that cannot be parsed: the call's text is content."""
+        told, text, body = AnswerPart(), self._text, self._body
+        self._begin_anew()
+        self._parser.feed(text)  # its events were taken before
+        self._text, self._body = text, body
+        for character in piece:
+            try:
+                events = self._parser.feed(character)
+            except Exception:
+                told.content += self._body
+                self._begin_anew()
+                continue
+            self._text += character
+            told += self._take_events(events)
+        return told
+
+    def _take_events(self, events: list[dict[str, Any]]) -> AnswerPart:
+        told = AnswerPart()
         for event in events:
             is_call = event["field"] == CALLS_FIELD
             match event["type"]:
                 case "region_open":
-                    self._body = self._unsettled = ""
+                    self._body = ""
                 case "region_chunk" if is_call:
                     self._body += event["text"]
                 case "region_chunk" if event["field"] in REASONING_FIELDS:
-                    part.reasoning += event["text"]
+                    told.reasoning += event["text"]
                 case "region_chunk":
-                    part.content += event["text"]
+                    told.content += event["text"]
                 case "region_close" if is_call:
-                    calls = _list_calls(event["value"]) if self._has_tools else None
-                    if calls is None:
-                        part.content += self._body
-                    else:
-                        part.calls += calls
+                    calls = _list_calls(event["value"]) if self._tools else None
+                    told += AnswerPart(self._body) if calls is None else AnswerPart(calls=calls)
                     self._body = ""
-        return part
+        return told
 
 
 def _list_calls(value: Any) -> list[tuple[str, str]] | None:
@@ -166,5 +131,10 @@ def _list_calls(value: Any) -> list[tuple[str, str]] | None:
         arguments = function.get("arguments", {}) if isinstance(function, dict) else None
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
-        found.append((name, json.dumps(arguments, ensure_ascii=False)))
+        try:
+            call = name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            "".join(call).encode()
+        except ValueError:  # a number or half a character that JSON does not have
+            return None
+        found.append(call)
     return found

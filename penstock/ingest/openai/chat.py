@@ -135,11 +135,8 @@ class ChatBody(CompletionsBody):
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' cannot both be given")
-        if self.offered_tools:
-            if self.parallel_tool_calls is False:
-                raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
-            if (self.response_format or {}).get("type", "text") != "text":
-                raise ValueError("'response_format' cannot be given with tools: an answer in it calls none")
+        if self.offered_tools and self.parallel_tool_calls is False:
+            raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
         if "tools" in (self.chat_template_kwargs or {}):
             raise ValueError("'tools' are given beside 'chat_template_kwargs'")
         return self
@@ -216,6 +213,8 @@ class ChatEndpoint(Endpoint[ChatBody]):
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request for each of `n`."""
+        if body.offered_tools and (found := body.find_grammar()) is not None:
+            raise invalid_value(found[0], "it cannot be given with tools, as an answer in it calls none")
         turns = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         num_logprobs = body.top_logprobs or 0 if body.logprobs else None
         requests = make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
@@ -277,7 +276,7 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
 def _make_parser(meta: StreamMeta) -> AnswerParser | None:
     if meta.response_template is None:
         return None
-    return AnswerParser(meta.response_template, has_tools=bool(_list_offered(meta.options)))
+    return AnswerParser(meta.response_template, _list_offered(meta.options))
 
 
 def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
