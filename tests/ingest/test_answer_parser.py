@@ -1,4 +1,4 @@
-"""Calls and reasoning are told from text: however it is cut, and whatever a model writes."""
+"""Calls and reasoning are told from text, in its order: however it is cut, and whatever a model writes."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
 from tools.train_tools import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
@@ -20,6 +20,14 @@ PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "<tool_call>"}}', "<think",
     "text", " \n", '{"name": 1}', '[{"name": "g", "arguments": {}}]', '"\\u00e4"', "ä👍", "<|im_end|>", "</tool",
 ]  # fmt: skip
+
+
+def content(text: str) -> AnswerPiece:
+    return AnswerPiece("content", text)
+
+
+def call(name: str, arguments: str = "{}") -> AnswerPiece:
+    return AnswerPiece("call", arguments, name)
 
 
 def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
@@ -35,31 +43,26 @@ def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("plain <b>", AnswerPart("plain <b>")),
-        ("<think>I see</think>Yes.<|im_end|>", AnswerPart("Yes.", "I see")),
-        (
-            f"Now {FIRST}{SECOND}",
-            AnswerPart("Now ", "", [("f", '{"a": "x\\"y"}'), ("g", "{}")]),
-        ),
-        ('<tool_call>{"name": "f", "argu</tool_call> tail', AnswerPart('{"name": "f", "argu tail')),
-        ('<tool_call>{"name": "f", "arguments": {"a"</too', AnswerPart('{"name": "f", "arguments": {"a"</too')),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', AnswerPart('{"name": "", "arguments": {}}')),
-        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', AnswerPart(NOT_JSON)),
-        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', AnswerPart(HALF)),
-        (
-            '<tool_call>{</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>',
-            AnswerPart("{", "", [("g", "{}")]),
-        ),
+        ("plain <b>", [content("plain <b>")]),
+        ("<think>I see</think>Yes.<|im_end|>", [AnswerPiece("reasoning", "I see"), content("Yes.")]),
+        (f"Now {FIRST}{SECOND}", [content("Now "), call("f", '{"a": "x\\"y"}'), call("g")]),
+        (f"{SECOND}and{SECOND}", [call("g"), content("and"), call("g")]),
+        ('<tool_call>{"name": "f", "argu</tool_call> tail', [content('{"name": "f", "argu tail')]),
+        ('<tool_call>{"name": "f", "arguments": {"a"</too', [content('{"name": "f", "arguments": {"a"</too')]),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', [content('{"name": "", "arguments": {}}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [content(NOT_JSON)]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', [content(HALF)]),
+        ('<tool_call>{</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>', [content("{"), call("g")]),
     ],
 )
-def test_an_answer_has_its_parts_and_what_is_no_call_is_content(text: str, expected: AnswerPart) -> None:
+def test_an_answer_has_its_parts_and_what_is_no_call_is_content(text: str, expected: list[AnswerPiece]) -> None:
     for step in range(1, 8):
-        assert parse(text, list(range(0, len(text), step))) == expected
+        assert parse(text, list(range(0, len(text), step))).pieces == expected
 
 
 def test_where_no_tools_were_offered_a_call_is_content() -> None:
-    call = '{"name": "f", "arguments": {}}'
-    assert parse(f"<tool_call>{call}</tool_call>", [], has_tools=False) == AnswerPart(call)
+    text = '{"name": "f", "arguments": {}}'
+    assert parse(f"<tool_call>{text}</tool_call>", [], has_tools=False).pieces == [content(text)]
 
 
 @settings(max_examples=60)

@@ -13,7 +13,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.sse import encode_frames
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
-from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll_hash
 
@@ -123,6 +123,20 @@ def test_another_answer_than_was_seen_is_told() -> None:
         shorter.add_event(0, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=0)))
 
 
+def test_a_token_of_several_events_is_resumed_between_them() -> None:
+    event = log_of(seed=0)[0]
+    assert isinstance(event, TokenEvent)
+    positions = make_token_positions(event.id, 3)
+    assert positions[-1] == event.id
+    for count, seen in enumerate(positions, 1):
+        point = ResumePoint(1, seen)
+        point.check_token(0, event)
+        assert [one for one in positions if point.advance_past(0, SseEvent(one, "")) == one] == positions[count:]
+    point = ResumePoint(1, make_token_positions("0-0000000000000000", 2)[0])
+    with pytest.raises(StreamDiverged):
+        point.check_token(0, event)
+
+
 def test_an_end_with_an_error_raises_it() -> None:
     cursor = SseCursor(COMPLETIONS, make_meta(COMPLETIONS, {"prompt": "x"}), ResumePoint(1))
     with pytest.raises(Cancelled):
@@ -130,8 +144,12 @@ def test_an_end_with_an_error_raises_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "u", "0-12", "1,2", "e1,e1,e1", ",", "s0", "0-f816e6a17711cef4\r\nx: y", "e10", "Done"]
-)
+    "text",
+    [
+        "x", "u", "0-12", "1,2", "e1,e1,e1", ",", "s0", "0-f816e6a17711cef4\r\nx: y", "e100000", "Done", "s1.1", "e1.1",
+        "0-f816e6a17711cef4.0",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_an_id_is_an_error(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         ResumePoint(1, text)

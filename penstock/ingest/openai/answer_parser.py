@@ -11,7 +11,7 @@ wrote it between the marks of a call.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALLS_FIELD = "tool_calls"
@@ -21,17 +21,50 @@ NO_MARK = "\0"
 """Continues no mark of any template: what was held back as the beginning of one is told."""
 
 
+class AnswerPiece(NamedTuple):
+    """A stretch of content or reasoning, or a call that is complete."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    """Of a call its arguments, as JSON."""
+    name: str = ""
+    """The name of the called function."""
+
+
 @dataclass
 class AnswerPart:
-    """What a piece of text adds to an answer."""
+    """What a piece of text adds to an answer, in the order in which the model wrote it."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    """Names and arguments (JSON) of calls that are complete."""
+    pieces: list[AnswerPiece] = field(default_factory=list)
 
     def __add__(self, other: "AnswerPart") -> "AnswerPart":
-        return AnswerPart(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+        first, second = self.pieces, other.pieces
+        if first and second and first[-1].kind == second[0].kind != "call":
+            joined = AnswerPiece(first[-1].kind, first[-1].text + second[0].text)
+            return AnswerPart([*first[:-1], joined, *second[1:]])
+        return AnswerPart(first + second)
+
+    @property
+    def content(self) -> str:
+        """All content."""
+        return self._join_texts("content")
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return self._join_texts("reasoning")
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """Names and arguments (JSON) of the calls."""
+        return [(piece.name, piece.text) for piece in self.pieces if piece.kind == "call"]
+
+    def _join_texts(self, kind: str) -> str:
+        return "".join(piece.text for piece in self.pieces if piece.kind == kind)
+
+
+def _make_text_part(kind: Literal["content", "reasoning"], text: str) -> AnswerPart:
+    return AnswerPart([AnswerPiece(kind, text)] if text else [])
 
 
 class AnswerParser:
@@ -73,7 +106,7 @@ class AnswerParser:
             text = self._text
             self._begin_anew()
             self._take_events(self._parser.feed(text + NO_MARK))
-            last = AnswerPart(self._body.removesuffix(NO_MARK))
+            last = _make_text_part("content", self._body.removesuffix(NO_MARK))
         self.num_calls += len(last.calls)
         return told + last
 
@@ -95,7 +128,7 @@ class AnswerParser:
             try:
                 events = self._parser.feed(character)
             except Exception:
-                told.content += self._body
+                told += _make_text_part("content", self._body)
                 self._begin_anew()
                 continue
             self._text += character
@@ -112,18 +145,18 @@ class AnswerParser:
                 case "region_chunk" if is_call:
                     self._body += event["text"]
                 case "region_chunk" if event["field"] in REASONING_FIELDS:
-                    told.reasoning += event["text"]
+                    told += _make_text_part("reasoning", event["text"])
                 case "region_chunk":
-                    told.content += event["text"]
+                    told += _make_text_part("content", event["text"])
                 case "region_close" if is_call:
                     calls = _list_calls(event["value"]) if self._tools else None
-                    told += AnswerPart(self._body) if calls is None else AnswerPart(calls=calls)
+                    told += _make_text_part("content", self._body) if calls is None else AnswerPart(calls)
                     self._body = ""
         return told
 
 
-def _list_calls(value: Any) -> list[tuple[str, str]] | None:
-    """Return the names and arguments in a region's value; None where one of them is no call."""
+def _list_calls(value: Any) -> list[AnswerPiece] | None:
+    """Return the calls in a region's value; None where one of them is no call."""
     found = []
     for one in value if isinstance(value, list) else [value]:
         function = one.get("function") if isinstance(one, dict) else None
@@ -132,8 +165,8 @@ def _list_calls(value: Any) -> list[tuple[str, str]] | None:
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
         try:
-            call = name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            "".join(call).encode()
+            call = AnswerPiece("call", json.dumps(arguments, ensure_ascii=False, allow_nan=False), name)
+            (call.name + call.text).encode()
         except ValueError:  # a number or half a character that JSON does not have
             return None
         found.append(call)

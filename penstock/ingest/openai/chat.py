@@ -273,7 +273,8 @@ def _make_turn(message: Message, param: str) -> dict[str, Any]:
     return turn
 
 
-def _make_parser(meta: StreamMeta) -> AnswerParser | None:
+def make_parser(meta: StreamMeta) -> AnswerParser | None:
+    """Return the parser of an answer; None where all of it is content."""
     if meta.response_template is None:
         return None
     return AnswerParser(meta.response_template, _list_offered(meta.options))
@@ -299,7 +300,7 @@ def _make_calls(meta: StreamMeta, choice: int, first: int, calls: Sequence[tuple
 def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> ChatChoice:
     logprobs = [TokenLogprobs.model_validate(one) for one in encode_answer_logprobs(answer)]
     reason: str = finish_reason(answer)
-    parser = _make_parser(meta)
+    parser = make_parser(meta)
     message = ChatMessageOut(content=answer.text)
     if parser is not None:
         part = parser.end(answer.text)
@@ -347,7 +348,7 @@ class ParsedChatChunks(ChatChunks):
     def __init__(self, meta: StreamMeta) -> None:
         super().__init__(meta)
         self._meta = meta
-        self._parsers = [cast("AnswerParser", _make_parser(meta)) for _ in meta.request_ids]
+        self._parsers = [cast("AnswerParser", make_parser(meta)) for _ in meta.request_ids]
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """Return what a token tells, with its log probability if that was asked for."""

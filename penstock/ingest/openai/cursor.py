@@ -51,7 +51,9 @@ class SseCursor:
         """Return what an event of a choice adds. Raises the error that it ends with, and `StreamDiverged`."""
         if not isinstance(event, EndEvent):
             self._resume_point.check_token(index, event)
-            return self._select_new(index, self._chunks.add_token(index, event))
+            sent = self._select_new(index, self._chunks.add_token(index, event))
+            self._resume_point.note_token(index, event)
+            return sent
         self._usages[index] = event.usage
         if event.error is not None:
             raise event.error.to_exception()

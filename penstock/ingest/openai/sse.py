@@ -4,6 +4,7 @@ An id has a position for each choice, separated by commas, as the tokens of the 
 
     (empty)        nothing of this choice was sent
     s1, s2, …      this many events before its first token
+    12-9f3c….1     this many events of a token that has several, but not its last one
     12-9f3c…       everything up to this token (`names.event_id`)
     e1, e2, …      this many events after its last token
 
@@ -24,7 +25,11 @@ from penstock.messages import EndEvent, TokenEvent
 from penstock.names import parse_event_id
 
 NO_POSITION, DONE_ID = "", "done"
-_STEP_PATTERN = re.compile(r"([se])([1-9])")
+MAX_STEPS = 99_999
+"""The most events of a token, or of an answer's end."""
+_STEP_PATTERN = re.compile(r"([se])([1-9][0-9]{0,4})")
+_TOKEN_PATTERN = re.compile(r"([^.]+)\.([1-9][0-9]{0,4})")
+"""An event of a token that has further ones."""
 
 
 class SseEvent(NamedTuple):
@@ -65,7 +70,7 @@ class ResumePoint:
         """Parse the id that the reader has seen. Raises `ApiError` 400 if it cannot be an id of such a stream."""
         text = last_event_id or "," * (num_choices - 1)
         self.is_over = text == DONE_ID
-        self._seen = ["e9"] * num_choices if self.is_over else text.split(",")
+        self._seen = [f"e{MAX_STEPS}"] * num_choices if self.is_over else text.split(",")
         if len(self._seen) != num_choices:
             raise _invalid_event_id(text)
         self._ranks = [_parse_position(position, text) for position in self._seen]
@@ -80,20 +85,23 @@ class ResumePoint:
         return [index for index, order in enumerate(self._ranks) if order[0] > 0]
 
     def check_token(self, index: int, event: TokenEvent) -> None:
-        """Note a token of a choice. Raises `StreamDiverged` if the reader has seen another one at its position."""
-        kind, position = self._ranks[index]
+        """Raise `StreamDiverged` if the reader has seen another token of a choice at the position of this one."""
+        kind, position, _ = self._ranks[index]
         if (
             kind == 1
             and not self._is_past[index]
             and parse_event_id(event.id)[0] == position
-            and event.id != self._seen[index]
+            and event.id != self._seen[index].partition(".")[0]
         ):
             raise StreamDiverged(f"token {position} is another one than was seen")
+
+    def note_token(self, index: int, event: TokenEvent) -> None:
+        """Note that all events of a token of a choice are told; it may have none."""
         self._advance_choice(index, event.id)
 
     def check_end(self, index: int, event: EndEvent) -> None:
         """Note the end of a choice. Raises `StreamDiverged` if the reader has seen a later token."""
-        kind, position = self._ranks[index]
+        kind, position, _ = self._ranks[index]
         if kind == 1 and event.usage.completion_tokens <= position:
             raise StreamDiverged(f"the stream ended before token {position}, which was seen")
 
@@ -110,13 +118,20 @@ class ResumePoint:
         return self._is_past[index]
 
 
-def _parse_position(position: str, text: str) -> tuple[int, int]:
+def make_token_positions(event_id: str, count: int) -> list[str]:
+    """Return the positions after each of `count` events of a token."""
+    return [f"{event_id}.{number}" for number in range(1, count)] + [event_id]
+
+
+def _parse_position(position: str, text: str) -> tuple[int, int, int]:
+    """Return what positions of a choice are ordered by. `text` is the whole id. Raises `ApiError` 400."""
     if not position:
-        return (-1, 0)
+        return (-1, 0, 0)
     if match := _STEP_PATTERN.fullmatch(position):
-        return (0 if match[1] == "s" else 2, int(match[2]))
+        return (0 if match[1] == "s" else 2, int(match[2]), 0)
+    match = _TOKEN_PATTERN.fullmatch(position)
     try:
-        return (1, parse_event_id(position)[0])
+        return (1, parse_event_id(match[1] if match else position)[0], int(match[2]) if match else MAX_STEPS + 1)
     except InvalidName:
         raise _invalid_event_id(text) from None
 
