@@ -14,7 +14,7 @@ from benchmarks.common import parse_arguments, report_figures
 from penstock.config.addresses import Addresses
 from penstock.local.valkey import ValkeyServer
 from sim.kv_faults import BlockCorrupter, count_reads, serve_damaged, tight_settings
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, serving_engine
 from sim.workload import ENGINE_SETTINGS
 
 SMALL_POOL_SETTINGS = ENGINE_SETTINGS.model_copy(update={"pool_mb": 8})
@@ -35,7 +35,7 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         InProcessPipeline(addresses, kv=tight_settings(directory), engine=SMALL_POOL_SETTINGS) as line,
-        BlockCorrupter(line.decode.store, kv.url, seed=20261121) as corrupter,
+        BlockCorrupter(serving_engine(line.decode).store, kv.url, seed=20261121) as corrupter,
         Progress(*columns) as progress,
     ):
         task = progress.add_task("reads", total=reads)
@@ -47,13 +47,17 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
                 kv.start()
 
         answers, wrong = serve_damaged(line, lambda: count_reads(line) >= reads, restart)
-        counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+        counters = [
+            tier.counters
+            for store in (serving_engine(line.prefill).store, serving_engine(line.decode).store)
+            for tier in store.tiers
+        ]
         figures = {
             "faults_reads": count_reads(line),
             "faults_answers": answers,
             "faults_wrong": wrong,
             "faults_damaged_blocks_met": sum(one.damaged for one in counters),
-            "faults_leases_left": sum(tier.read_usage().leased for tier in line.decode.store.tiers),
+            "faults_leases_left": sum(tier.read_usage().leased for tier in serving_engine(line.decode).store.tiers),
         }
         for strike, count in sorted(corrupter.num_corruptions.items()):
             figures[f"faults_{strike.replace(' ', '_')}"] = count

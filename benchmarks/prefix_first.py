@@ -19,8 +19,7 @@ from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
-from penstock.engine.loading import open_engine
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.engine.serving import open_penstock_engine
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode_message
 from penstock.names import Pipeline
@@ -53,16 +52,15 @@ class PrefillSide:
         self._pipeline = Pipeline(addresses.pipeline)
         self._bus = connect_bus(addresses, BusSettings())
         self._bus.create_topics()
-        self.engine = open_engine(settings)
-        layout = KVLayout.from_pool(self.engine.model.fingerprint, self.engine.model.layout)
-        self.store = KVStore.open(layout, kv, addresses.stream_url, addresses.pipeline)
-        self.store.set_compute_speed(self.engine.prefill_tokens_per_s)
+        self._stack = contextlib.ExitStack()
+        serving = self._stack.enter_context(
+            open_penstock_engine(settings, kv, addresses.stream_url, addresses.pipeline)
+        )
+        self.engine, self.store = serving.core, serving.store
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
         member = self._bus.join_group("prefill", "prefill-0")
-        self._worker = Worker(
-            PrefillRole(self._pipeline, self.engine), self._pipeline, "prefill-0", self.store, record, member
-        )
+        self._worker = Worker(PrefillRole(self._pipeline, serving), self._pipeline, "prefill-0", record, member)
         self._client = Client(addresses)
 
     def measure_first_token(self, token_ids: list[int]) -> FirstToken:
@@ -122,7 +120,7 @@ class PrefillSide:
     def close(self) -> None:
         """Stop the worker and close all connections."""
         self._worker.close()
-        self.store.close()
+        self._stack.close()
         self._client.close()
         self._redis.close()
 

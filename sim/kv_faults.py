@@ -19,7 +19,7 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import Request
 from penstock.names import kv_key
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, serving_engine
 from sim.workload import compute_answers, make_requests
 
 PAUSE_S = 0.002
@@ -110,7 +110,11 @@ def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
 
 def count_reads(line: InProcessPipeline) -> int:
     """Return how many blocks the workers have read from tiers, damaged ones included."""
-    counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+    counters = [
+        tier.counters
+        for store in (serving_engine(line.prefill).store, serving_engine(line.decode).store)
+        for tier in store.tiers
+    ]
     return sum(one.hits + one.damaged for one in counters)
 
 

@@ -12,6 +12,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
+from penstock.engine.serving import PenstockEngine
 from penstock.kvstore.store import KVLayout, KVStore
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
@@ -35,6 +36,17 @@ def run_until_running(worker: Worker, count: int = 1) -> None:
     """Turn a worker until it runs `count` requests."""
     while len(worker.running) < count:
         worker.run_once()
+
+
+def core_of(worker: Worker) -> Engine:
+    """Return the core of a worker's engine: its pool, scheduler and steps."""
+    return serving_engine(worker).core
+
+
+def serving_engine(worker: Worker) -> PenstockEngine:
+    """Return a worker's engine with its KV store."""
+    assert isinstance(worker.engine, PenstockEngine)
+    return worker.engine
 
 
 class InProcessPipeline:
@@ -89,16 +101,16 @@ class InProcessPipeline:
         self.decode = self._make_worker("decode", name)
 
     def _make_worker(self, stage: Stage, name: str) -> Worker:
-        engine = Engine(load_demo_model(), self.engine_settings)
-        layout = KVLayout.from_pool(engine.model.fingerprint, engine.model.layout)
+        core = Engine(load_demo_model(), self.engine_settings)
+        layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
         member = self.bus.join_group(stage, name)
-        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, PenstockEngine(core, store))
         self._grammars.append(role.grammars)
-        return Worker(role, self.pipeline, name, store, self.make_record(), member)
+        return Worker(role, self.pipeline, name, self.make_record(), member)
 
     @property
     def prompt_tokenizer(self) -> PromptTokenizer:

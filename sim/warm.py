@@ -20,6 +20,7 @@ for _module in (
     "penstock.cli.worker",
     "penstock.decode_worker.role",
     "penstock.engine.proof",
+    "penstock.engine.serving",
     "penstock.ingest.gateway.server",
     "penstock.prefill_worker.role",
     "penstock.telemetry.spans",

@@ -45,7 +45,7 @@ SLOW_FILES = {
     "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
     "test_equality.py", "test_host_deaths.py", "test_host_machine.py", "test_fingerprint.py",
     "test_gpu.py", "test_kernels.py", "test_loading.py", "test_model.py", "test_native.py", "test_preemption.py",
-    "test_exact_drafts.py", "test_staging.py",
+    "test_engine_contract.py", "test_exact_drafts.py", "test_staging.py",
 }  # fmt: skip
 """Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
 

@@ -13,7 +13,6 @@ from penstock.bus.contract import Delivery
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings
 from penstock.engine.engine import Sampled
-from penstock.engine.sequence import State
 from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, compute_lag
@@ -23,7 +22,7 @@ from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import MEAN_MESSAGES, Throughput
 from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.workload import compute_answers, make_requests
 from tests.commands import Terminal
 
@@ -268,8 +267,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
         def done() -> bool:
             line.prefill.run_once()
-            seqs = [one.seq for one in line.prefill.running.values() if one.seq is not None]
-            held.append(sum(seq.num_prompt_tokens for seq in seqs if seq.state is State.WAITING))
+            held.append(line.prefill.engine.count_waiting_tokens("interactive"))
             return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
@@ -280,8 +278,8 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) -> None:
     """A pool for five such jobs and places for 32: the others wait in the topic. All are answered."""
     with line_of(addresses) as line:
-        line.decode.engine.settings.max_batch = 32
-        pool = line.decode.engine.pool
+        core_of(line.decode).settings.max_batch = 32
+        pool = core_of(line.decode).pool
         hold = pool.allocate_blocks(pool.num_blocks - 5 * 14)
         work = [ask(f"a{n}", 200, 12) for n in range(14)]
         send(line, work)
@@ -293,13 +291,13 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
             nonlocal most_held, most_waiting
             line.decode.run_once()
             most_held = max(most_held, line.decode.member.count_held())
-            most_waiting = max(most_waiting, line.decode.engine.num_waiting)
+            most_waiting = max(most_waiting, core_of(line.decode).num_waiting)
             return len(line.read_results()) == 14
 
         wait_until(done, 90.0, "all are answered", every_s=0)
         assert most_held <= 12
         assert most_waiting <= 6
-        assert line.decode.engine.scheduler.num_preemptions <= 3
+        assert core_of(line.decode).scheduler.num_preemptions <= 3
         pool.free_blocks(hold)
         assert {result.id: result.token_ids for result in line.read_results()} == {
             name: answer.token_ids for name, answer in compute_answers(work).items()
@@ -309,16 +307,17 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
 def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> None:
     """Two of three jobs have to be fetched one after the other: the third stays in the topic, interactive passes."""
     with line_of(addresses) as line:
-        worker, pool = line.decode, line.decode.engine.pool
+        worker, pool = line.decode, core_of(line.decode).pool
         for klass in CLASSES:
             worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         run_until(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
-        run_until(worker, lambda: worker.kv.has_waiting_loads("batch"), "a fetch waits for room")
+        transfers = serving_engine(worker)._transfers
+        run_until(worker, lambda: transfers.has_waiting_loads("batch"), "a fetch waits for room")
         assert worker.free_capacity("batch") == 0
         assert worker.free_capacity("interactive") > 0
-        assert not worker.kv.has_waiting_loads("interactive")
+        assert not transfers.has_waiting_loads("interactive")
         run_until(worker, lambda: len(line.read_results()) == 3, "all are answered")
         pool.free_blocks(hold)
 
@@ -349,14 +348,14 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
     expected = compute_answers([*batch, *quick])
     with line_of(addresses, max_batch=2, max_step_tokens=128) as line:
         sampled: list[tuple[str, int]] = []
-        step = line.decode.engine.step
+        step = core_of(line.decode).finish_step
 
         def watched() -> list[Sampled]:
             found = step()
             sampled.extend((item.seq.id, item.seq.num_output_tokens) for item in found)
             return found
 
-        monkeypatch.setattr(line.decode.engine, "step", watched)
+        monkeypatch.setattr(core_of(line.decode), "finish_step", watched)
         send(line, batch)
         run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
         run_until(line.decode, lambda: len(sampled) > 10, "batch is decoded")
@@ -364,7 +363,7 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
         line.run_prefill(2)
         before = len(sampled)
         results = line.run_until_results(4)
-        assert line.decode.engine.scheduler.num_preemptions >= 1
+        assert core_of(line.decode).scheduler.num_preemptions >= 1
         assert len(set(sampled)) == len(sampled), "a token was sampled twice"
         last_quick = max(place for place, (name, _) in enumerate(sampled) if name.startswith("quick"))
         behind = [name for name, _ in sampled[before:last_quick] if name.startswith("batch")]

@@ -97,10 +97,8 @@ def _run_worker(
     """Load the model and work until told to stop. What is opened is closed with `stack`."""
     try:
         from penstock.decode_worker.role import DecodeRole
-        from penstock.engine.limits import max_length
-        from penstock.engine.loading import open_engine
+        from penstock.engine.serving import open_penstock_engine
         from penstock.engine.text import get_response_template
-        from penstock.kvstore.store import KVLayout, KVStore
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
@@ -108,13 +106,12 @@ def _run_worker(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, open_record
 
-    engine = open_engine(settings.engine, beat.report_progress)
+    pipeline, kv_urls = Pipeline(addresses.pipeline), addresses.kv_url or addresses.stream_url
+    engine = stack.enter_context(
+        open_penstock_engine(settings.engine, settings.kv, kv_urls, pipeline.name, beat.report_progress)
+    )
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
-    model, pipeline = engine.model, Pipeline(addresses.pipeline)
-    layout = KVLayout.from_pool(model.fingerprint, model.layout)
-    store = KVStore.open(layout, settings.kv, addresses.kv_url or addresses.stream_url, pipeline.name)
-    stack.callback(store.close)
-    store.set_compute_speed(engine.prefill_tokens_per_s)
+    model = engine.model
     clients, bus = connect_servers(addresses.stream_url), connect_bus(addresses, settings.bus)
     if stage == "prefill":
         backpressure = stack.enter_context(DecodeBackpressure(LagWatch(addresses, settings.bus).read_latest))
@@ -128,22 +125,14 @@ def _run_worker(
         check_upgraded(bus)
         member = bus.join_group(stage, name)
         try:
-            worker = Worker(
-                role, pipeline, name, store, open_record(clients, pipeline, settings.record), member, metrics
-            )
+            record = open_record(clients, pipeline, settings.record)
+            worker = Worker(role, pipeline, name, record, member, metrics)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise
 
         def report_engine() -> dict[str, object]:
-            pool = {"used": engine.pool.num_blocks - engine.pool.num_free_blocks, "total": engine.pool.num_blocks}
-            return {
-                "running": len(worker.running),
-                "waiting": engine.num_waiting,
-                "pool": pool,
-                "drafts": {"drafted": engine.num_drafted_tokens, "accepted": engine.num_accepted_tokens},
-                "kv": store.collect_stats(),
-            }
+            return {"running": len(worker.running)} | engine.report_state()
 
         def report_status() -> dict[str, object]:
             trouble = worker.settler.trouble or member.current_problem or worker.record.current_problem
@@ -154,7 +143,7 @@ def _run_worker(
         beat.set_load_source(report_status)
         return worker
 
-    length = max_length(model, engine.pool.num_blocks)
+    length = engine.limits.max_length
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     beat.update_status(response_template=get_response_template(model.tokenizer))
     log.info("%s serves %s as %s", name, pipeline.name, model.name)

@@ -18,12 +18,11 @@ from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.decode_worker.result import build_result, build_result_message
-from penstock.engine.engine import Engine
-from penstock.engine.sequence import Sequence
+from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.limits import cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.grammar.state import GrammarState
-from penstock.kvstore.connector import KVConnector
 from penstock.messages import (
     EndEvent,
     ErrorInfo,
@@ -57,7 +56,7 @@ class DecodeRole:
     hands_off = False
     settle_span_name = "settle"
 
-    def __init__(self, pipeline: Pipeline, engine: Engine) -> None:
+    def __init__(self, pipeline: Pipeline, engine: InferenceEngine) -> None:
         self.pipeline, self.engine = pipeline, engine
         self.grammars = GrammarCompiler(engine.model)
 
@@ -101,11 +100,11 @@ class DecodeRole:
         task.parent_context = task.context = around
         return task
 
-    def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
-        """Return a sequence of all tokens so far; None where the log's last token ends the answer."""
+    def build_request(self, task: Task) -> EngineRequest | None:
+        """Return what goes on after all tokens so far; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
-        sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
+        sampling = cut_max_tokens(job.sampling, len(job.token_ids), self.engine.limits.max_length)
         task.message = job.model_copy(update={"sampling": sampling})
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         logged = [event.token for event in task.log_events]
@@ -115,12 +114,13 @@ class DecodeRole:
             task.finish_reason = task.output.add_token(token, is_grammar_ended=ends)[1]
         if task.finish_reason is not None:
             return None
-        task.blocks = kv.hash_prompt(job.tenant, job.token_ids)
-        if task.blocks.last_prompt_hash != job.last_block:
+        task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
+        if task.blocks.last_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-        return Sequence(
+        return EngineRequest(
             job.id,
             job.token_ids,
+            task.blocks,
             sampling=sampling,
             seed=job.seed,
             max_new_tokens=sampling.max_tokens,
@@ -128,8 +128,9 @@ class DecodeRole:
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
-            suspect=is_suspect(task.claim),
+            is_suspect=is_suspect(task.claim),
             grammar=grammar,
+            context=task,
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
@@ -137,9 +138,7 @@ class DecodeRole:
 
         Few batch jobs are taken at once beside interactive requests, whose next tokens wait meanwhile.
         """
-        mean_tokens, max_requests = load.estimate_admission(
-            klass, self.engine.settings.max_batch - len(tasks) - num_read
-        )
+        mean_tokens, max_requests = load.estimate_admission(klass, self.engine.limits.max_batch - len(tasks) - num_read)
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
             max_requests = min(max_requests, MAX_BATCH_ADMISSIONS)
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens)) if max_requests > 0 else 0

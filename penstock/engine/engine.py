@@ -19,7 +19,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
 from penstock.engine.draft_budget import draft_tokens
-from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
+from penstock.engine.limits import check_sequence
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
@@ -28,7 +28,7 @@ from penstock.engine.rates import PrefillRate, measure_prefill_rate
 from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
 from penstock.engine.sampling.penalties import changes_scores
 from penstock.engine.scheduler import Plan, Scheduler
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
 from penstock.errors import GrammarFailed, ModelLoadError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
@@ -78,10 +78,11 @@ class Engine:
         """Tokens that were computed as drafts."""
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
-        self.has_run = False
-        """Whether the last step computed anything. If not, there is no work, or it waits for blocks."""
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
         self._rate = PrefillRate()
+        self._plan: Plan = []
+        """The step that was begun."""
+        self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
 
@@ -138,11 +139,7 @@ class Engine:
 
         `max_new_tokens` replaces the sequence's own limit if it is higher.
         """
-        check_sequence(seq, self.model, self.pool.num_blocks, max_new_tokens)
-
-    def cut_max_tokens(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
-        """Return the sampling with `max_tokens` cut to what fits context and pool, if it asks for that."""
-        return cut_max_tokens(sampling, num_prompt_tokens, max_length(self.model, self.pool.num_blocks))
+        check_sequence(seq, self.model, self.model.layout, self.pool.num_blocks, max_new_tokens)
 
     def remove_sequence(self, seq: Sequence) -> None:
         """Remove a sequence, finished or not, and free its blocks. A second call does nothing."""
@@ -256,25 +253,36 @@ class Engine:
 
     # The step
 
-    @torch.inference_mode()
     def step(self) -> list[Sampled]:
-        """Run one batch: a token for each decoding sequence or several, and parts of prompts.
+        """Run one batch. Returns and raises what `finish_step` does, and nothing if nothing could run."""
+        return self.finish_step() if self.begin_step() else []
 
-        Returns the sampled tokens, those of a sequence in their order. There are none if nothing could run, if no
-        prompt was finished, or if the step failed: then the next steps look for the sequence at fault, and all
-        sequences are as before the failed step. Raises `SequenceFailed` once it is known; the caller removes that
-        sequence.
+    def begin_step(self) -> bool:
+        """Plan one batch: a token for each decoding sequence or several, and parts of prompts.
+
+        Returns whether there is anything to compute. If not, there is no work, or it waits for blocks. Sequences may be
+        removed before the step is finished.
         """
-        started_s = time.perf_counter()
-        quarantine = self._quarantine
-        max_tokens = quarantine.max_tokens if quarantine else self.settings.max_step_tokens
-        plan = self.scheduler.schedule(max_tokens, self.settings.max_batch)
-        self.has_run = bool(plan)
+        self._step_begun_s = time.perf_counter()
+        self._plan = self.scheduler.schedule(self._max_step_tokens, self.settings.max_batch)
         self._record_time_outside()
+        return bool(self._plan)
+
+    @torch.inference_mode()
+    def finish_step(self) -> list[Sampled]:
+        """Compute the batch that was planned.
+
+        Returns the sampled tokens, those of a sequence in their order. There are none if no prompt was finished, or if
+        the step failed: then the next steps look for the sequence at fault, and all sequences are as before the failed
+        step. Raises `SequenceFailed` once it is known; the caller removes that sequence.
+        """
+        plan = [(seq, num) for seq, num in self._plan if seq.state is State.RUNNING]
+        self._plan = []
         if not plan:
             return []
+        quarantine = self._quarantine
         if self.speculates:
-            draft_tokens(plan, self.scheduler, max_tokens)
+            draft_tokens(plan, self.scheduler, self._max_step_tokens)
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:
             drawn = self._run_plan(plan)
@@ -298,10 +306,14 @@ class Engine:
         self._rate.record_step(
             sum(num for _, num in plan if num > 1),
             sum(num for _, num in plan),
-            time.perf_counter() - started_s,
+            time.perf_counter() - self._step_begun_s,
             is_done=bool(sampled) or not self.runner.is_asynchronous,
         )
         return sampled
+
+    @property
+    def _max_step_tokens(self) -> int:
+        return self._quarantine.max_tokens if self._quarantine else self.settings.max_step_tokens
 
     def _append_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None) -> Sampled:
         if seq.num_pending_tokens == 0:

@@ -1,24 +1,27 @@
 """Limits of context length and pool: which sequences the engine can never run."""
 
-from penstock.engine.model import LoadedModel
+from penstock.engine.contract import ModelCard
 from penstock.engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, PromptTooLong
+from penstock.kvstore.store import PoolLayout
 from penstock.messages import MAX_LOGPROBS, Sampling
 
 
-def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new_tokens: int = 0) -> None:
+def check_sequence(
+    seq: Sequence, model: ModelCard, layout: PoolLayout, num_blocks: int, max_new_tokens: int = 0
+) -> None:
     """Raise if the engine can never run the sequence.
 
     `PromptTooLong` if it exceeds the context or the pool (`num_blocks` blocks), `InvalidRequest` for unknown token ids,
     `InternalError` for a wrong tail payload. `max_new_tokens` replaces the sequence's own limit if it is higher.
     """
-    max_new_tokens, layout = max(max_new_tokens, seq.max_new_tokens), model.layout
+    max_new_tokens = max(max_new_tokens, seq.max_new_tokens)
     length = seq.num_prompt_tokens + max_new_tokens
     if length > model.context_length:
         raise PromptTooLong(context_exceeded(model.context_length, seq.num_prompt_tokens, max_new_tokens))
     needed = -(-(length - 1) // layout.block_size)
     if needed > num_blocks:
-        said = context_exceeded(max_length(model, num_blocks), seq.num_prompt_tokens, max_new_tokens)
+        said = context_exceeded(max_length(model, layout, num_blocks), seq.num_prompt_tokens, max_new_tokens)
         raise PromptTooLong(f"{said} The pool of KV blocks holds no more (PENSTOCK_ENGINE_POOL_MB).")
     if min(seq.token_ids) < 0 or max(seq.token_ids) >= model.vocab_size:
         raise InvalidRequest(f"token ids must be between 0 and {model.vocab_size - 1}")
@@ -44,9 +47,9 @@ def check_prompt_logprobs(sampling: Sampling, num_prompt_tokens: int) -> None:
         )
 
 
-def max_length(model: LoadedModel, num_blocks: int) -> int:
+def max_length(model: ModelCard, layout: PoolLayout, num_blocks: int) -> int:
     """Return how many tokens prompt and answer may have together. The last token needs no KV in the pool."""
-    return min(model.context_length, num_blocks * model.layout.block_size + 1)
+    return min(model.context_length, num_blocks * layout.block_size + 1)
 
 
 def cut_max_tokens(sampling: Sampling, num_prompt_tokens: int, max_length: int) -> Sampling:

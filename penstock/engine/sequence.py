@@ -130,6 +130,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it is not admitted yet, or preempted."""
+        return self.state is State.WAITING
+
+    @property
     def scheduling_order(self) -> tuple[int, bool, int]:
         """Sort key among the running sequences; the greatest is preempted first."""
         return self.priority, self.is_backfilled, self.arrival_number

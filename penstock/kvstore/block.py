@@ -197,3 +197,25 @@ class BlockHasher:
 
     def _parent_hash(self, index: int) -> bytes:
         return self.keys[index - 1].hash if index else self._root
+
+
+@dataclass(eq=False)
+class PromptBlocks:
+    """The names of the blocks of one prompt, and of what follows it."""
+
+    hasher: BlockHasher
+    """Has the keys of the full blocks. It goes on with the output."""
+    tail_key: BlockKey | None
+    """Key of the prompt's last block, if that is partial."""
+    num_full_blocks: int
+    """Full blocks of the prompt."""
+
+    def prompt_keys(self) -> list[BlockKey]:
+        """Return the keys of the prompt's blocks, a partial last one included."""
+        keys = self.hasher.keys[: self.num_full_blocks]
+        return [*keys, self.tail_key] if self.tail_key else keys
+
+    @property
+    def last_hash(self) -> str:
+        """Hash of the prompt's last block in hex. It covers all tokens of the prompt."""
+        return self.prompt_keys()[-1].hash.hex()

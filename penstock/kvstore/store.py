@@ -17,6 +17,7 @@ from penstock.kvstore.block import (
     BlockFormat,
     BlockHasher,
     BlockKey,
+    PromptBlocks,
     ReadRequest,
     derive_tenant_salt,
     derive_tenant_tag,
@@ -131,6 +132,12 @@ class KVStore:
         """Return a hasher for one sequence of a tenant."""
         salt = derive_tenant_salt(self._salt_secret, tenant)
         return BlockHasher(hash_chain_root(self._fingerprint, salt), derive_tenant_tag(salt), self.layout.block_size)
+
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt."""
+        hasher = self.make_hasher(tenant)
+        hasher.hash_full_blocks(token_ids)
+        return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(hasher.keys))
 
     def find_tiers(self, hashes: Sequence[bytes]) -> list[int]:
         """Return for each block the index of the first tier that has it, or `len(tiers)`. It counts as a use."""

@@ -56,7 +56,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
         klass=task.klass,
         deadline=request.deadline,
         fingerprint=fingerprint,
-        last_block="" if task.blocks is None else task.blocks.last_prompt_hash,
+        last_block="" if task.blocks is None else task.blocks.last_hash,
         cached_tokens=task.num_cached_tokens,
         timings=timings,
         error=error,

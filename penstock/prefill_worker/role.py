@@ -15,13 +15,11 @@ from collections.abc import Collection
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery
-from penstock.engine.engine import Engine
-from penstock.engine.limits import check_prompt_logprobs
-from penstock.engine.sequence import Sequence, State
+from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
-from penstock.kvstore.connector import KVConnector
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.backpressure import DecodeBackpressure
@@ -53,7 +51,9 @@ class PrefillRole:
     hands_off = True
     settle_span_name = "hand_off"
 
-    def __init__(self, pipeline: Pipeline, engine: Engine, backpressure: DecodeBackpressure | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, engine: InferenceEngine, backpressure: DecodeBackpressure | None = None
+    ) -> None:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
         self.pipeline, self.engine, self.backpressure = pipeline, engine, backpressure
         self.prompt_reader = PromptTokenizer(engine.model)
@@ -111,32 +111,35 @@ class PrefillRole:
 
     # 3. Compute.
 
-    def build_sequence(self, task: Task, kv: KVConnector) -> Sequence:
-        """Return a sequence of the prompt that generates the first token."""
+    def build_request(self, task: Task) -> EngineRequest:
+        """Return what computes the prompt and generates the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
-        sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
+        sampling = cut_max_tokens(request.sampling, len(task.token_ids), self.engine.limits.max_length)
         task.message = request.model_copy(update={"sampling": sampling})
         # With a token in the log, an earlier attempt has computed them.
         num_prompt_logprobs = sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
         check_prompt_logprobs(sampling, len(task.token_ids))
-        task.blocks = kv.hash_prompt(request.tenant, task.token_ids)
+        task.blocks = self.engine.hash_prompt(request.tenant, task.token_ids)
         start = self.prompt_reader.find_answer_start(task.token_ids) if sampling.special_text else ""
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
-        return Sequence(
+        return EngineRequest(
             task.id,
             task.token_ids,
+            task.blocks,
             sampling=sampling,
             seed=sampling_seed(request),
             max_new_tokens=1,
             klass=task.klass,
             tenant=request.tenant,
             weight=request.weight,
-            suspect=is_suspect(task.claim),
+            is_suspect=is_suspect(task.claim),
             grammar=None if task.grammar is None else GrammarState(task.grammar),
             num_prompt_logprobs=num_prompt_logprobs,
+            lease_owner=self.pipeline.lease_owner(task.id),
+            context=task,
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
@@ -147,11 +150,10 @@ class PrefillRole:
         """
         if klass == "batch" and self.backpressure is not None and self.backpressure.is_active:
             return 0
-        settings = self.engine.settings
-        mean_tokens, max_requests = load.estimate_admission(klass, settings.max_batch - len(tasks) - num_read)
-        waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
-        num_waiting_tokens = sum(seq.num_prompt_tokens for seq in waiting) + num_read * mean_tokens
-        num_ahead = (MAX_WAITING_STEPS * settings.max_step_tokens - num_waiting_tokens) // mean_tokens
+        limits = self.engine.limits
+        mean_tokens, max_requests = load.estimate_admission(klass, limits.max_batch - len(tasks) - num_read)
+        num_waiting_tokens = self.engine.count_waiting_tokens(klass) + num_read * mean_tokens
+        num_ahead = (MAX_WAITING_STEPS * limits.max_step_tokens - num_waiting_tokens) // mean_tokens
         if num_ahead == 0 and not num_waiting_tokens:
             num_ahead = 1
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
@@ -175,12 +177,11 @@ class PrefillRole:
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""
         seq, message = task.seq, task.message
-        left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt_tokens - seq.num_computed_tokens
-        is_running = seq is not None and seq.state is State.RUNNING
+        left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
         if message is None:
-            return TaskLoad(task.klass, is_running, left, 0)
+            return TaskLoad(task.klass, task.is_running, left, 0)
         num_said = 0 if message.sampling.fit_context else None
-        return TaskLoad(task.klass, is_running, left, message.sampling.max_tokens, num_said)
+        return TaskLoad(task.klass, task.is_running, left, message.sampling.max_tokens, num_said)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed, for the heartbeat."""

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
-from penstock.engine.model import LoadedModel
 from penstock.engine.text import get_response_template
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import ChatMessage, Request
@@ -20,7 +20,7 @@ MAX_START_TOKENS = 64
 class PromptTokenizer:
     """Turns the prompts of requests into token ids for one model."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: ModelCard) -> None:
         self._model = model
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
 
@@ -46,7 +46,7 @@ class PromptTokenizer:
 
     def _check_token_ids(self, request: Request) -> list[int]:
         token_ids = list(request.token_ids or ())
-        vocab_size = self._model.config.get_text_config().vocab_size
+        vocab_size = self._model.vocab_size
         if max(token_ids) >= vocab_size:
             raise InvalidRequest(f"token id {max(token_ids)}: the vocabulary has {vocab_size}")
         return token_ids

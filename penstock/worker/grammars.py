@@ -8,7 +8,7 @@ import threading
 from dataclasses import asdict
 from functools import cached_property
 
-from penstock.engine.model import LoadedModel
+from penstock.engine.contract import ModelCard
 from penstock.errors import GrammarFailed, InvalidRequest
 from penstock.grammar.checker import GrammarChecker, Vocabulary
 from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarCache, GrammarTokenizer
@@ -21,7 +21,7 @@ GRAMMAR_KEY = b'"grammar"'
 class GrammarCompiler:
     """Checks and compiles grammars for one model. Any thread may use it."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: ModelCard) -> None:
         self._model = model
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
@@ -68,7 +68,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
         return Vocabulary(
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
-            vocab_size=model.config.get_text_config().vocab_size,
+            vocab_size=model.vocab_size,
             eos_token_ids=tuple(sorted(model.eos_token_ids)),
         )
 

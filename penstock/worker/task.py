@@ -9,12 +9,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.engine import Engine
-from penstock.engine.sequence import Sequence, State
+from penstock.engine.contract import EngineRequest, InferenceEngine, SequenceProgress
 from penstock.engine.text import OutputText
 from penstock.errors import RequestError, RequestTooLarge
 from penstock.grammar.engine import CompiledGrammar
-from penstock.kvstore.connector import KVConnector, SequenceBlocks
+from penstock.kvstore.block import PromptBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
 from penstock.record import Claim, UnclaimedMessage
@@ -52,9 +51,10 @@ class Task:
     """Text that was held back when the deadline cut the answer short."""
     claim: Claim = field(init=False)
     """The claim under which it is held, once it is claimed."""
-    seq: Sequence | None = None
-    """Its sequence in the engine; None before there is something to compute, or where nothing is."""
-    blocks: SequenceBlocks | None = None
+    seq: SequenceProgress | None = None
+    """How far the engine is with it; None before there is something to compute, or where nothing is."""
+    blocks: PromptBlocks | None = None
+    """The names of its prompt's blocks, once it is to be computed."""
     blocks_stored: "Future[float] | None" = None
     """Done when the blocks are stored that must be there before the request may be settled."""
     output: OutputText | None = None
@@ -121,7 +121,7 @@ class Task:
     @property
     def is_running(self) -> bool:
         """Whether the engine works on it, or has; otherwise it waits for something."""
-        return self.seq is not None and self.seq.state is not State.WAITING
+        return self.seq is not None and not self.seq.is_waiting
 
     def measure_token_gap(self, now_s: float) -> float | None:
         """Note that a token was written. Returns the seconds since the one before, if this worker wrote that; else
@@ -145,7 +145,7 @@ class Role(Protocol):
     """What a stage does with a request: how it is read, computed and completed, and how many fit."""
 
     stage: Stage
-    engine: Engine
+    engine: InferenceEngine
     max_inline_bytes: int
     """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
     hands_off: bool
@@ -161,8 +161,8 @@ class Role(Protocol):
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
 
-    def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
-        """Return the sequence for the engine; None where the answer is complete already.
+    def build_request(self, task: Task) -> EngineRequest | None:
+        """Return what the engine is to compute; None where the answer is complete already.
 
         Raises a `RequestError` where the request cannot be computed.
         """

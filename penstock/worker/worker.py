@@ -1,9 +1,10 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
 There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role reads messages, builds the
-sequences to compute, and builds what is published at the end. A request is one `Task` from its message to its
-settlement. What other threads have done (blocks loaded and stored, messages read, deliveries settled) comes back as
-events that the loop collects: it alone touches tasks, record, session and metrics.
+requests for the engine, and builds what is published at the end. A request is one `Task` from its message to its
+settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
+that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
+(`penstock/engine/contract.py`): the engine moves the blocks' bytes itself.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
 
@@ -39,8 +40,7 @@ import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.dead_letters import build_dead_letter
-from penstock.engine.engine import Sampled
-from penstock.engine.sequence import State
+from penstock.engine.contract import Loaded, SampledToken, Stored
 from penstock.engine.token_text import get_token_texts
 from penstock.errors import (
     AttemptsExhausted,
@@ -52,8 +52,6 @@ from penstock.errors import (
     SequenceFailed,
 )
 from penstock.failpoints import failpoint, stage_failpoint
-from penstock.kvstore.connector import KVConnector, Loaded, Stored
-from penstock.kvstore.store import KVStore
 from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
@@ -98,30 +96,28 @@ class Settling:
 
 
 class Worker:
-    """A worker of one stage: its engine, KV store, record, and place in the consumer group."""
+    """A worker of one stage: its engine, record, and place in the consumer group."""
 
     def __init__(
         self,
         role: Role,
         pipeline: Pipeline,
         name: str,
-        store: KVStore,
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
-        self.engine, self.store, self.record, self.member = role.engine, store, record, member
+        self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.create_orphan_reader()
         self.session = Sessions(record, self.stage, name, member.list_partitions, adopts=reader is not None)
-        self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
         self.settler, self.queue, self.load = (
-            Settler(member, pipeline, self.kv.wake_waiter),
+            Settler(member, pipeline, self.engine.wake_waiter),
             DeliveryQueue(member),
             WorkerLoad(),
         )
-        self.reader = MessageReader(role.read_message, self.kv.wake_waiter)
+        self.reader = MessageReader(role.read_message, self.engine.wake_waiter)
         self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
@@ -139,18 +135,20 @@ class Worker:
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
         self._take_over(accept=accept)
-        sampled, failed = self._step_engine()
+        has_run = self.engine.begin_step()
+        sampled, failed = self._finish_step() if has_run else ([], None)
         self._confirm_tokens()
         if failed is not None:
             self._fail_task(failed)
         self._end_overdue()
         self._append_tokens(sampled)
-        self._store_full_blocks()
+        if self.engine.store_full_blocks():
+            stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
         if self.role.hands_off or not self.engine.has_work():
             self._confirm_tokens()
         self._record_throughput(sampled)
-        if not self._is_idle() and not self.engine.has_run:
-            self.kv.wait_for_event()
+        if not self._is_idle() and not has_run:
+            self.engine.wait_for_event()
         return bool(deliveries or sampled)
 
     # What happened meanwhile.
@@ -173,10 +171,10 @@ class Worker:
         """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
         claimed.
         """
-        for event in self.kv.collect_events():
+        for event in self.engine.collect_events():
             match event:
                 case Loaded():
-                    self._start_computing(event.context, event)
+                    self._record_load(event.context, event)
                 case Stored(task, num_blocks, begun_s, ended_s):
                     tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
         self._finish_settled(self.settler.collect())
@@ -193,7 +191,7 @@ class Worker:
     def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
         """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
         capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
-        is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
+        is_waited_for = len(self.settler) > 0 or self.engine.is_moving_blocks()
         deliveries = self.queue.poll(
             capacities["batch"],
             capacities["interactive"],
@@ -207,10 +205,8 @@ class Worker:
     def free_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests of a class to take.
 
-        None are taken while requests of the class wait for blocks. Messages that are being read count as taken.
+        Messages that are being read count as taken.
         """
-        if self.kv.has_waiting_loads(klass):
-            return 0
         rank = CLASSES.index(klass)
         before = [task for task in self.running.values() if CLASSES.index(task.klass) <= rank]
         num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.reader.pending_deliveries())
@@ -411,43 +407,37 @@ class Worker:
     # 3 and 6. Load.
 
     def _begin_load(self, task: Task) -> bool:
-        """Start to load a request's KV blocks. Returns False where there is nothing to compute."""
-        seq = self.role.build_sequence(task, self.kv)
-        if seq is None:
+        """Give a request to the engine, which loads its KV blocks first. Returns False where there is nothing to
+        compute.
+        """
+        request = self.role.build_request(task)
+        if request is None:
             return False
-        assert task.blocks is not None
-        assert task.message is not None
-        task.seq, sampling = seq, task.message.sampling
-        self.engine.check_sequence(seq, sampling.max_tokens)
-        self.load.mean_prompt_tokens[seq.klass].add(len(seq.token_ids))
+        task.seq, sampling = self.engine.add_request(request), request.sampling
+        num_tokens = len(request.prompt) + len(request.output_token_ids)
+        self.load.mean_prompt_tokens[task.klass].add(num_tokens)
         if self.role.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-            self.load.mean_output_tokens[seq.klass].add(expected)
-        lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
-        self.kv.load_blocks(task, task.blocks, seq, lease_to)
+            self.load.mean_output_tokens[task.klass].add(expected)
         return True
 
-    def _start_computing(self, task: Task, loaded: Loaded) -> None:
-        """Give a request to the engine once the blocks that were found are in the pool."""
-        if task is not self.running.get(task.id):
-            return
-        assert task.seq is not None
+    def _record_load(self, task: Task, loaded: Loaded) -> None:
+        """Record that the blocks that were found are in the pool: the engine computes the request from now on."""
         stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
-        self.engine.add_sequence(task.seq)
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
     # 3 and 7. Step.
 
-    def _step_engine(self) -> tuple[list[Sampled], SequenceFailed | None]:
-        """Return the tokens that an engine step sampled, or the sequence that made it fail."""
+    def _finish_step(self) -> tuple[list[SampledToken], SequenceFailed | None]:
+        """Return the tokens that the engine's step sampled, or the sequence that made it fail."""
+        sampled, failed = list[SampledToken](), None
         try:
-            sampled, failed = self.engine.step(), None
+            sampled += self.engine.finish_step()
         except SequenceFailed as error:
-            sampled, failed = [], error
-        if self.engine.has_run:
-            stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
+            failed = error
+        stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
         return sampled, failed
 
     def _fail_task(self, failed: SequenceFailed) -> None:
@@ -461,25 +451,14 @@ class Worker:
         else:
             self._retry_or_end(task, failed.error)
 
-    def _store_full_blocks(self) -> None:
-        """Start to store the blocks that the last step has filled."""
-        for task in self.running.values():
-            if task.seq is not None and task.seq.state is State.RUNNING:
-                self._store_full_blocks_of(task)
-
-    def _store_full_blocks_of(self, task: Task) -> None:
-        assert task.blocks is not None
-        if self.kv.store_full_blocks(task.blocks):
-            stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
-
-    def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
+    def _record_throughput(self, sampled: Sequence[SampledToken]) -> None:
         """Record the tokens of a turn: of finished prompts in prefill, sampled tokens in decode."""
         num_tokens = sum(item.seq.num_prompt_tokens for item in sampled) if self.role.hands_off else len(sampled)
         self.load.throughput.record_step(num_tokens, is_busy=bool(self.running))
 
     # 4 and 7. Append.
 
-    def _append_tokens(self, sampled: Sequence[Sampled]) -> None:
+    def _append_tokens(self, sampled: Sequence[SampledToken]) -> None:
         """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
 
         For requests that are computed, the store of their last blocks begins after it.
@@ -497,33 +476,30 @@ class Worker:
             self.record.send_tokens(entries)
             stage_failpoint(self.stage, "decode.7.sent")
         for task, item in dict(mine).items():
-            assert task.blocks is not None
             if self.role.hands_off:
                 self.metrics.count_prompt(
                     item.seq.num_prompt_tokens - item.seq.num_cached_tokens, item.seq.num_cached_tokens
                 )
-                task.blocks_stored = self.kv.hand_off_prompt(task.blocks)
-            elif task.finish_reason is not None:
-                self._store_full_blocks_of(task)
-            if self.role.hands_off or task.finish_reason is not None:
-                self.engine.remove_sequence(item.seq)
+                task.blocks_stored = self.engine.finish_request(task.id)
+            elif task.finish_reason is not None and self.engine.finish_request(task.id) is not None:
+                stage_failpoint(self.stage, "decode.7.shipping")
             if not task.is_in_flight:
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
 
-    def _find_sampled_task(self, item: Sampled) -> Task | None:
+    def _find_sampled_task(self, item: SampledToken) -> Task | None:
         """Return the request that a sampled token belongs to, or None if it is not running any more."""
         task = self.running.get(item.seq.id)
         return task if task is not None and task.seq is item.seq else None
 
-    def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
+    def _make_token_event(self, task: Task, item: SampledToken) -> TokenEvent:
         """Return the log event of a request's next token."""
         assert task.output is not None
         text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
         texts = get_token_texts(self.engine.model.tokenizer)
         before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
         event = task.claim.next_event(item.token_id, text, texts.add_texts(item.logprobs, item.token_id), before)
-        if item.seq.num_prompt_logprobs is not None:  # in prefill, which samples the first token alone
+        if self.role.hands_off and task.message is not None and task.message.sampling.prompt_logprobs is not None:
             prompt_tokens = texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
             event = event.model_copy(update={"prompt_tokens": prompt_tokens})
         task.log_events.append(event)
@@ -636,8 +612,8 @@ class Worker:
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
-            blocks = task.blocks or self.kv.hash_prompt(task.tenant, task.token_ids)
-            self.kv.release_leases(self.pipeline.lease_owner(task.id), blocks)
+            blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
+            self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
 
     def _make_settlement_anew(self, task: Task) -> Settlement:
         """Return the same hand-off under a new job name.
@@ -703,7 +679,7 @@ class Worker:
         del self.running[task.id]
         self.session.remove_claim(task.claim)
         if task.seq is not None:
-            self.engine.remove_sequence(task.seq)
+            self.engine.remove_request(task.id)
 
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
@@ -729,23 +705,23 @@ class Worker:
 
     def is_settled(self) -> bool:
         """Return whether no delivery is deferred, being read or being settled, and no KV transfer is under way."""
-        return not any(len(one) for one in (self.queue, self.settler, self.kv, self.reader))
+        return not (self.engine.is_moving_blocks() or any(len(one) for one in (self.queue, self.settler, self.reader)))
 
     def close(self) -> None:
-        """Hand back unfinished requests and leave the group. Engine and store stay."""
+        """Hand back unfinished requests and leave the group. The engine stays."""
         self._confirm_tokens()
         self._hand_back()
-        self.kv.close()
+        self.engine.close()
         self.settler.close()
         self._finish_settled(self.settler.collect())
         self._leave_group()
 
     def abandon(self) -> None:
-        """Drop everything, as a crash would (see `penstock.worker.loop`). Engine and store stay."""
+        """Drop everything, as a crash would (see `penstock.worker.loop`). The engine stays."""
         with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
             self._hand_back()
         self.settler.abandon()
-        self.kv.abandon()
+        self.engine.abandon()
         with contextlib.suppress(redis.RedisError):
             self._finish_settled(self.settler.collect())
         self._leave_group()

@@ -14,7 +14,7 @@ from penstock.redis.scripts import Script
 from penstock.worker.worker import Worker
 from sim.chaos.checker import check_history, count_by_kind
 from sim.chaos.history import History, read_history
-from sim.line import InProcessPipeline, run_until_running
+from sim.line import InProcessPipeline, core_of, run_until_running
 from sim.workload import compute_answers, make_requests
 
 FENCE = "if r[1] ~= ARGV[3] then return 0 end\n"
@@ -60,7 +60,7 @@ def run_zombie(line: InProcessPipeline, history: History) -> None:
 
 def append_wrong_token(zombie: Worker) -> None:
     """Append a wrong token as the worker's next one; it is in the log, or refused, before another worker has a turn."""
-    step = zombie.engine.step
+    step = core_of(zombie).step
     sampled: list[Sampled] = []
     while not sampled:
         sampled = step()

@@ -25,8 +25,10 @@ def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
         engine.add_sequence(sequence([5] * 1020, 5))
     with pytest.raises(PromptTooLong, match="KV blocks") as pool:
         engine.add_sequence(sequence([5] * 500, 5))
-    assert f"maximum context length is {max_length(demo, engine.pool.num_blocks)} tokens" in str(pool.value)
-    engine.check_sequence(sequence([5] * (max_length(demo, engine.pool.num_blocks) - 5), 5))
+    assert f"maximum context length is {max_length(demo, demo.layout, engine.pool.num_blocks)} tokens" in str(
+        pool.value
+    )
+    engine.check_sequence(sequence([5] * (max_length(demo, demo.layout, engine.pool.num_blocks) - 5), 5))
     with pytest.raises(InvalidRequest, match="token ids"):
         engine.add_sequence(sequence([5, 5000]))
     odd = sequence([5] * 20)

@@ -13,7 +13,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from sim.kv_faults import BlockCorrupter, count_reads, serve_damaged, tight_settings
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, serving_engine
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
@@ -41,7 +41,7 @@ def line(
 
 
 def place_of(line: InProcessPipeline, directory: Path) -> Place:
-    (tier,) = line.decode.store.tiers
+    (tier,) = serving_engine(line.decode).store.tiers
     if tier.name == "redis":
         return RedisPlace(line.addresses.kv_url)
     return SharedPlace(directory) if tier.name == "shared" else DiskPlace(directory / "disk", directory)
@@ -66,8 +66,10 @@ def run_damaged(line: InProcessPipeline, place: Place) -> tuple[dict[str, list[i
     line.send_requests(*work)
     line.run_prefill(len(work))
     for request in work:
-        chain = line.prefill.store.make_hasher(request.tenant)
-        place.damage(line.decode.store.tiers[0], chain.hash_full_blocks(request.token_ids or [])[0].hash, flip)
+        chain = serving_engine(line.prefill).store.make_hasher(request.tenant)
+        place.damage(
+            serving_engine(line.decode).store.tiers[0], chain.hash_full_blocks(request.token_ids or [])[0].hash, flip
+        )
     results = line.run_until_results(len(work))
     expected = {request_id: answer.token_ids for request_id, answer in compute_answers(work).items()}
     return {result.id: result.token_ids for result in results}, expected
@@ -78,8 +80,8 @@ def test_a_flipped_byte_changes_no_token(line: InProcessPipeline, tmp_path: Path
     place = place_of(line, tmp_path)
     got, expected = run_damaged(line, place)
     assert got == expected
-    assert line.decode.store.tiers[0].counters.damaged == len(expected)
-    assert line.decode.store.stats.recomputed_jobs == len(expected)
+    assert serving_engine(line.decode).store.tiers[0].counters.damaged == len(expected)
+    assert serving_engine(line.decode).store.stats.recomputed_jobs == len(expected)
 
 
 @pytest.mark.parametrize("line", ["shared"], indirect=True)
@@ -96,7 +98,7 @@ def test_without_the_checksum_it_would(
     got, expected = run_damaged(line, place_of(line, tmp_path))
     assert got.keys() == expected.keys()
     assert got != expected
-    assert line.decode.store.tiers[0].counters.damaged == 0
+    assert serving_engine(line.decode).store.tiers[0].counters.damaged == 0
 
 
 def test_damage_everywhere_all_the_time_changes_no_token(
@@ -109,7 +111,7 @@ def test_damage_everywhere_all_the_time_changes_no_token(
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
     with (
         InProcessPipeline(addresses, kv=tight_settings(tmp_path), engine=SMALL_POOL) as line,
-        BlockCorrupter(line.decode.store, kv_server.url, seed=1) as corrupter,
+        BlockCorrupter(serving_engine(line.decode).store, kv_server.url, seed=1) as corrupter,
     ):
 
         def restart(number: int) -> None:
@@ -118,8 +120,12 @@ def test_damage_everywhere_all_the_time_changes_no_token(
                 kv_server.start()
 
         answers, wrong = serve_damaged(line, lambda: count_reads(line) >= READS, restart)
-        counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+        counters = [
+            tier.counters
+            for store in (serving_engine(line.prefill).store, serving_engine(line.decode).store)
+            for tier in store.tiers
+        ]
         assert wrong == 0, f"{wrong} of {answers} answers; {dict(corrupter.num_corruptions)}"
         assert sum(one.damaged for one in counters) > 0
         assert {strike.split()[0] for strike in corrupter.num_corruptions} == set(TIERS)
-        assert all(tier.read_usage().leased == 0 for tier in line.decode.store.tiers)
+        assert all(tier.read_usage().leased == 0 for tier in serving_engine(line.decode).store.tiers)

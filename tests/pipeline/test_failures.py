@@ -15,6 +15,7 @@ from penstock.bus.contract import Delivery, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.engine.batch import Batch
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
@@ -25,7 +26,7 @@ from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from sim.forked import fork_process
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.workload import compute_answers, make_requests
 from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
@@ -52,7 +53,7 @@ def breaks(
     line: InProcessPipeline, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000
 ) -> None:
     """Let steps of a worker fail, `times` times, that have a poisoned request with `output` or more output tokens."""
-    engine = (line.prefill if stage == "prefill" else line.decode).engine
+    engine = core_of(line.prefill if stage == "prefill" else line.decode)
     right, left = engine.runner.run_step, [times]
 
     def broken(batch: Batch) -> object:
@@ -73,8 +74,8 @@ def check(
     found = {result.id: result for result in results}
     for request in work:
         assert found.pop(request.id).token_ids == expected[request.id].token_ids
-    assert line.prefill.engine.num_free_blocks == line.prefill.engine.pool.num_blocks
-    assert line.decode.engine.num_free_blocks == line.decode.engine.pool.num_blocks
+    assert core_of(line.prefill).num_free_blocks == core_of(line.prefill).pool.num_blocks
+    assert core_of(line.decode).num_free_blocks == core_of(line.decode).pool.num_blocks
     return found
 
 
@@ -115,14 +116,14 @@ def test_what_fails_for_a_while_is_answered(line: InProcessPipeline, stage: Stag
 def test_what_cannot_even_begin_ends_and_stops_nobody(
     line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
 ) -> None:
-    right = line.prefill.store.make_hasher
+    right = serving_engine(line.prefill).store.make_hasher
 
     def broken(tenant: str) -> BlockHasher:
         if tenant == "odd":
             raise error("its blocks")
         return right(tenant)
 
-    monkeypatch.setattr(line.prefill.store, "make_hasher", broken)
+    monkeypatch.setattr(serving_engine(line.prefill).store, "make_hasher", broken)
     work = make_requests(2, line.pipeline.name)
     line.send_requests(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
     result = check(line, work, line.run_until_results(3))["poison"]
@@ -320,7 +321,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
     def is_through() -> bool:
         worker.run_once()
         nonlocal most
-        suspects = [one for one in worker.running.values() if one.seq is not None and one.seq.suspect]
+        suspects = [one for one in worker.running.values() if isinstance(one.seq, EngineSequence) and one.seq.suspect]
         most = max(most, len(suspects))
         assert len(suspects) <= 1
         return most > 0 and not worker.running and worker.is_settled()

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.config.settings import KVSettings
+from penstock.engine.contract import Loaded, Stored
 from penstock.kvstore.block import ReadRequest, hash_blocks
-from penstock.kvstore.connector import Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.worker.loop import run_until_idle
-from sim.line import InProcessPipeline, run_until_running
+from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 BLOCK = ENGINE_SETTINGS.block_size
@@ -48,7 +48,7 @@ def tokens_alone(request: Request) -> list[int]:
 def empty_pools(line: InProcessPipeline) -> None:
     """Evict all blocks of both workers, as if they had just been started."""
     for worker in (line.prefill, line.decode):
-        pool = worker.engine.pool
+        pool = core_of(worker).pool
         pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_asked_again_is_found(line: InProcessPipeline, length: int) -> 
         result = ask(line, request, f"{request.id}-{number}")
         assert result.token_ids == expected
         assert result.usage.cached_tokens == (0 if where == "nowhere" else found)
-    assert line.decode.store.stats.recomputed_jobs == 0
+    assert serving_engine(line.decode).store.stats.recomputed_jobs == 0
 
 
 def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
@@ -82,7 +82,7 @@ def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
         found = line.run_until_results(len(prompts) * (1 if turn == "first" else 2))
     again = [result for result in found if result.id.startswith("again")]
     assert [result.usage.cached_tokens for result in again] == [11 * BLOCK] * len(prompts)
-    assert line.decode.store.stats.recomputed_jobs == 0
+    assert serving_engine(line.decode).store.stats.recomputed_jobs == 0
 
 
 def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
@@ -111,7 +111,8 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: InProc
     decode.close()  # hands back what is not finished
     line.renew_decode()
     loaded: list[Loaded] = []
-    collect = line.decode.kv.collect_events
+    engine = serving_engine(line.decode)
+    collect = engine.collect_events
 
     def noted() -> Iterator[Loaded | Stored]:
         for event in collect():
@@ -119,7 +120,7 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: InProc
                 loaded.append(event)
             yield event
 
-    line.decode.kv.collect_events = noted  # type: ignore[method-assign]
+    engine.collect_events = noted  # type: ignore[method-assign]
     (result,) = line.run_until_results(1)
     assert result.token_ids == expected
     assert loaded[0].num_pool_blocks + loaded[0].num_tier_blocks == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
@@ -129,10 +130,10 @@ def test_leases_live_as_long_as_the_job(line: InProcessPipeline) -> None:
     request = prompt_of(4 * BLOCK + 2, line)
     line.send_requests(request)
     line.run_prefill(1)
-    (shared, _) = line.decode.store.tiers
+    (shared, _) = serving_engine(line.decode).store.tiers
     assert shared.read_usage().leased == 5
     line.run_until_results(1)
-    line.decode.kv.close()
+    line.decode.engine.close()
     assert shared.read_usage().leased == 0
 
 
@@ -163,11 +164,11 @@ def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: InProce
     expected = tokens_alone(request)
     line.send_requests(request)
     line.run_prefill(1)
-    for tier in line.decode.store.tiers:
+    for tier in serving_engine(line.decode).store.tiers:
         tier.remove_blocks([entry.key for entry in tier.list_entries()][:3])
     (result,) = line.run_until_results(1)
     assert result.token_ids == expected
-    stats = line.decode.store.stats
+    stats = serving_engine(line.decode).store.stats
     assert stats.recomputed_jobs == 1
     assert 1 <= stats.recomputed_blocks <= 5
 
@@ -207,7 +208,7 @@ def test_cancelled_while_its_blocks_are_fetched(
         line.send_requests(request.model_copy(update={"id": "second"}))
         line.run_prefill(1)
         empty_pools(line)
-    begun, go_on = hold_up_reads(worker.store, monkeypatch)
+    begun, go_on = hold_up_reads(serving_engine(worker).store, monkeypatch)
     if stage == "prefill":
         line.send_requests(request.model_copy(update={"id": "second"}))
     while not begun.is_set():
@@ -216,7 +217,7 @@ def test_cancelled_while_its_blocks_are_fetched(
     go_on.set()
     results = line.run_until_results(2)
     assert {result.id: result.finish_reason for result in results}["second"] == "cancelled"
-    assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
+    assert core_of(worker).num_free_blocks == core_of(worker).pool.num_blocks
 
 
 def test_no_step_waits_for_a_tier(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,12 +225,12 @@ def test_no_step_waits_for_a_tier(line: InProcessPipeline, monkeypatch: pytest.M
     slow, quick = prompt_of(4 * BLOCK + 2, line), prompt_of(1, line)
     line.send_requests(quick.model_copy(update={"id": "quick"}))
     line.run_prefill(1)
-    while not line.decode.engine.num_running:
+    while not core_of(line.decode).num_running:
         line.decode.run_once()
     line.send_requests(slow.model_copy(update={"id": "slow"}))
     while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}:
         run_until_idle(line.prefill)
-    begun, go_on = hold_up_reads(line.decode.store, monkeypatch)
+    begun, go_on = hold_up_reads(serving_engine(line.decode).store, monkeypatch)
     while not begun.is_set():
         line.decode.run_once()
     events = line.decode.running["quick"].log_events

@@ -14,7 +14,7 @@ from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.record import compute_body_hash
 from penstock.waiting import wait_until
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, core_of
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -67,7 +67,7 @@ def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
     assert result.finish_reason == "cancelled"
     assert 5 < len(result.token_ids) < 20
     assert result.usage.prompt_tokens > 0
-    assert line.decode.engine.num_free_blocks == line.decode.engine.pool.num_blocks
+    assert core_of(line.decode).num_free_blocks == core_of(line.decode).pool.num_blocks
     with Client(line.addresses) as client, pytest.raises(Cancelled):
         list(client.stream("cut"))
 
@@ -147,7 +147,7 @@ def test_both_classes_are_answered_and_keep_their_class(line: InProcessPipeline)
 
 def test_chat_tokens_are_those_of_the_template(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer that adds a first token to every text does not add it to what the template wrote."""
-    tokenizer, given = line.prefill.engine.model.tokenizer, []
+    tokenizer, given = core_of(line.prefill).model.tokenizer, []
 
     class Recording:
         chat_template = tokenizer.chat_template
@@ -157,7 +157,7 @@ def test_chat_tokens_are_those_of_the_template(line: InProcessPipeline, monkeypa
             given.append(add_special_tokens)
             return {"input_ids": tokenizer(text)["input_ids"]}
 
-    model = dataclasses.replace(line.prefill.engine.model, tokenizer=Recording())
+    model = dataclasses.replace(core_of(line.prefill).model, tokenizer=Recording())
     monkeypatch.setattr(line.prompt_tokenizer, "_model", model)
     line.send_requests(
         ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain")
@@ -210,6 +210,6 @@ def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -
     wait_until(has_ended, 30, "the end")
     (result,) = line.run_until_results(1)
     run_until_idle(prefill)
-    assert prefill.engine.num_free_blocks == prefill.engine.pool.num_blocks
+    assert core_of(prefill).num_free_blocks == core_of(prefill).pool.num_blocks
     assert (result.error and result.error.code, result.token_ids) == (how, [])
     assert 0 < result.usage.prompt_tokens < len(token_ids)

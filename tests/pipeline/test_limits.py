@@ -4,7 +4,7 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, core_of
 from sim.workload import load_demo_model
 
 NO_LIMIT = 2**31 - 1
@@ -41,7 +41,7 @@ def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: InProces
     line.send_requests(ask("decode", 100, NO_LIMIT))
     line.run_prefill(1)
     for worker in (line.decode, line.prefill):
-        pool = worker.engine.pool
+        pool = core_of(worker).pool
         pool.num_blocks = 8
     (decode,) = line.run_until_results(1)
     assert (decode.finish_reason, len(decode.token_ids)) == ("length", 8 * block + 1 - 100)

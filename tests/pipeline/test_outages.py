@@ -24,7 +24,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import check_health
 from penstock.worker.loop import WorkerLoop
-from sim.line import InProcessPipeline, run_until_running
+from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
 from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, answers, hanging, leave, site_on, streaming, work
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,10 +52,10 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
             with pytest.raises((redis.ConnectionError, BusUnavailable)):
                 run_forever(worker)
             worker.abandon()
-            assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
-            assert not worker.engine.staging.count_pins()
+            assert core_of(worker).num_free_blocks == core_of(worker).pool.num_blocks
+            assert not core_of(worker).staging.count_pins()
             assert not worker.engine.has_work()
-            worker.store.close()  # what comes after it opens its own
+            serving_engine(worker).store.close()  # what comes after it opens its own
         server.start()
         line.add_prefill("prefill-0")
         line.add_decode("decode-0")

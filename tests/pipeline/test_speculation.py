@@ -8,7 +8,7 @@ from penstock.engine.drafts import Drafter
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from penstock.messages import EndEvent, Request, Result, Sampling, TokenEvent
-from sim.line import InProcessPipeline
+from sim.line import InProcessPipeline, core_of
 
 pytestmark = pytest.mark.in_memory
 
@@ -36,7 +36,7 @@ def drafts(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> list[lis
         return draft, [1.0] * len(draft)
 
     monkeypatch.setattr(Drafter, "propose_tokens", propose)
-    line.decode.engine.speculates = True
+    core_of(line.decode).speculates = True
     return answers
 
 
@@ -93,12 +93,12 @@ def test_an_answer_ends_in_the_middle_of_a_draft_where_it_ends_without_drafts(
         drafts.clear()
         expected = _ask(line, f"{name}-plain", **sampling)
         drafts.append(expected.token_ids + [7] * 9 if name == "grammar" else tokens)
-        before = line.decode.engine.num_accepted_tokens
+        before = core_of(line.decode).num_accepted_tokens
         result = _ask(line, name, **sampling)
         _check_same(result, expected)
         _check_log(line, result)
-        assert line.decode.engine.num_accepted_tokens > before
-    assert line.decode.engine.num_running == 0
+        assert core_of(line.decode).num_accepted_tokens > before
+    assert core_of(line.decode).num_running == 0
 
 
 def test_logprobs_and_penalties_are_those_without_drafts(line: InProcessPipeline, drafts: list[list[int]]) -> None:
@@ -112,7 +112,7 @@ def test_logprobs_and_penalties_are_those_without_drafts(line: InProcessPipeline
     assert [[one.token for one in entry.top] for entry in result.logprobs] == [
         [one.token for one in entry.top] for entry in expected.logprobs
     ]
-    assert line.decode.engine.num_accepted_tokens > NUM_TOKENS / 2
+    assert core_of(line.decode).num_accepted_tokens > NUM_TOKENS / 2
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8, 17])
@@ -126,7 +126,7 @@ def test_another_worker_goes_on_where_the_log_ends(
     line.run_until_tokens("moved", num_tokens)
     line.decode.close()
     line.renew_decode()
-    line.decode.engine.speculates = True
+    core_of(line.decode).speculates = True
     result = _read_result(line, "moved")
     _check_same(result, expected)
     _check_log(line, result)

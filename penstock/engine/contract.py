@@ -1,0 +1,277 @@
+"""What a worker asks of an engine. `penstock.engine.serving` is the engine of this project.
+
+A worker hands in requests, names of blocks and leases, and hears what became of them. The engine computes, and moves
+KV between its own memory and the stores: blocks' bytes never come to the worker, and may be in other processes.
+
+    add_request ─▶ (its blocks are loaded) ─▶ Loaded ─▶ begin_step, finish_step ─▶ … ─▶ finish_request ─▶ Stored
+         │                                                    │
+         └───────────────── remove_request, at any time ──────┘
+
+A request is named by its id; there is one of an id at a time. One thread calls an engine, if nothing else is said.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from penstock.grammar.state import GrammarState
+from penstock.kvstore.block import PromptBlocks
+from penstock.messages import Logprobs, Sampling
+from penstock.names import PriorityClass
+
+
+class ModelCard(Protocol):
+    """What workers know of the model that an engine serves."""
+
+    @property
+    def name(self) -> str:
+        """The name that requests have for it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens, prompt and output together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest: engines with the same one can exchange KV blocks."""
+
+
+class EngineLimits(NamedTuple):
+    """How much an engine takes."""
+
+    max_batch: int
+    """Requests that it computes at the same time."""
+    max_step_tokens: int
+    """Tokens that it computes in one step."""
+    max_length: int
+    """Most tokens of one request, prompt and output together: what fits the context and the engine's memory."""
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """What an engine is to compute."""
+
+    id: str
+    prompt: list[int]
+    blocks: PromptBlocks
+    """The names of the prompt's blocks, by `hash_prompt`."""
+    sampling: Sampling
+    seed: int
+    """With the position it determines each draw."""
+    max_new_tokens: int
+    """Most output tokens, those in `output_token_ids` counted. The engine keeps the longest answer that `sampling`
+    allows within its limits, as another engine may go on with it.
+    """
+    output_token_ids: Sequence[int] = ()
+    """Output tokens that were generated before: their KV is found or computed, and they are never sampled again."""
+    klass: PriorityClass = "interactive"
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share where tenants compete."""
+    is_suspect: bool = False
+    """Whether it may make a step fail: it is computed alone until its next token."""
+    grammar: GrammarState | None = None
+    """The state of its grammar after `output_token_ids`."""
+    num_prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to tell at each place of the prompt; None: no log probabilities of it."""
+    lease_owner: str = ""
+    """Set where the prompt is computed for a job: the prompt's blocks are stored where all workers can read them, and
+    leased to this owner. Empty: the request is such a job, or follows one.
+    """
+    context: Any = None
+    """Opaque caller context, which events return unchanged."""
+
+
+class SequenceProgress(Protocol):
+    """How far an engine is with a request. Any thread may read it, also after the request was removed."""
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found and not computed."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV the engine has."""
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens so far whose KV is still to be computed; 1 while decoding."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for its blocks, or for others: it is not computed now, and not done."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[Logprobs]:
+        """Those of the prompt's second token, its third, and so on; all of them once a token was sampled."""
+
+
+class SampledToken(Protocol):
+    """A token that a step sampled."""
+
+    @property
+    def seq(self) -> SequenceProgress:
+        """The request that it belongs to."""
+
+    @property
+    def token_id(self) -> int:
+        """The token."""
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """None unless the request asks for them."""
+
+    @property
+    def is_grammar_ended(self) -> bool:
+        """Whether the request's grammar has ended with this token."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The blocks of a request that could be found are in the engine's memory: it computes the rest from now on."""
+
+    context: Any
+    """The caller's context, as it was given with the request."""
+    num_blocks: int
+    """Blocks of the prompt."""
+    num_pool_blocks: int
+    """Blocks that the engine's memory had already."""
+    num_tier_blocks: int
+    """Blocks that were read from a store."""
+    started_s: float
+    finished_s: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The blocks that a job waits for can be read by other workers, or could not be written."""
+
+    context: Any
+    """The caller's context, as it was given with the request."""
+    num_blocks: int
+    started_s: float
+    finished_s: float
+
+
+class InferenceEngine(Protocol):
+    """One model, the memory for its KV, and the requests that it computes."""
+
+    @property
+    def model(self) -> ModelCard:
+        """The model."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How much it takes."""
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added."""
+
+    def count_waiting_tokens(self, klass: PriorityClass) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting."""
+
+    def has_work(self) -> bool:
+        """Return whether there are requests that it could compute, or computes. Those whose blocks are being loaded
+        are not.
+        """
+
+    # Requests
+
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt."""
+
+    def add_request(self, request: EngineRequest) -> SequenceProgress:
+        """Load what the stores have of a request's blocks, then compute it.
+
+        Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
+        """
+
+    def remove_request(self, request_id: str) -> None:
+        """Drop a request, wherever it is. Its tokens do not come from `finish_step` any more, nor do its events. Does
+        nothing where there is none of that id.
+        """
+
+    def finish_request(self, request_id: str) -> "Future[float] | None":
+        """Remove a request that is through, and store what is not stored of it.
+
+        Returns a future, None where nothing had to be stored. It resolves to the time at which the blocks are written,
+        or cannot be: a job that they are leased to may go out then. It never resolves after `abandon`.
+        """
+
+    def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
+        """End a job's leases on the blocks of its prompt."""
+
+    # The step
+
+    def begin_step(self) -> bool:
+        """Begin a step. Return whether there is anything to compute: if not, nothing is to be finished.
+
+        Requests may be removed before the step is finished.
+        """
+
+    def finish_step(self) -> Sequence[SampledToken]:
+        """Finish the step that was begun. Return what it sampled: none, one or several tokens of each request, those of
+        one request in their order.
+
+        Raises `SequenceFailed` once it is known that one request makes steps fail; the caller removes that request. The
+        others are as if there had been no such step.
+        """
+
+    def store_full_blocks(self) -> bool:
+        """Begin to store the blocks that became full. Return whether there are any.
+
+        Workers call it when the step's tokens are on their way, so that no reader waits for it.
+        """
+
+    # What becomes of KV
+
+    def collect_events(self) -> Iterable[Loaded | Stored]:
+        """Yield what happened to blocks, and have what was loaded computed. All of it is to be read."""
+
+    def is_moving_blocks(self) -> bool:
+        """Return whether blocks are on their way, or events were not collected yet."""
+
+    def wait_for_event(self) -> None:
+        """Wait a moment at most for something to collect, or for `wake_waiter`."""
+
+    def wake_waiter(self) -> None:
+        """End the current `wait_for_event`, or else the next one. Any thread may call this."""
+
+    # Figures
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def report_state(self) -> dict[str, object]:
+        """Return fields of the heartbeat: waiting requests, blocks of the memory and of the stores, drafts. Any thread
+        may call it.
+        """
+
+    # The end of a worker. The model stays, and another worker may go on with the engine.
+
+    def close(self) -> None:
+        """Write the blocks that jobs wait for, and drop everything else."""
+
+    def abandon(self) -> None:
+        """Drop everything: no job may be settled any more."""

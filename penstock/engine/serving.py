@@ -1,0 +1,284 @@
+"""The engine of this project, as workers use it (`contract`): its core computes, and transfers move its KV.
+
+A request is a sequence of the core (`engine.Engine`). The core's pool and the tiers of the KV store exchange blocks by
+`penstock.kvstore.transfers`, on threads of their own; a sequence goes to the core when its blocks are in the pool.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, Stored
+from penstock.engine.engine import Engine, Sampled
+from penstock.engine.files import Progress
+from penstock.engine.limits import max_length
+from penstock.engine.loading import open_engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence, State
+from penstock.kvstore.block import PromptBlocks
+from penstock.kvstore.store import KVLayout, KVStore, MissingTiers
+from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
+from penstock.names import CLASSES, PriorityClass
+
+
+@dataclass(eq=False)
+class _Work:
+    """A request, its sequence, and what is to be written of its blocks."""
+
+    request: EngineRequest
+    seq: Sequence
+    missing_tiers: dict[int, MissingTiers] = field(default_factory=dict)
+    """By index: blocks that are still to be written, and the tiers that miss them. Known once blocks were loaded."""
+    num_full_blocks: int = 0
+    """Full blocks of the sequence when blocks were last stored."""
+
+
+class PenstockEngine:
+    """The engine's core over a KV store. All methods but those that say so are called by one thread."""
+
+    def __init__(self, core: Engine, store: KVStore) -> None:
+        self.core, self.store = core, store
+        self._work: dict[str, _Work] = {}
+        """By id: the requests that it has, those included whose blocks are being loaded."""
+        self._transfers = self._make_transfers()
+
+    def _make_transfers(self) -> Transfers:
+        return Transfers(self.store, self.core, self.core.pool.num_blocks // 8)
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model."""
+        return self.core.model
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How much it takes."""
+        settings = self.core.settings
+        length = max_length(self.model, self.model.layout, self.core.pool.num_blocks)
+        return EngineLimits(settings.max_batch, settings.max_step_tokens, length)
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added.
+
+        None while loads of that class or the classes above it wait for capacity in the pool.
+        """
+        return 0 if self._transfers.has_waiting_loads(klass) else self.core.free_capacity(klass, num_tokens)
+
+    def count_waiting_tokens(self, klass: PriorityClass) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting."""
+        classes = CLASSES[: CLASSES.index(klass) + 1]
+        seqs = (work.seq for work in self._work.values())
+        return sum(seq.num_prompt_tokens for seq in seqs if seq.state is State.WAITING and seq.klass in classes)
+
+    def has_work(self) -> bool:
+        """Return whether any sequence is in the core."""
+        return self.core.has_work()
+
+    # Requests
+
+    def hash_prompt(self, tenant: str, token_ids: Items[int]) -> PromptBlocks:
+        """Return the names of the blocks of a tenant's prompt."""
+        return self.store.hash_prompt(tenant, token_ids)
+
+    def add_request(self, request: EngineRequest) -> Sequence:
+        """Load the blocks of all tokens that a request has, output included, then compute it.
+
+        With a lease owner, its blocks in the hand-off tier are leased. Without, the prompt's partial block is read too,
+        and blocks that are gone are counted. Raises what `Engine.check_sequence` raises.
+        """
+        assert request.id not in self._work, f"{request.id}: added twice"
+        seq = _make_sequence(request)
+        self.core.check_sequence(seq, request.sampling.max_tokens)
+        blocks = request.blocks
+        blocks.hasher.hash_full_blocks(seq.token_ids)
+        seq.block_keys = [key.hash for key in blocks.hasher.keys]
+        num_loadable = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
+        work = self._work[request.id] = _Work(request, seq)
+        keys = blocks.hasher.keys[:num_loadable]
+        load = LoadOperation(work, keys, klass=seq.klass, lease_owner=request.lease_owner)
+        if not request.lease_owner:
+            load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
+        self._transfers.submit_load(load)
+        return seq
+
+    def remove_request(self, request_id: str) -> None:
+        """Drop a request, and free its blocks. Those that are on their way from the store will be cached."""
+        if (work := self._work.pop(request_id, None)) is not None:
+            self.core.remove_sequence(work.seq)
+
+    def finish_request(self, request_id: str) -> "Future[float] | None":
+        """Write all blocks of a request that are not written yet, and remove it.
+
+        Of a prompt that is computed for a job that is also its partial block; the future tells when the job may go out.
+        """
+        work = self._work[request_id]
+        if work.request.lease_owner:
+            store = self._submit_store(work, len(work.request.blocks.prompt_keys()), always=True)
+        else:
+            store = self._store_full_blocks_of(work)
+        self.remove_request(request_id)
+        return None if store is None else store.is_written
+
+    def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
+        """End a job's leases on the blocks of its prompt."""
+        self._transfers.submit_release(owner, blocks.prompt_keys())
+
+    # The step
+
+    def begin_step(self) -> bool:
+        """Plan a step. Returns whether there is anything to compute."""
+        return self.core.begin_step()
+
+    def finish_step(self) -> list[Sampled]:
+        """Compute the step. Returns and raises what `Engine.finish_step` does."""
+        return self.core.finish_step()
+
+    def store_full_blocks(self) -> bool:
+        """Begin to write full blocks that some tier misses, those of answers too. Returns whether there are any.
+
+        A later request that goes on with a conversation finds them, and so does a worker that takes a request over.
+        """
+        stores = [self._store_full_blocks_of(work) for work in self._work.values() if work.seq.state is State.RUNNING]
+        return any(stores)
+
+    def _store_full_blocks_of(self, work: _Work) -> StoreOperation | None:
+        num_full = self.core.count_completed_blocks(work.seq)
+        if num_full <= work.num_full_blocks:
+            return None
+        hasher = work.request.blocks.hasher
+        added = [] if work.request.lease_owner else hasher.hash_full_blocks(work.seq.token_ids)
+        if added:
+            self.core.add_block_keys(work.seq, [key.hash for key in added])
+            first = len(hasher.keys) - len(added)
+            work.missing_tiers |= {first + n: self.store.all_tiers for n in range(len(added))}
+        work.num_full_blocks = num_full
+        return self._submit_store(work, num_full)
+
+    def _submit_store(self, work: _Work, end: int, *, always: bool = False) -> StoreOperation | None:
+        """Write the blocks before index `end` to the tiers that miss them. None if there are none, unless `always`."""
+        blocks, owner = work.request.blocks, work.request.lease_owner
+        keys = [*blocks.hasher.keys, *([blocks.tail_key] if blocks.tail_key else [])]
+        indices = [index for index in work.missing_tiers if index < end]
+        to_write = [(index, keys[index], work.missing_tiers.pop(index)) for index in indices]
+        if not to_write and not always:
+            return None
+        store = StoreOperation(work, to_write, lease_owner=owner, klass=work.seq.klass)
+        self._transfers.submit_store(work.seq, store)
+        return store
+
+    # What becomes of KV
+
+    def collect_events(self) -> Iterator[Loaded | Stored]:
+        """Yield an event for each load that is done, and each store that a job waited for, in the order of their ends.
+
+        Sequences whose blocks were loaded are in the core then.
+        """
+        for operation in self._transfers.collect_finished():
+            work: _Work = operation.context
+            match operation:
+                case LoadOperation():
+                    loaded = self._finish_load(work, operation)
+                    if self._work.get(work.request.id) is work:
+                        self.core.add_sequence(work.seq)
+                        yield loaded
+                case StoreOperation() if operation.lease_owner and operation.blocks:
+                    num_blocks = len(operation.blocks)
+                    yield Stored(work.request.context, num_blocks, operation.started_s, operation.finished_s)
+
+    def _finish_load(self, work: _Work, load: LoadOperation) -> Loaded:
+        """Note what is to be written of a sequence whose blocks were loaded, and return the event."""
+        blocks, num_read = work.request.blocks, len(load.missing_tiers)
+        wanted = [*blocks.hasher.keys, *([blocks.tail_key] if load.lease_owner and blocks.tail_key else [])]
+        missing_tiers = [*load.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
+        work.missing_tiers = {index: missing for index, missing in enumerate(missing_tiers) if missing}
+        work.seq.tail_payload = load.tail_payload
+        num_prompt, has_tail = len(blocks.prompt_keys()), load.tail_payload is not None
+        if not load.lease_owner:
+            self.store.count_recomputed(num_prompt - num_read - has_tail)
+        num_tier_blocks = num_read - load.num_pool_blocks + has_tail
+        return Loaded(
+            work.request.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s
+        )
+
+    def is_moving_blocks(self) -> bool:
+        """Return whether transfers are under way or were not collected yet."""
+        return len(self._transfers) > 0
+
+    def wait_for_event(self) -> None:
+        """Wait a moment at most for something to collect, or for `wake_waiter`."""
+        self._transfers.wait_for_finished()
+
+    def wake_waiter(self) -> None:
+        """End the current `wait_for_event`, or else the next one. Any thread may call this."""
+        self._transfers.wake_waiter()
+
+    # Figures
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+        return self.core.prefill_tokens_per_s()
+
+    def report_state(self) -> dict[str, object]:
+        """Return fields of the heartbeat. Any thread may call it."""
+        core, pool = self.core, self.core.pool
+        return {
+            "waiting": core.num_waiting,
+            "pool": {"used": pool.num_blocks - pool.num_free_blocks, "total": pool.num_blocks},
+            "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
+            "kv": self.store.collect_stats(),
+        }
+
+    # The end of a worker
+
+    def close(self) -> None:
+        """Write the blocks that jobs wait for, and drop everything else. Computed KV stays in the pool, as cache."""
+        self._drop_requests()
+        self._transfers.close()
+        self._transfers = self._make_transfers()
+
+    def abandon(self) -> None:
+        """Drop everything: no job may be settled any more. Computed KV stays in the pool, as cache."""
+        self._drop_requests()
+        self._transfers.abandon()
+        self._transfers = self._make_transfers()
+
+    def _drop_requests(self) -> None:
+        for request_id in list(self._work):
+            self.remove_request(request_id)
+
+
+def _make_sequence(request: EngineRequest) -> Sequence:
+    return Sequence(
+        request.id,
+        request.prompt,
+        sampling=request.sampling,
+        seed=request.seed,
+        max_new_tokens=request.max_new_tokens,
+        output_token_ids=request.output_token_ids,
+        klass=request.klass,
+        tenant=request.tenant,
+        weight=request.weight,
+        suspect=request.is_suspect,
+        grammar=request.grammar,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+@contextmanager
+def open_penstock_engine(
+    settings: EngineSettings, kv: KVSettings, kv_urls: str, pipeline: str, progress: Progress | None = None
+) -> Iterator[PenstockEngine]:
+    """Load the model, open the tiers of its KV store, and give the engine. The store is closed at the end.
+
+    Raises what `open_engine` and `KVStore.open` raise.
+    """
+    core = open_engine(settings, progress)
+    store = KVStore.open(KVLayout.from_pool(core.model.fingerprint, core.model.layout), kv, kv_urls, pipeline)
+    try:
+        store.set_compute_speed(core.prefill_tokens_per_s)
+        yield PenstockEngine(core, store)
+    finally:
+        store.close()
