@@ -1,0 +1,160 @@
+"""The engines that the contract's tests run against, and a caller that does with one what a worker's loop does."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from penstock.config.settings import KVSettings
+from penstock.engine.batch import Batch
+from penstock.engine.contract import EngineRequest, InferenceEngine, Loaded, SampledToken, SequenceProgress, Stored
+from penstock.engine.engine import Engine
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from penstock.engine.serving import PenstockEngine
+from penstock.errors import RequestError, SequenceFailed
+from penstock.kvstore.store import KVLayout, KVStore
+from penstock.messages import Sampling
+from penstock.waiting import wait_until
+from sim.workload import ENGINE_SETTINGS
+
+TENANT = "contract"
+BLOCK = 32
+"""A block size that every engine has."""
+
+
+@cache
+def _load_model() -> LoadedModel:
+    return load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine of the demo model in float32, and what tests do to it that workers do not."""
+
+    engine: InferenceEngine
+    store: KVStore
+    """Where its blocks go."""
+    empty_memory: Callable[[], None]
+    """Evicts all blocks from the engine's own memory, as if its process had just been started."""
+    count_preemptions: Callable[[], int]
+    fail_steps_with: Callable[[int, Exception], None]
+    """Makes every step fail that computes a sequence with this token."""
+
+
+def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
+    """Open this project's engine over a store in the directory."""
+    given = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings})
+    core = Engine(_load_model(), given)
+    layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
+    kv = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
+    store = KVStore.open(layout, kv, "", "contract")
+
+    def empty_memory() -> None:
+        core.pool.free_blocks(core.pool.allocate_blocks(core.pool.num_free_blocks))
+
+    def fail_steps_with(token_id: int, error: Exception) -> None:
+        run_step = core.runner.run_step
+
+        def run_or_fail(batch: Batch) -> Any:
+            if any(token_id in seq.token_ids for seq, _ in batch.plan):
+                raise error
+            return run_step(batch)
+
+        core.runner.run_step = run_or_fail  # type: ignore[method-assign]
+
+    return EngineUnderTest(
+        PenstockEngine(core, store), store, empty_memory, lambda: core.scheduler.num_preemptions, fail_steps_with
+    )
+
+
+ENGINES = {"penstock": open_penstock}
+"""By kind: opens an engine over a store in a directory."""
+
+
+@dataclass
+class Caller:
+    """Does with an engine what a worker's loop does, without bus and record."""
+
+    engine: InferenceEngine
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    """Those that are not through."""
+    progress: dict[str, SequenceProgress] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """All output tokens of each request, those included that it began with."""
+    sampled: list[SampledToken] = field(default_factory=list)
+    events: list[Loaded | Stored] = field(default_factory=list)
+    stored: "dict[str, Future[float] | None]" = field(default_factory=dict)
+    """What `finish_request` returned."""
+    failures: dict[str, RequestError] = field(default_factory=dict)
+
+    def add(
+        self, name: str, prompt: Sequence[int], sampling: Sampling, said: Sequence[int] = (), **given: Any
+    ) -> EngineRequest:
+        """Add a request that goes on after the tokens `said`."""
+        blocks = self.engine.hash_prompt(TENANT, prompt)
+        values: dict[str, Any] = {"seed": sampling.seed or 0, "max_new_tokens": sampling.max_tokens} | given
+        request = EngineRequest(
+            name, list(prompt), blocks, sampling, output_token_ids=list(said), context=name, tenant=TENANT, **values
+        )
+        self.progress[name] = self.engine.add_request(request)
+        self.requests[name], self.tokens[name] = request, list(said)
+        return request
+
+    def add_prompt(self, name: str, prompt: Sequence[int], sampling: Sampling, **given: Any) -> EngineRequest:
+        """Add a prompt that is computed for a job of this name, with its first token."""
+        return self.add(name, prompt, sampling, max_new_tokens=1, lease_owner=f"job {name}", **given)
+
+    def remove(self, name: str) -> None:
+        """Remove a request."""
+        self.engine.remove_request(name)
+        del self.requests[name]
+
+    def run_once(self) -> None:
+        """Run one turn."""
+        self.events += self.engine.collect_events()
+        if not self.engine.begin_step():
+            self.engine.wait_for_event()
+            return
+        try:
+            sampled = self.engine.finish_step()
+        except SequenceFailed as failed:
+            self.failures[failed.seq.id] = failed.error
+            self.remove(failed.seq.id)
+            return
+        for item in sampled:
+            self.take_token(item)
+        self.engine.store_full_blocks()
+
+    def take_token(self, item: SampledToken) -> None:
+        """Note a token. A request that has all its tokens is finished, and what is behind them dropped."""
+        name = item.seq.id
+        if (request := self.requests.get(name)) is None:
+            return
+        self.sampled.append(item)
+        self.tokens[name].append(item.token_id)
+        if item.is_grammar_ended or len(self.tokens[name]) == request.max_new_tokens:
+            self.stored[name] = self.engine.finish_request(name)
+            del self.requests[name]
+
+    def run_until(self, condition: Callable[[], object], what: str) -> None:
+        """Run turns until the condition holds."""
+
+        def holds() -> bool:
+            self.run_once()
+            return bool(condition())
+
+        wait_until(holds, 60, what, every_s=0)
+
+    def run_to_end(self) -> dict[str, list[int]]:
+        """Run until all requests are through and no block is on its way. Returns their tokens."""
+        self.run_until(lambda: not self.requests and not self.engine.is_moving_blocks(), "all are through")
+        return self.tokens
+
+    def count_used_blocks(self) -> object:
+        """Return how many blocks of the engine's memory are in use."""
+        pool = self.engine.report_state()["pool"]
+        assert isinstance(pool, dict)
+        return pool["used"]
