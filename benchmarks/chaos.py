@@ -13,6 +13,7 @@ workers' wall clocks are put forward and back by minutes. Now and then everythin
 on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
 whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 
+In every second round of a bus the workers have the model that calls tools, and readers parse its calls as they come.
 What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
@@ -186,13 +187,14 @@ def _print_findings(what: str, findings: list[Finding]) -> None:
 def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
     for number in itertools.count():
-        for bus in BUSES:
+        for place, bus in enumerate(BUSES):
             seconds = 6.0 if given.quick else MAX_ROUND_S[bus]
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
-                given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated, with_system_faults=True
-            )
+                given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated,
+                with_system_faults=True, load="tools" if (number + place) % 2 else "text",
+            )  # fmt: skip
 
 
 @contextlib.contextmanager

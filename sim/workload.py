@@ -1,7 +1,7 @@
 """The requests of the equality tests, and the undivided model's answers to them."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +9,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
+from penstock.engine.files import DEMO_MODEL
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
@@ -17,23 +18,41 @@ from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.handoff import sampling_seed
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.worker.grammars import GrammarCompiler
 
 MAX_TOKENS = 24
 ENGINE_SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
+TOOL_MODEL = DEMO_MODEL.parent / "tool_model"
 
 
 @cache
-def _open_compiler() -> GrammarCompiler:
-    return GrammarCompiler(load_demo_model())
+def load_demo_model() -> LoadedModel:
+    """Return the model that ships with the project, loaded once."""
+    return load_model(ENGINE_SETTINGS)
 
 
-def start_grammar(sampling: Sampling) -> GrammarState | None:
+@cache
+def load_tool_model() -> LoadedModel:
+    """Return the model that calls tools, loaded once."""
+    return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(TOOL_MODEL)}))
+
+
+ModelLoader = Callable[[], LoadedModel]
+"""`load_demo_model` or `load_tool_model`."""
+
+
+@cache
+def _open_compiler(load: ModelLoader) -> GrammarCompiler:
+    return GrammarCompiler(load())
+
+
+def start_grammar(sampling: Sampling, load: ModelLoader = load_demo_model) -> GrammarState | None:
     """Return the state of a request's grammar before its first token; None without one."""
     if sampling.grammar is None:
         return None
     checked = sampling.grammar.model_copy(update={"engine": ENGINE_VERSION})
-    return GrammarState(_open_compiler().compile_grammar(checked))
+    return GrammarState(_open_compiler(load).compile_grammar(checked))
 
 
 @dataclass(frozen=True)
@@ -43,12 +62,6 @@ class ExpectedAnswer:
     token_ids: list[int]
     text: str
     finish_reason: str
-
-
-@cache
-def load_demo_model() -> LoadedModel:
-    """Return the model that ships with the project, loaded once."""
-    return load_model(ENGINE_SETTINGS)
 
 
 def make_requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
@@ -81,29 +94,30 @@ def _make_text_tokens(chance: random.Random, count: int) -> list[int]:
     return token_ids[:count]
 
 
-def compute_answers(work: Iterable[Request]) -> dict[str, ExpectedAnswer]:
-    """Return each request's answer.
+def compute_answers(work: Iterable[Request], load: ModelLoader = load_demo_model) -> dict[str, ExpectedAnswer]:
+    """Return each request's answer by the model.
 
     It is the plain model's by `generate()` if it is greedy and has no grammar, else that of an engine run alone.
     """
-    engine = Engine(load_demo_model(), ENGINE_SETTINGS)
+    engine, reader = Engine(load(), ENGINE_SETTINGS), PromptTokenizer(load())
     answers = {}
     for request in work:
         is_plain = request.sampling.temperature == 0 and request.sampling.grammar is None
-        prompt = tuple(request.token_ids or ())
+        prompt = tuple(reader.tokenize_prompt(request))
         tokens = (
-            list(_generate_plain(prompt, request.sampling.max_tokens))
+            list(_generate_plain(load, prompt, request.sampling.max_tokens))
             if is_plain
-            else _generate_with_engine(engine, request)
+            else _generate_with_engine(engine, request, prompt, load)
         )
-        answers[request.id] = _cut_answer(request, tokens)
+        start = reader.find_answer_start(prompt) if request.sampling.special_text else ""
+        answers[request.id] = _cut_answer(request.sampling, tokens, load, start)
     return answers
 
 
 @cache
-def _generate_plain(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+def _generate_plain(load: ModelLoader, token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Return the plain model's tokens. Cached, as many tests need the same."""
-    model = load_demo_model()
+    model = load()
     model.module.set_attn_implementation("sdpa")
     prompt = torch.tensor([token_ids])
     with torch.inference_mode():
@@ -114,14 +128,14 @@ def _generate_plain(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, .
     return tuple(int(token) for token in output[0, prompt.shape[1] :])
 
 
-def _generate_with_engine(engine: Engine, request: Request) -> list[int]:
+def _generate_with_engine(engine: Engine, request: Request, prompt: tuple[int, ...], load: ModelLoader) -> list[int]:
     seq = Sequence(
         request.id,
-        list(request.token_ids or ()),
+        list(prompt),
         sampling=request.sampling,
         seed=sampling_seed(request),
         max_new_tokens=request.sampling.max_tokens,
-        grammar=start_grammar(request.sampling),
+        grammar=start_grammar(request.sampling, load),
     )
     engine.add_sequence(seq)
     while seq.num_output_tokens < seq.max_new_tokens and not seq.is_grammar_ended:
@@ -130,11 +144,11 @@ def _generate_with_engine(engine: Engine, request: Request) -> list[int]:
     return seq.output_token_ids
 
 
-def _cut_answer(request: Request, tokens: list[int]) -> ExpectedAnswer:
+def _cut_answer(sampling: Sampling, tokens: list[int], load: ModelLoader, start: str) -> ExpectedAnswer:
     """Cut an answer off where it ends."""
-    model = load_demo_model()
-    state = OutputText(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
-    grammar = start_grammar(request.sampling)
+    model = load()
+    state = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+    grammar = start_grammar(sampling, load)
     texts = []
     for number, token in enumerate(tokens, start=1):
         if grammar is not None:

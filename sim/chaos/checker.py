@@ -4,12 +4,14 @@ A history is a sequence of entries, each a flat JSON object with `what` and, nea
 
 | `what`      | Other fields                         | Says                                                          |
 |-------------|--------------------------------------|---------------------------------------------------------------|
-| `submitted` | `tokens`, `text`, `finish`, `may`    | a client is about to send it; what the undivided model        |
-|             |                                      | answers, and the codes of errors that may end it before       |
+| `submitted` | `tokens`, `text`, `calls`, `finish`, | a client is about to send it; what the undivided model        |
+|             | `may`                                | answers, with the calls of tools that this text makes, and    |
+|             |                                      | the codes of errors that may end it before                    |
 | `accepted`  |                                      | it is durable, and has to be answered                         |
 | `token`     | `reader`, `event`, `token`           | a reader saw a token, under that event id                     |
-| `end`       | `reader`, `finish`, `count`, `error` | a reader saw the end, after `count` tokens (null: unknown),   |
-|             |                                      | with the code of an error, or null                            |
+| `end`       | `reader`, `finish`, `count`,         | a reader saw the end, after `count` tokens (null: unknown),   |
+|             | `error`, `text`, `calls`             | with the code of an error, or null; without an error, the     |
+|             |                                      | text and the calls that all its pieces add up to              |
 | `failed`    | `reader`, `error`, `story`           | a reader could not read on: the error's name                  |
 | `result`    | `tokens`, `text`, `finish`, `error`  | it is in the results topic, read_committed                    |
 | `dead`      | `reason`                             | it is among the dead letters                                  |
@@ -95,6 +97,7 @@ def _check_request(request: _Request) -> BrokenPromises:
         yield from _check_order(reader, seen)
         yield from _check_end_of_stream(reader, seen)
     yield from _check_agreement(request)
+    yield from _check_equal_calls(request)
     if request.submitted is not None:
         yield from _check_answers(request, request.submitted)
         for letter in request.dead:
@@ -155,6 +158,19 @@ def _check_agreement(request: _Request) -> BrokenPromises:
                 yield "diverged", f"a result has {token} at {position}, others {tokens[position]}"
 
 
+def _check_equal_calls(request: _Request) -> BrokenPromises:
+    """Check that all readers were told of the same calls of tools."""
+    ends = [(reader, entry) for reader, seen in request.readers.items() for entry in seen if _is_whole(entry)]
+    for reader, end in ends[1:]:
+        if end["calls"] != ends[0][1]["calls"]:
+            yield "diverged", f"{reader} was told of the calls {end['calls']}, {ends[0][0]} of {ends[0][1]['calls']}"
+
+
+def _is_whole(entry: Entry) -> bool:
+    """Return whether a reader's entry is the end of a whole answer."""
+    return entry["what"] == "end" and entry["error"] is None
+
+
 def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:
     """Check that the answer is the undivided model's, or a prefix of it with an allowed error."""
     tokens = list(expected["tokens"])
@@ -162,6 +178,8 @@ def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:
         for entry in seen:
             if entry["what"] == "end":
                 yield from _check_end(reader, entry, expected)
+                if _is_whole(entry):
+                    yield from _check_parts(reader, entry, expected)
             elif entry["what"] == "token":
                 position = parse_event_id(entry["event"])[0]
                 if tokens[position : position + 1] != [entry["token"]]:
@@ -172,6 +190,13 @@ def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:
             yield "wrong", f"a result has other tokens: {result['tokens']}"
         if result["error"] is None and result["text"] != expected["text"]:
             yield "wrong", f"a result has another text: {result['text']!r}"
+
+
+def _check_parts(reader: str, end: Entry, expected: Entry) -> BrokenPromises:
+    if end["text"] != expected["text"]:
+        yield "wrong", f"{reader} has another text: {end['text']!r}"
+    elif end["calls"] != expected["calls"]:
+        yield "wrong", f"{reader} was told of the calls {end['calls']}, not {expected['calls']}"
 
 
 def _check_end(who: str, end: Entry, expected: Entry) -> BrokenPromises:

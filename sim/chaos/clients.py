@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import redis
 
@@ -22,7 +22,8 @@ from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, Request
 from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
-from sim.workload import ExpectedAnswer, compute_answers, make_requests
+from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
+from sim.workload import ExpectedAnswer, compute_answers, load_demo_model, load_tool_model, make_requests
 
 NUM_KNOWN_REQUESTS = 16
 LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
@@ -33,23 +34,37 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
+Load = Literal["text", "tools"]
+"""What is asked: texts of the demo model, or calls of the tool model."""
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
 """JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
 
 
 @cache
-def prepare_known_requests(max_tokens: int) -> list[tuple[Request, ExpectedAnswer]]:
+def prepare_known_requests(max_tokens: int, load: Load = "text") -> list[tuple[Request, ExpectedAnswer]]:
     """Return requests that are sent repeatedly under other ids, with their answers.
 
-    Every eighth has one token, and every third a grammar.
+    Every eighth has one token, and every third a grammar; with the load `tools` all others offer tools.
     """
-    work = make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
+    work = (
+        _make_tool_requests(max_tokens) if load == "tools" else make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
+    )
     for number in range(1, NUM_KNOWN_REQUESTS, 3):
-        sampling = work[number].sampling.model_copy(update={"grammar": _GRAMMAR})
+        sampling = work[number].sampling.model_copy(update={"grammar": _GRAMMAR, "special_text": None})
         work[number] = work[number].model_copy(update={"sampling": sampling})
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
-    return list(zip(work, compute_answers(work).values(), strict=True))
+    answers = compute_answers(work, load_tool_model if load == "tools" else load_demo_model)
+    return list(zip(work, answers.values(), strict=True))
+
+
+def _make_tool_requests(max_tokens: int) -> list[Request]:
+    """Return requests that offer tools; greedy and sampled in turn."""
+    work = []
+    for number, body in enumerate(make_chat_bodies(NUM_KNOWN_REQUESTS, "chaos")):
+        sampling = {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.5, "seed": number}
+        work.append(make_chat_request(f"chaos-{number}", {**body, **sampling, "max_tokens": max_tokens}))
+    return work
 
 
 @dataclass(frozen=True)
@@ -74,10 +89,10 @@ class ClientTask:
         return cancelled if self.request.deadline is None else [*cancelled, DeadlineExceeded.code]
 
 
-def make_client_task(seed: int, number: int) -> ClientTask:
+def make_client_task(seed: int, number: int, load: Load = "text") -> ClientTask:
     """Return the task with this number. Equal seeds give equal tasks."""
     chance = random.Random(f"{seed}/errand/{number}")
-    request, answer = chance.choice(prepare_known_requests(LONG_ANSWER_TOKENS))
+    request, answer = chance.choice(prepare_known_requests(LONG_ANSWER_TOKENS, load))
     update: dict[str, object] = {
         "id": f"e{number}",
         "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",
@@ -95,9 +110,11 @@ def make_client_task(seed: int, number: int) -> ClientTask:
     )
 
 
-def make_plain_task(request_id: str, number: int, max_tokens: int = SHORT_ANSWER_TOKENS) -> ClientTask:
+def make_plain_task(
+    request_id: str, number: int, max_tokens: int = SHORT_ANSWER_TOKENS, load: Load = "text"
+) -> ClientTask:
     """Return a task that is sent once and read by at most one reader."""
-    request, answer = prepare_known_requests(max_tokens)[number % NUM_KNOWN_REQUESTS]
+    request, answer = prepare_known_requests(max_tokens, load)[number % NUM_KNOWN_REQUESTS]
     named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % NUM_TENANTS}"})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
@@ -197,7 +214,7 @@ class Clients:
         self._record_accepted(task)
         others = []
         if task.late_reader_s is not None:
-            others.append(self._pool.submit(self._read_stream_late, task.late_reader_s, request.id))
+            others.append(self._pool.submit(self._read_stream_late, task))
         self._read_stream("first", task)
         wait(others)
         for other in others:
@@ -208,6 +225,7 @@ class Clients:
         fields = {
             "tokens": answer.token_ids,
             "text": answer.text,
+            "calls": parse_answer(task.request, [answer.text]).calls,
             "finish": answer.finish_reason,
             "may": task.allowed_errors,
         }
@@ -230,30 +248,49 @@ class Clients:
     def _submit_request(self, request: Request) -> None:
         fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
         self._client.submit(
-            token_ids=request.token_ids, id=request.id, tenant=request.tenant, deadline=request.deadline, **fields
+            token_ids=request.token_ids,
+            messages=request.messages,
+            chat_template_kwargs=request.chat_template_kwargs,
+            id=request.id,
+            tenant=request.tenant,
+            deadline=request.deadline,
+            **fields,
         )
 
-    def _read_stream_late(self, late_s: float, request_id: str) -> None:
-        self._over.wait(late_s)
-        with self._record_errors("late", request_id):
-            self._read_connection("late", request_id, None, None, None)
+    def _read_stream_late(self, task: ClientTask) -> None:
+        self._over.wait(task.late_reader_s)
+        with self._record_errors("late", task.request.id):
+            self._read_connection("late", task, None, None, None, [])
 
     def _read_stream(self, reader: str, task: ClientTask) -> None:
         after: str | None = None
+        texts: list[str] = []
         with self._record_errors(reader, task.request.id):
             for most in [*task.reconnect_after, None]:
-                after, is_over = self._read_connection(reader, task.request.id, after, most, task.cancel_after)
+                after, is_over = self._read_connection(reader, task, after, most, task.cancel_after, texts)
                 if is_over:
                     return
 
     def _read_connection(
-        self, reader: str, request_id: str, after: str | None, most: int | None, cancel_after: int | None
+        self,
+        reader: str,
+        task: ClientTask,
+        after: str | None,
+        most: int | None,
+        cancel_after: int | None,
+        texts: list[str],
     ) -> tuple[str | None, bool]:
-        """Read at most `most` events. Returns the last event id seen, and whether the stream has ended."""
+        """Read at most `most` events, and add their texts to those of the reader's connections before.
+
+        Returns the last event id seen, and whether the stream has ended.
+        """
+        request_id = task.request.id
         for count, event in enumerate(self._read_events(request_id, after), start=1):
+            texts.append(event.text)
             if isinstance(event, EndEvent):
                 fields = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
-                self._history.add_entry("end", id=request_id, reader=reader, **fields)
+                parts = {"text": "".join(texts), "calls": parse_answer(task.request, texts).calls}
+                self._history.add_entry("end", id=request_id, reader=reader, **fields, **parts)
                 return after, True
             after = event.id
             self._history.add_entry("token", id=request_id, reader=reader, event=event.id, token=event.token)

@@ -24,6 +24,7 @@ from sim.chaos.clients import (
     LONG_ANSWER_TOKENS,
     SHORT_ANSWER_TOKENS,
     Clients,
+    Load,
     make_client_task,
     make_plain_task,
     prepare_known_requests,
@@ -34,6 +35,7 @@ from sim.chaos.history import History, read_history
 from sim.chaos.poison import send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
+from sim.workload import TOOL_MODEL
 
 POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
@@ -65,6 +67,8 @@ class ChaosRound:
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_system_faults: bool = False
     """Whether faults of the whole system are injected, too."""
+    load: Load = "text"
+    """What clients ask; it says which model the workers have."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,10 @@ def run_round(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
     for max_tokens in (LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS) if plan.with_system_faults else (LONG_ANSWER_TOKENS,):
-        prepare_known_requests(max_tokens)  # takes seconds: not in the middle of it
+        prepare_known_requests(max_tokens, plan.load)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
-        history.add_entry("round", seed=plan.seed, bus=plan.bus)
+        history.add_entry("round", seed=plan.seed, bus=plan.bus, load=plan.load)
         servers = exits.enter_context(
             ReplicatedServers(directory, SHORT_TIMEOUTS)
             if plan.is_replicated
@@ -95,7 +99,7 @@ def run_round(
         )
         fork_server.disk.remove_all()
         stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers))
-        make = partial(make_client_task, plan.seed)
+        make = partial(make_client_task, plan.seed, load=plan.load)
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, plan.patience_s)
         with clients:
             _inject_faults(plan, stack, servers, clients, history, progress)
@@ -116,6 +120,8 @@ def make_stack(
         return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
 
     more, settings = int(plan.with_system_faults), SETTINGS | fork_server.disk.make_settings()
+    if plan.load == "tools":
+        settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
     size, away = (plan.prefill + more, plan.decode + more), set[str]()
     if plan.with_system_faults:
         away = {f"prefill-{plan.prefill}", f"decode-{plan.decode}"}
@@ -132,7 +138,7 @@ def _inject_faults(
         coming = generate_system_faults(plan.seed, plan.bus, is_replicated=True)
     elif plan.with_system_faults:
         coming = heapq.merge(coming, generate_system_faults(plan.seed, plan.bus), key=lambda fault: fault.at_s)
-    with FaultInjector(stack, servers, clients, history) as injector:
+    with FaultInjector(stack, servers, clients, history, plan.load) as injector:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and stack.counts.kills.total() < plan.kills:
             stack.restart_dead()
@@ -180,8 +186,9 @@ def record_topics(stack: Stack, history: History) -> None:
 class FaultInjector:
     """Injects faults on its own threads, and undoes each after its time."""
 
-    def __init__(self, stack: ChaosStack, servers: Servers, clients: Clients, history: History) -> None:
+    def __init__(self, stack: ChaosStack, servers: Servers, clients: Clients, history: History, load: Load) -> None:
         self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
+        self._make_task = partial(make_plain_task, load=load)
         self._disk = stack.disk
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(8, "faults")
@@ -242,11 +249,11 @@ class FaultInjector:
         match what:
             case "burst":
                 self._clients.send_unread(
-                    [make_plain_task(f"burst{number}-{one}", one) for one in range(BURST_REQUESTS)]
+                    [self._make_task(f"burst{number}-{one}", one) for one in range(BURST_REQUESTS)]
                 )
             case "header":
                 self._clients.send_unread(
-                    [make_plain_task(f"header{number}", number)], partial(send_poisoned, addresses)
+                    [self._make_task(f"header{number}", number)], partial(send_poisoned, addresses)
                 )
             case "bomb":  # no worker can read it, so there is no result to wait for
                 with contextlib.suppress(BusUnavailable):

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
+from sim.chaos.clients import Load
 from sim.chaos.faults import (
     ANY_TIME,
     KAFKA_FAULTS,
@@ -34,7 +35,8 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize("bus", BUSES)
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, fork_server: ForkServer, tmp_path: Path) -> None:
     needs(bus)
-    plan = ChaosRound(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, num_in_flight=12)
+    load: Load = "tools" if bus == "kafka" else "text"
+    plan = ChaosRound(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, num_in_flight=12, load=load)
     outcome = run_round(plan, tmp_path / "round", fork_server)
     assert outcome.findings == []
     assert {process for process, _ in outcome.counts.kills} >= set(STAGES)

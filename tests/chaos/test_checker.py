@@ -9,6 +9,7 @@ from penstock.names import START_HASH, event_id, roll_hash
 from sim.chaos.checker import check_history, count_by_kind
 
 TOKENS = [7, 3, 3, 9, 4]
+CALLS = [["get_weather", '{"city": "Lisbon"}']]
 Entries = list[dict[str, Any]]
 
 
@@ -22,7 +23,8 @@ def token(reader: str, position: int, tokens: list[int]) -> dict[str, Any]:
 
 def end(reader: str, count: int, error: str | None = None) -> dict[str, Any]:
     finish = "error" if error else "length"
-    return {"what": "end", "id": "a", "reader": reader, "finish": finish, "count": count, "error": error}
+    made = {"what": "end", "id": "a", "reader": reader, "finish": finish, "count": count, "error": error}
+    return made if error else made | {"text": "yes", "calls": CALLS}
 
 
 def result(tokens: list[int], error: str | None = None) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def failed(error: str) -> dict[str, Any]:
 
 
 def submitted(*may: str) -> Entries:
-    expected = {"tokens": TOKENS, "text": "yes", "finish": "length", "may": list(may)}
+    expected = {"tokens": TOKENS, "text": "yes", "calls": CALLS, "finish": "length", "may": list(may)}
     return [{"what": "submitted", "id": "a"} | expected, {"what": "accepted", "id": "a"}]
 
 
@@ -107,6 +109,15 @@ BROKEN: dict[str, tuple[Callable[[], Entries], set[str]]] = {
     "the result says something else": (lambda: [*good()[:-1], result(OTHER)], {"diverged", "wrong"}),
     "the result is short": (lambda: [*good()[:-1], result(TOKENS[:3])], {"wrong"}),
     "the text is another": (lambda: [*good()[:-1], result(TOKENS) | {"text": "no"}], {"wrong"}),
+    "a reader has another text": (lambda: [*good(), *reading("x", ALL), end("x", 5) | {"text": "ye"}], {"wrong"}),
+    "a reader is told of another call": (
+        lambda: [*good(), *reading("x", ALL), end("x", 5) | {"calls": []}],
+        {"diverged", "wrong"},
+    ),
+    "all are told of a wrong call": (
+        lambda: [*submitted(), *reading("one", ALL), end("one", 5) | {"calls": CALLS * 2}, result(TOKENS)],
+        {"wrong"},
+    ),
     "an error for nothing": (lambda: [*good()[:-1], result([], "internal_error")], {"wrong"}),
     "a dead letter for nothing": (lambda: [*good(), {"what": "dead", "id": "a", "reason": "x"}], {"wrong"}),
 }

@@ -43,8 +43,8 @@ def run_zombie(line: InProcessPipeline, history: History) -> None:
     """
     (request,) = make_requests(1, "zombie")
     answer = compute_answers([request])[request.id]
-    expected = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason, "may": []}
-    history.add_entry("submitted", id=request.id, **expected)
+    expected = {"tokens": answer.token_ids, "text": answer.text, "calls": [], "finish": answer.finish_reason}
+    history.add_entry("submitted", id=request.id, may=[], **expected)
     line.send_requests(request)
     history.add_entry("accepted", id=request.id)
     line.run_prefill(1)
@@ -73,11 +73,13 @@ def append_wrong_token(zombie: Worker) -> None:
 
 def write_history(line: InProcessPipeline, request_id: str, history: History) -> None:
     """Write what a reader and the results topic saw."""
+    text = ""
     with Client(line.addresses) as client:
         for event in client.stream(request_id, timeout_s=20.0):
+            text += event.text
             if isinstance(event, EndEvent):
                 end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
-                history.add_entry("end", id=request_id, reader="first", **end)
+                history.add_entry("end", id=request_id, reader="first", text=text, calls=[], **end)
             else:
                 history.add_entry("token", id=request_id, reader="first", event=event.id, token=event.token)
     for result in line.read_results():

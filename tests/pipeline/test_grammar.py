@@ -1,10 +1,8 @@
 """Structured output through the whole pipeline: valid answers, the same after every change of workers."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,15 @@ from penstock.errors import GrammarFailed
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
-from penstock.local.processes import Child
 from penstock.messages import GrammarSpec, Request, Sampling, TokenEvent
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline
 from penstock.record import Record
 from penstock.waiting import wait_until
 from penstock.worker.grammars import GrammarCompiler
-from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
 from sim.workload import compute_answers, load_demo_model, make_requests
 from tests.pipeline.checks import results_of
+from tests.pipeline.workers import wait_for_kill, worker_process
 
 SCHEMA = {
     "type": "object",
@@ -159,32 +156,6 @@ def test_workers_that_are_killed_in_the_middle_of_answers_change_no_byte(
         answer = expected[result.id]
         assert (result.error, result.text, result.token_ids) == (None, answer.text, answer.token_ids)
         assert result.finish_reason == answer.finish_reason
-
-
-@contextmanager
-def worker_process(stage: Stage, addresses: Addresses, directory: Path, failpoints: str = "") -> Iterator[Child]:
-    """Run `penstock worker` in a process that passes its failpoints; it is killed at the end."""
-    environment = {
-        **os.environ,
-        "PENSTOCK_PIPELINE": addresses.pipeline,
-        "PENSTOCK_STREAM_URL": addresses.stream_url,
-        "PENSTOCK_RECORD_LEASE_S": "0.5",
-        "PENSTOCK_RECORD_MAX_ATTEMPTS": "20",
-        "PENSTOCK_ENGINE_DTYPE": "float32",
-        "PENSTOCK_KV_STORE_SHARED_MB": "0",
-        "PENSTOCK_FAILPOINTS": failpoints,
-    }
-    child = fork_process(stage, directory / f"{stage}.log", run_penstock, "worker", stage, environment=environment)
-    try:
-        yield child
-    finally:
-        child.kill()
-
-
-def wait_for_kill(worker: Child) -> None:
-    """Wait until a worker has killed itself at its failpoint."""
-    wait_until(lambda: not worker.is_alive(), 60, "the worker is killed", every_s=0.05)
-    assert worker.returncode == -signal.SIGKILL, worker.read_log_tail()
 
 
 def read_text(record: Record, request: Request) -> str:

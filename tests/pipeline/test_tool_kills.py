@@ -1,0 +1,116 @@
+"""Decode workers are killed while they write calls of tools: a reader of the gateway sees the same bytes and calls."""
+
+import json
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
+from penstock.messages import TokenEvent
+from penstock.names import Pipeline
+from penstock.record import TokenLog
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
+from sim.conversations import Body, make_chat_bodies
+from sim.workload import TOOL_MODEL
+from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
+from tests.pipeline.workers import worker_process
+
+KILL_EVERY = int(os.environ.get("TEST_KILL_EVERY", "8"))
+"""After so many tokens a worker is killed. With 1 that is at every token, and takes some minutes."""
+POINTS = ("decode.7.sent", "decode.7.confirmed")
+SETTINGS = {"ENGINE_MODEL": str(TOOL_MODEL)}
+PATIENCE_S = 120.0
+
+
+class Reader:
+    """A reader of one streamed answer."""
+
+    def __init__(self, pool: ThreadPoolExecutor, url: str, body: Body) -> None:
+        self._source = EventSource(f"{url}/v1/chat/completions")
+        asked = {"model": str(TOOL_MODEL), "stream": True, "max_tokens": 120, **body}
+        self._events: Future[list[ServerSentEvent]] = pool.submit(lambda: [*self._source.connect(asked)])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the stream has ended."""
+        return self._events.done()
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request, once it is accepted; empty before."""
+        return str(self._source.answer_headers.get("x-request-id", ""))
+
+    def read_events(self) -> list[tuple[str, Any]]:
+        """Return ids and data of all events; the data without what another request has otherwise."""
+        return [(event.id, self._strip(event.data)) for event in self._events.result(PATIENCE_S)]
+
+    def _strip(self, data: str) -> Any:
+        name = self.request_id.removeprefix("chatcmpl-")
+        return data if data == "[DONE]" else json.loads(data.replace(name, "")) | {"created": 0}
+
+
+def list_calls(events: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the names and arguments of a stream's calls."""
+    deltas = [body["choices"][0]["delta"] for _, body in events[:-1]]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.fixture
+def gateway(addresses: Addresses, tmp_path: Path) -> Iterator[GatewayProcess]:
+    """A gateway before a prefill worker of the tool model."""
+    with worker_process("prefill", addresses, tmp_path, settings=SETTINGS), GatewayProcess(addresses, tmp_path) as one:
+        wait_until(lambda: httpx.get(f"{one.url}/v1/models").json()["data"], 60, "the model is served")
+        yield one
+
+
+@pytest.mark.timeout(240 if KILL_EVERY > 1 else 1800)
+def test_calls_are_the_same_when_workers_are_killed_between_their_tokens(
+    gateway: GatewayProcess, addresses: Addresses, tmp_path: Path
+) -> None:
+    greedy, drawn = {"temperature": 0}, {"temperature": 0.4, "seed": 7}
+    bodies = [body | (drawn if number % 2 else greedy) for number, body in enumerate(make_chat_bodies(4, "kills"))]
+    killed_after: dict[str, set[int]] = defaultdict(set)
+    with ThreadPoolExecutor(2 * len(bodies)) as pool, closing(redis_client(addresses.stream_url)) as server:
+        log = TokenLog(server, Pipeline(addresses.pipeline), RecordSettings())
+        with worker_process("decode", addresses, tmp_path, settings=SETTINGS):
+            expected = [reader.read_events() for reader in [Reader(pool, gateway.url, body) for body in bodies]]
+        readers = [Reader(pool, gateway.url, body) for body in bodies]
+        wait_until(lambda: all(reader.request_id for reader in readers), PATIENCE_S, "all are accepted")
+        num_kills = 0
+        while not all(reader.is_done for reader in readers):
+            order = f"{POINTS[num_kills % len(POINTS)]}=kill@{KILL_EVERY}"
+            with worker_process("decode", addresses, tmp_path, order, SETTINGS) as worker:
+                wait_until(
+                    lambda: not worker.is_alive() or all(reader.is_done for reader in readers),
+                    PATIENCE_S,
+                    "the worker is killed, or all answers end",
+                    every_s=0.02,
+                )
+                assert worker.is_alive() or worker.returncode == -signal.SIGKILL, worker.read_log_tail()
+                num_kills += not worker.is_alive()
+            for reader in readers:
+                killed_after[reader.request_id].add(count_tokens(log, reader.request_id))
+        found = [reader.read_events() for reader in readers]
+        lengths = {reader.request_id: count_tokens(log, reader.request_id) for reader in readers}
+    assert found == expected
+    assert [list_calls(events) for events in found] == [list_calls(events) for events in expected]
+    assert sum(map(len, map(list_calls, found))) >= len(bodies)
+    assert num_kills >= min(lengths.values()) // KILL_EVERY
+    if KILL_EVERY == 1:  # prefill has given the first token
+        assert all(killed_after[name] >= {*range(2, length)} for name, length in lengths.items())
+
+
+def count_tokens(log: TokenLog, request_id: str) -> int:
+    """Return how many tokens an answer has."""
+    return sum(isinstance(event, TokenEvent) for event in log.read_events(request_id))
