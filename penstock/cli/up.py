@@ -15,6 +15,7 @@ from penstock.cli.explain import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
+from penstock.errors import SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.worker.loop import StopSignal
 
@@ -73,7 +74,7 @@ def format_curl_command(gateway_url: str) -> str:
 def up(
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_REDIS_PORT,
+    port: Annotated[int, typer.Option(help="Port of the Redis server that is started.")] = DEFAULT_REDIS_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
@@ -83,7 +84,9 @@ def up(
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
-    directory = data or default_data_directory()
+    directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
+    if not redis and port == gateway:
+        raise SettingsError(f"--port {port} is for Redis, and the gateway has it: choose another, or a --gateway-port")
     stack = Stack(
         directory,
         pipeline=given.pipeline,
@@ -92,7 +95,7 @@ def up(
         port=port,
         prefill=prefill,
         decode=decode,
-        gateway=choose_gateway_port(gateway_port),
+        gateway=gateway,
         environment=build_kv_environment(),
     )
     stop = StopSignal().install()

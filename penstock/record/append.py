@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import redis
@@ -12,13 +13,17 @@ from penstock.record.claim import AppendOutcome, Claim
 from penstock.redis.scripts import load_script
 
 APPEND = load_script("penstock.record", "append")
+NUM_HEAD_WORDS = 8
+"""Words of an append that are the same for all of a claim."""
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     claim: Claim
+    num_tokens: int
     position: int
+    """Of the first token."""
     hash_before: str
     packed: bytes
 
@@ -36,13 +41,13 @@ class TokenAppender:
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send a batch and return. If the connection fails, `collect_outcomes` opens it again."""
         batch = []
-        for claim, event in entries:
-            place, _, rolled = event.id.partition("-")
-            position, content = int(place), event.encode()
-            words = len(place), place.encode(), len(rolled), rolled.encode(), len(content), content
-            packed = claim.append_head + b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % words
-            batch.append(_Sent(claim, position, claim.rolling_hash, packed))
-            claim.num_tokens, claim.rolling_hash = position + 1, rolled
+        for claim, tokens in groupby(entries, lambda entry: entry[0]):  # a step may give a request several tokens
+            events = [event for _, event in tokens]
+            position, rolled = int(events[0].id.partition("-")[0]), events[-1].id.partition("-")[2]
+            values = b"%d" % position, rolled.encode(), *(event.encode() for event in events)
+            words = b"*%d\r\n" % (NUM_HEAD_WORDS + len(values)), claim.append_head, _encode_bulk_strings(*values)
+            batch.append(_Sent(claim, len(events), position, claim.rolling_hash, b"".join(words)))
+            claim.num_tokens, claim.rolling_hash = position + len(events), rolled
         self._in_flight += batch
         if batch and not self._broken:
             try:
@@ -90,7 +95,7 @@ class TokenAppender:
         self._broken = False
 
     def _note_outcome(self, sent: _Sent, outcome: AppendOutcome) -> None:
-        self._outcomes.append(outcome)
+        self._outcomes += [outcome] * sent.num_tokens
         if outcome is AppendOutcome.CANCELLED and sent.position < sent.claim.num_tokens:
             sent.claim.num_tokens, sent.claim.rolling_hash = sent.position, sent.hash_before
 
@@ -121,9 +126,10 @@ class TokenAppender:
 
 
 def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
-    """Return the wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
-    fixed = ["EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
-    return b"*%d\r\n" % (len(fixed) + 3) + _encode_bulk_strings(*(str(value).encode() for value in fixed))
+    """Return the wire bytes of a claim's appends behind the number of words, up to position, hash and events."""
+    words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch
+    assert len(words) == NUM_HEAD_WORDS
+    return _encode_bulk_strings(*(str(word).encode() for word in words))
 
 
 def _encode_bulk_strings(*values: bytes) -> bytes:

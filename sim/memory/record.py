@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
@@ -165,25 +166,27 @@ class MemoryRecord(Record):
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         with self._lock:
-            for claim, event in entries:
-                place, _, rolled = event.id.partition("-")
-                outcome = self._append(claim, int(place), rolled, event)
-                self._sent.append((claim, int(place), claim.rolling_hash, outcome))
-                claim.num_tokens, claim.rolling_hash = int(place) + 1, rolled
+            for claim, tokens in groupby(entries, lambda entry: entry[0]):
+                events = [event for _, event in tokens]
+                position, rolled = int(events[0].id.partition("-")[0]), events[-1].id.partition("-")[2]
+                outcome = self._append(claim, position, rolled, events)
+                self._sent += [(claim, position, claim.rolling_hash, outcome)] * len(events)
+                claim.num_tokens, claim.rolling_hash = position + len(events), rolled
 
-    def _append(self, claim: Claim, position: int, rolled: str, event: TokenEvent) -> AppendOutcome:
+    def _append(self, claim: Claim, position: int, rolled: str, events: list[TokenEvent]) -> AppendOutcome:
         rec = self._records.find(claim.id)
         if rec is None or rec.epoch != claim.epoch:
             return AppendOutcome.FENCED
         if position < len(rec.tokens):
-            return AppendOutcome.OK if rec.tokens[position] == event else AppendOutcome.FENCED
+            written = rec.tokens[position : position + len(events)]
+            return AppendOutcome.OK if written == events else AppendOutcome.FENCED
         if rec.stage == "end":
             return AppendOutcome.FENCED
         if rec.cancelled:
             return AppendOutcome.CANCELLED
         if position > len(rec.tokens):
             return AppendOutcome.FENCED
-        rec.tokens.append(event)
+        rec.tokens += events
         rec.rolling_hash, rec.attempts = rolled, 0
         return AppendOutcome.OK
 

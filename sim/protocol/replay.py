@@ -83,7 +83,7 @@ class Replay:
             case "take":
                 self._take_over_request(args, reply, before)
             case "append":
-                self._append_token(args, reply, before)
+                self._append_tokens(args, reply, before)
             case "finish":
                 self._finish_request(args, reply)
             case "release":
@@ -139,12 +139,13 @@ class Replay:
             assert one.message == _pack_message(before.message)
             self._check_claim(one.claim, reply)
 
-    def _append_token(self, args: Any, reply: Any, before: RequestRecord) -> None:
-        epoch, position = args
-        claim = self.claims[epoch]
-        rolled = roll_hash(hash_tokens(before.tokens[:position]), token := make_token(epoch, position))
-        event = TokenEvent.at_position(position, rolled, token, f"<{token}>")
-        assert self.record.append_tokens([(claim, event)]) == [reply]
+    def _append_tokens(self, args: Any, reply: Any, before: RequestRecord) -> None:
+        epoch, first, count = args
+        rolled, entries = hash_tokens(before.tokens[:first]), []
+        for position in range(first, first + count):
+            rolled = roll_hash(rolled, token := make_token(epoch, position))
+            entries.append((self.claims[epoch], TokenEvent.at_position(position, rolled, token, f"<{token}>")))
+        assert self.record.append_tokens(entries) == [reply] * count
 
     def _finish_request(self, args: Any, reply: Any) -> None:
         epoch, end = args

@@ -141,19 +141,21 @@ def _build_claim_reply(rec: RequestRecord, *, ended: bool = False) -> Reply:
     return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts
 
 
-def append_token(rec: RequestRecord, epoch: int, position: int, flaw: str = "") -> tuple[RequestRecord, int]:
-    """Do what `append.lua` does. Reply 1: written; 0: refused; 2: the request is cancelled."""
+def append_tokens(
+    rec: RequestRecord, epoch: int, position: int, count: int, flaw: str = ""
+) -> tuple[RequestRecord, int]:
+    """Do what `append.lua` does with `count` tokens. Reply 1: written; 0: refused; 2: the request is cancelled."""
     if rec.epoch != epoch and flaw != "appends by anybody":
         return rec, 0
     if position < len(rec.tokens):
-        return rec, int(rec.tokens[position] == epoch)
+        return rec, int(rec.tokens[position : position + count] == (epoch,) * count)
     if rec.stage == "end":
         return rec, 0
     if rec.cancelled:
         return rec, 2
     if position > len(rec.tokens):
         return rec, 0
-    return rec._replace(tokens=(*rec.tokens, epoch), attempts=0), 1
+    return rec._replace(tokens=rec.tokens + (epoch,) * count, attempts=0), 1
 
 
 def finish_request(rec: RequestRecord, epoch: int, end: End, flaw: str = "") -> tuple[RequestRecord, int]:

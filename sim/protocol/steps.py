@@ -198,7 +198,7 @@ def _generate_prefill_steps(state: State, rules: Rules, index: int, run: Run) ->
         yield from _generate_work_ends(state, rules, index, run)
         yield from _set_aside_run(state, rules, index, run)
         if run.tokens == 0:
-            yield from _append_token(state, rules, index, run)
+            yield _append_tokens(state, rules, index, run, 1)
         elif worker.out is None:
             yield Step("computed", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
     elif run.phase == "ship" and worker.out is None:
@@ -212,7 +212,8 @@ def _generate_decode_steps(state: State, rules: Rules, index: int, run: Run) -> 
     if run.phase in ("wait", "work"):
         yield from _generate_work_ends(state, rules, index, run)
         yield from _set_aside_run(state, rules, index, run)
-        yield from _append_token(state, rules, index, run)
+        for count in range(1, rules.last - run.tokens + 1):  # a step of the engine may give several
+            yield _append_tokens(state, rules, index, run, count)
         if run.phase == "work" and state.left.preempts:
             left = state.left._replace(preempts=state.left.preempts - 1)
             yield (
@@ -256,20 +257,19 @@ def _set_aside_run(state: State, rules: Rules, index: int, run: Run) -> Steps:
         )
 
 
-def _append_token(state: State, rules: Rules, index: int, run: Run) -> Steps:
+def _append_tokens(state: State, rules: Rules, index: int, run: Run, count: int) -> tuple[Step, State]:
     worker = state.workers[index]
-    rec, reply = script.append_token(state.rec, run.epoch, run.tokens, rules.flaw)
-    step = Step("append", index, ("append", run.epoch, run.tokens), reply)
+    rec, reply = script.append_tokens(state.rec, run.epoch, run.tokens, count, rules.flaw)
+    step = Step("append", index, ("append", run.epoch, run.tokens, count), reply)
     if reply == 0:
-        yield step, replace_worker(state, index, _drop_run(worker, run))
-        return
+        return step, replace_worker(state, index, _drop_run(worker, run))
     if reply == 2:
         run = run._replace(phase="finish", cause="cancelled")
     else:
-        tokens = run.tokens + 1
+        tokens = run.tokens + count
         phase = "finish" if tokens == rules.last else "ship" if index < 2 else "work"
         run = run._replace(phase=phase, tokens=tokens)
-    yield step, replace_worker(state, index, worker._replace(run=run), rec=rec)
+    return step, replace_worker(state, index, worker._replace(run=run), rec=rec)
 
 
 def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:

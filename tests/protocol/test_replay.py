@@ -134,7 +134,8 @@ def _make_holder_call(
     end, (failed, waits, delivered) = End(position, "late"), [rng.random() < 0.5 for _ in range(3)]
     match kind:
         case "append":
-            return _step(kind, epoch, position, got=script.append_token(rec, epoch, position, flaw))
+            count = rng.choice([1, 1, 2, 3])
+            return _step(kind, epoch, position, count, got=script.append_tokens(rec, epoch, position, count, flaw))
         case "finish":
             return _step(kind, epoch, end, got=script.finish_request(rec, epoch, end, flaw))
         case "release":

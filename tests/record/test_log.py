@@ -1,6 +1,7 @@
 """The token log: appending, fencing, the end, and that the live channel has the same events."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -66,6 +67,39 @@ def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> Non
     assert tokens_of(record) == [5]
 
 
+def next_tokens(claim: Claim, tokens: Sequence[int]) -> list[tuple[Claim, TokenEvent]]:
+    """Return the entries of tokens that one step gave."""
+    entries, before = list[tuple[Claim, TokenEvent]](), None
+    for token in tokens:
+        before = claim.next_event(token, f"<{token}>", before=before)
+        entries.append((claim, before))
+    return entries
+
+
+def test_several_tokens_of_a_request_are_one_call(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
+    claims = [decode(record, f"r{i}") for i in range(3)]
+    record.cancel_request("r1")
+    entries = [*next_tokens(claims[0], [5, 6, 7]), *next_tokens(claims[1], [5, 6]), *next_tokens(claims[2], [8])]
+    assert record.append_tokens(entries) == [OK, OK, OK, CANCELLED, CANCELLED, OK]
+    assert record.append_tokens(next_tokens(claims[0], [9, 1])) == [OK, OK]
+    assert [name for name, _ in client.xrange(pipeline.log_key("r0")) or ()] == [b"%d-1" % i for i in range(5)]
+    assert [tokens_of(record, f"r{i}") for i in range(3)] == [[5, 6, 7, 9, 1], [], [8]]
+    assert (claims[1].num_tokens, claims[1].rolling_hash) == (0, START_HASH)
+    assert record.finish_request(claims[0], end("stop"))
+
+
+def test_several_tokens_are_written_all_or_not_at_all(record: Record) -> None:
+    claim = decode(record)
+    say(record, claim, [5])
+    late = next_tokens(claim, [6, 7])
+    entries = next_tokens(claim, [6, 8, 9])
+    assert record.append_tokens(entries) == [OK] * 3
+    claim.num_tokens, claim.rolling_hash = 1, roll_hash(START_HASH, 5)
+    assert record.append_tokens(entries) == [OK] * 3  # sent again: they are there
+    assert record.append_tokens(late) == [FENCED] * 2  # another token at the second place
+    assert tokens_of(record) == [5, 6, 8, 9]
+
+
 def test_batches_may_overlap(record: Record) -> None:
     claim = decode(record)
     for token in range(20):
@@ -83,14 +117,14 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
     say(record, claim, [1])
     if not written:
         client.client_kill_filter(_type="normal", skipme=True)
-    record.send_tokens([(claim, claim.next_event(2, ""))])
-    record.send_tokens([(claim, claim.next_event(3, ""))])
+    record.send_tokens(next_tokens(claim, [2]))
+    record.send_tokens(next_tokens(claim, [3, 4]))
     if written:
-        wait_for(lambda: Busy(1) if len(record.read_log("r1")) < 3 else "written")
+        wait_for(lambda: Busy(1) if len(record.read_log("r1")) < 4 else "written")
         client.client_kill_filter(_type="normal", skipme=True)
-    assert record.collect_outcomes() == [OK, OK]
-    assert say(record, claim, [4]) == [OK]
-    assert tokens_of(record) == [1, 2, 3, 4]
+    assert record.collect_outcomes() == [OK, OK, OK]
+    assert say(record, claim, [5]) == [OK]
+    assert tokens_of(record) == [1, 2, 3, 4, 5]
 
 
 def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
@@ -98,12 +132,13 @@ def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "red
         live.subscribe(pipeline.live_channel("r1"))
         live.get_message(timeout=5)
         claim = decode(record)
-        say(record, claim, [5, 6])
+        say(record, claim, [5])
+        record.append_tokens(next_tokens(claim, [6, 7]))
         decode(record, "r2")
         say(record, prefill(record, "r3"), [1])
         record.finish_request(claim, end())
         received: list[TokenEvent | EndEvent] = []
-        while len(received) < 3:
+        while len(received) < 4:
             message = live.get_message(timeout=5)
             if message is not None:
                 received.append(parse_event(message["data"]))
