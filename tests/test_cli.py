@@ -141,6 +141,13 @@ def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: 
     assert done.stderr.splitlines()[-1].startswith(f"penstock: Redis at 127.0.0.1:{port} does not answer")
 
 
+def test_redis_and_the_gateway_get_ports_of_their_own(tmp_path: Path) -> None:
+    port = str(find_free_port())
+    done = penstock("up", "--port", port, "--gateway-port", port, "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert f"--port {port} is for Redis, and the gateway has it" in done.stderr
+
+
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
     assert format_shell_command(Addresses(), "penstock lag") == "penstock lag"
     given = Addresses(pipeline="line", kafka="k1:9092,k2:9092", stream_url="redis://me:secret@h:6379/0?db=1#a")

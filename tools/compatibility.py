@@ -127,6 +127,7 @@ def make_loaded_model(name: str, module: Any) -> LoadedModel:
         name=name,
         config=module.config,
         tokenizer=None,
+        response_template=None,
         context_length=CONTEXT_TOKENS,
         eos_token_ids=frozenset(),
         dtype=torch.float32,

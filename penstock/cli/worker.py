@@ -98,7 +98,6 @@ def _run_worker(
     try:
         from penstock.decode_worker.role import DecodeRole
         from penstock.engine.serving import open_penstock_engine
-        from penstock.engine.text import get_response_template
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
@@ -145,7 +144,7 @@ def _run_worker(
 
     length = engine.limits.max_length
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
-    beat.update_status(response_template=get_response_template(model.tokenizer))
+    beat.update_status(response_template=model.response_template)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)

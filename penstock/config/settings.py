@@ -135,9 +135,12 @@ class EngineSettings(BaseSettings):
     """Sequences that run at the same time, at most."""
     max_step_tokens: int = Field(default=256, ge=1)
     """Token budget of one step; longer prompts are prefilled in chunks."""
-    speculate: bool = False
+    speculate: bool = True
     """Whether a step may give a sequence several tokens, where what follows can be guessed. Its tokens are the same
     either way."""
+    response_template: str = ""
+    """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
+    was published without one, and is of no family that is known."""
 
 
 class WorkerSettings(BaseSettings):

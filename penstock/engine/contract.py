@@ -33,6 +33,10 @@ class ModelCard(Protocol):
         """The model's tokenizer, as transformers has it."""
 
     @property
+    def response_template(self) -> dict[str, Any] | None:
+        """By which transformers tells calls and reasoning from an answer's text; None: they cannot be told."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
 

@@ -26,6 +26,7 @@ from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
 from penstock.engine.proof import prove_model
+from penstock.engine.response_template import find_response_template
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
@@ -81,6 +82,7 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
         name=settings.model,
         config=config,
         tokenizer=tokenizer,
+        response_template=find_response_template(tokenizer, config.model_type, settings.response_template),
         context_length=context_length,
         eos_token_ids=_find_eos_token_ids(load_generation_config(directory), config, tokenizer),
         dtype=dtype,

@@ -46,6 +46,8 @@ class LoadedModel:
     name: str
     config: Any
     tokenizer: Any
+    response_template: dict[str, Any] | None
+    """By which calls and reasoning are told from an answer's text."""
     context_length: int
     """Most tokens, prompt and output together."""
     eos_token_ids: frozenset[int]

@@ -7,32 +7,14 @@ Some tokenizers (SentencePiece's) spell what they have no token for in byte toke
 as a whole: one wrong byte makes all of it unreadable. The text of a run is therefore known when it is over.
 """
 
-import logging
 from functools import lru_cache
 from typing import Any
 
 from penstock.messages import FinishReason, Sampling
 
-log = logging.getLogger(__name__)
-
 _REPLACEMENT = "\ufffd"
 _MAX_INCOMPLETE_BYTES = 3  # bytes of an incomplete UTF-8 character, each at most one replacement character
 _MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the older ones are left behind
-
-
-def get_response_template(tokenizer: Any) -> dict[str, Any] | None:
-    """Return a tokenizer's response template; None where it has none, or one that transformers cannot load."""
-    template = getattr(tokenizer, "response_template", None)
-    if template is None:
-        return None
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    try:
-        load_response_template(template)
-    except Exception as error:  # whatever it is made of
-        log.warning("the model's response template cannot be used: %s", error)
-        return None
-    return dict(template)
 
 
 class OutputText:

@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
-from penstock.engine.text import get_response_template
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import ChatMessage, Request
 
@@ -71,7 +70,7 @@ class PromptTokenizer:
 
     def find_answer_start(self, token_ids: Sequence[int]) -> str:
         """Return what the chat template wrote of the answer, by the model's response template: `<think>` of some."""
-        template = get_response_template(self._model.tokenizer)
+        template = self._model.response_template
         if template is None:
             return ""
         from transformers.utils.chat_parsing.response_templates import load_response_template
