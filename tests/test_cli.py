@@ -21,8 +21,9 @@ from penstock.cli.generate import (
     format_shell_command,
 )
 from penstock.cli.main import COMMANDS, load_command
+from penstock.cli.up import up
 from penstock.config.addresses import Addresses
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
@@ -141,11 +142,11 @@ def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: 
     assert done.stderr.splitlines()[-1].startswith(f"penstock: Redis at 127.0.0.1:{port} does not answer")
 
 
-def test_redis_and_the_gateway_get_ports_of_their_own(tmp_path: Path) -> None:
-    port = str(find_free_port())
-    done = penstock("up", "--port", port, "--gateway-port", port, "--data", str(tmp_path))
-    assert done.returncode == 2
-    assert f"--port {port} is for Redis, and the gateway has it" in done.stderr
+def test_redis_and_the_gateway_get_ports_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_STREAM_URL", raising=False)
+    port = find_free_port()
+    with pytest.raises(SettingsError, match=f"--port {port} is for Redis, and the gateway has it"):
+        up(port=port, gateway_port=port, data=tmp_path)
 
 
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:

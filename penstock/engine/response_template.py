@@ -32,7 +32,7 @@ GPT_OSS: Template = {
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
         "content": {
-            "open_pattern": r"<\|channel\|>(?:final|commentary)[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
+            "open_pattern": r"<\|channel\|>(?:final|commentary)(?! to=)[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
             "close": ["<|return|>", "<|end|>"],
             "content": "text",
         },

@@ -50,7 +50,7 @@ def _check_record(before: State, step: Step, after: State) -> str:
 def _check_token(before: State, step: Step, after: State) -> str:
     was, rec = before.rec, after.rec
     run = before.workers[step.worker].run
-    if was.end is not None or rec.tokens[:-1] != was.tokens:
+    if was.end is not None or rec.tokens[: len(was.tokens)] != was.tokens:
         return "tokens taken back, or after the end"
     if run is None or run.diverged:
         return "a token that goes on from others"
