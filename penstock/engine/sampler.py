@@ -1,16 +1,16 @@
 """From logits to tokens. A token depends on its own logits, its sequence's tokens, its request's seed and its position,
 and on nothing else.
 
-The scores are the logits in float32. Bias and then penalties change them; the masks of grammar and `min_tokens` leave
-the tokens that may follow; temperature divides the scores; then top-k, top-p and min-p, in this order, say what can be
-drawn. Temperature 0 takes the best, of equal ones the lowest id.
+The scores are the logits in float32, minus infinity where grammar or `min_tokens` do not let a token follow, whatever
+is done to them. Bias and then penalties change them; temperature divides them; then top-k, top-p and min-p, in this
+order, say what can be drawn. Temperature 0 takes the best, of equal ones the lowest id.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from penstock.engine.sampling.allowed import has_mask, mask_scores
+from penstock.engine.sampling.allowed import has_mask, make_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.filters import draw_at_random, scatter_rows
 from penstock.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
@@ -27,11 +27,8 @@ def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     are_changed = any(changes_scores(draw.sampling) or has_mask(draw) for draw in draws)
     if not are_changed and not any(draw.sampling.temperature > 0 for draw in draws):
         return list(argmax_lowest_id(logits).tolist())
-    scores = logits.float()
-    if are_changed:
-        scores = scores.clone() if scores is logits else scores
-        apply_penalties(scores, draws)
-        mask_scores(scores, draws)
+    scores = make_scores(logits, draws) if are_changed else logits.float()
+    apply_penalties(scores, draws)
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores).tolist()
     if at_random:

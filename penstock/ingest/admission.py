@@ -72,6 +72,10 @@ class Admission:
         self._settings, self._lag_cache = settings, LagCache(fetch_lag)
         self._client, self._shares = client, TenantShares(client)
 
+    async def close(self) -> None:
+        """Stop what it reads in the background."""
+        await self._lag_cache.close()
+
     async def admit(
         self,
         caller: Caller,
@@ -192,6 +196,13 @@ class LagCache:
         self._fetch_lag = fetch_lag
         self._cached: dict[Pipeline, tuple[float, PipelineLag | None]] = {}
         self._refreshing: dict[Pipeline, asyncio.Task[None]] = {}
+
+    async def close(self) -> None:
+        """Cancel all look-ups: one that went on would open a closed connection again."""
+        tasks = [*self._refreshing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def get_lag(self, pipeline: Pipeline) -> PipelineLag | None:
         """Return a recent lag, or None while it is not known or no worker serves the pipeline."""

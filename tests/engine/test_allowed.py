@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.sampling.allowed import mask_scores
+from penstock.engine.kernels import library
+from penstock.engine.sampling.allowed import make_scores
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.engine.sampling.shares import to_weights
 from penstock.messages import Sampling
@@ -12,7 +13,9 @@ from penstock.messages import Sampling
 
 @pytest.mark.parametrize("vocabulary", [31, 64, 1000, 140_000])
 @pytest.mark.parametrize("masked_rows", [(), (1,), (0, 2), (1, 2), (0, 1, 2)])
-def test_only_allowed_tokens_keep_their_scores(vocabulary: int, masked_rows: tuple[int, ...]) -> None:
+def test_only_allowed_tokens_keep_their_scores(
+    vocabulary: int, masked_rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = np.random.default_rng(vocabulary)
     scores = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0))
     expected, draws = scores.clone(), []
@@ -24,8 +27,12 @@ def test_only_allowed_tokens_keep_their_scores(vocabulary: int, masked_rows: tup
         draws.append(SamplingParams(Sampling(), seed=0, position=0, allowed=mask))
         if row in masked_rows:
             expected[row, torch.from_numpy(~allowed)] = -torch.inf
-    mask_scores(scores, draws)
-    assert torch.equal(scores, expected)
+    assert torch.equal(make_scores(scores, draws), expected)
+    assert torch.equal(
+        make_scores(scores.bfloat16(), draws), torch.where(expected.isinf(), expected, scores.bfloat16())
+    )
+    monkeypatch.setattr(library, "load_library", lambda: None)
+    assert torch.equal(make_scores(scores, draws), expected)
 
 
 def test_what_is_forbidden_or_unlikely_has_no_weight() -> None:

@@ -202,6 +202,26 @@ async def test_requests_that_come_together_read_the_lag_once(client: "redis.asyn
     assert fixed.num_reads == 1
 
 
+async def test_closing_ends_what_reads_the_lag(client: "redis.asyncio.Redis") -> None:
+    is_reading, is_ended = asyncio.Event(), asyncio.Event()
+
+    async def read_forever(pipeline: Pipeline) -> PipelineLag:
+        is_reading.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ended.set()
+        raise AssertionError(pipeline)
+
+    admission = Admission(client, read_forever, AdmissionSettings())
+    asking = asyncio.create_task(admission.admit(Caller(), DEMO, "interactive", 1))
+    await is_reading.wait()
+    await admission.close()
+    assert is_ended.is_set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
 async def test_without_redis_nobody_with_a_limit_is_admitted() -> None:
     client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
     admission = make_admission(client)

@@ -109,6 +109,15 @@ class BestArgs(Structure):
     ]  # fmt: skip
 
 
+class ScoreArgs(Structure):
+    """Logits as scores, with masks."""
+
+    _fields_: ClassVar = [
+        ("logits", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("masks", c_void_p),
+        ("scores", c_void_p), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
 class LookupArgs(Structure):
     """Rows of a packed weight."""
 
@@ -142,7 +151,7 @@ class Library:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
-        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best"):
+        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best", "score"):
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = None
         handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
@@ -158,6 +167,7 @@ class Library:
         self.norm = handle.penstock_norm
         self.rope = handle.penstock_rope
         self.best = handle.penstock_best
+        self.score = handle.penstock_score
         self._select = handle.penstock_select
         self.isa = ""
         self.select_isa(os.environ.get(ISA_VARIABLE, ""))

@@ -1,4 +1,4 @@
-"""The masks of grammars and `min_tokens`, applied to the scores after bias and penalties, before a token is drawn."""
+"""The masks of grammars and `min_tokens`: what may not follow has a score of minus infinity."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from penstock.engine.kernels import library
+from penstock.engine.kernels.packed import DTYPES, native_scores
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.engine.sampling.shares import CHUNK_SCORES
 
@@ -17,26 +19,37 @@ _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
 
 
 def has_mask(draw: SamplingParams) -> bool:
-    """Return whether `mask_scores` changes the row of these parameters."""
+    """Return whether a row with these parameters has tokens that may not follow."""
     return draw.allowed is not None or bool(draw.forbidden_token_ids)
 
 
-def mask_scores(scores: Tensor, draws: Sequence[SamplingParams]) -> None:
-    """Set the scores of tokens that may not follow to minus infinity, in place, in the rows that have a mask.
+def make_scores(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
+    """Return logits [rows, vocabulary] as new scores in float32, minus infinity where a token may not follow.
 
     Where everything that a grammar allows would end the answer before `min_tokens` tokens, the grammar decides.
-    `scores` is [rows, vocabulary], float32.
     """
-    size = scores.shape[1]
-    masks: dict[int, NDArray[np.int32]] = {}
-    for row, draw in enumerate(draws):
-        forbidden = [token for token in draw.forbidden_token_ids if token < size]
-        if draw.allowed is not None:
-            masks[row] = _remove_tokens(draw.allowed, forbidden) if forbidden else draw.allowed
-        elif forbidden:
-            scores[row, torch.tensor(forbidden, device=scores.device)] = -torch.inf
+    size = logits.shape[1]
+    forbidden = [[token for token in draw.forbidden_token_ids if token < size] for draw in draws]
+    masks = [
+        _remove_tokens(draw.allowed, tokens) if draw.allowed is not None and tokens else draw.allowed
+        for draw, tokens in zip(draws, forbidden, strict=True)
+    ]
+    native = library.load_library()
+    if native is not None and logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1:
+        scores = native_scores(native, logits, masks)
+    else:
+        scores = logits.to(torch.float32, copy=True)
+        _mask_rows(scores, {row: mask for row, mask in enumerate(masks) if mask is not None})
+    for row, tokens in enumerate(forbidden):
+        if masks[row] is None and tokens:
+            scores[row, torch.tensor(tokens, device=scores.device)] = -torch.inf
+    return scores
+
+
+def _mask_rows(scores: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
     if not masks:
         return
+    size = scores.shape[1]
     packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(scores.device).int()
     maxima_by_byte = _MAXIMA_BY_BYTE.to(scores.device)
     rows, step = list(masks), max(1, CHUNK_SCORES // size)

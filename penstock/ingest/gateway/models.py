@@ -44,6 +44,12 @@ class ServedModels:
         self._read_at = -MODELS_TTL_S
         self._refresh_task: asyncio.Task[None] | None = None
 
+    async def close(self) -> None:
+        """Cancel a look-up that is under way: it would open a closed connection again."""
+        if self._refresh_task is not None:
+            self._refresh_task.cancel()
+            await asyncio.gather(self._refresh_task, return_exceptions=True)
+
     async def list_models(self) -> list[ServedModel]:
         """Return all models, by name. Raises `BusUnavailable` if nothing was ever read."""
         await self._refresh_models()

@@ -95,6 +95,8 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        await self.admission.close()
+        await self.models.close()
         self.broadcast.stop()
         self._checking.shutdown(wait=False, cancel_futures=True)
         self._checker.close()

@@ -74,6 +74,7 @@ EXPORT void penstock_write(const WriteArgs* a) { table().write(a); }
 EXPORT void penstock_norm(const NormArgs* a) { table().norm(a); }
 EXPORT void penstock_rope(const RopeArgs* a) { table().rope(a); }
 EXPORT void penstock_best(const BestArgs* a) { table().best(a); }
+EXPORT void penstock_score(const ScoreArgs* a) { table().score(a); }
 EXPORT void penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
   table().layer(layer, step, attention);
 }

@@ -12,6 +12,7 @@ void write(const WriteArgs*);
 void norm(const NormArgs*);
 void rope(const RopeArgs*);
 void best(const BestArgs*);
+void score(const ScoreArgs*);
 void layer(const LayerArgs*, const StepArgs*, const AttentionArgs*);
 uint64_t read(const void*, int64_t);
 

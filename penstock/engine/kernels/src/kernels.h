@@ -166,6 +166,15 @@ struct BestArgs {
   int32_t element_bytes;
 };
 
+// Logits as scores: in float, and minus infinity where a token may not follow.
+struct ScoreArgs {
+  const void* logits;  // [rows, columns]
+  int64_t rows, columns, row_stride;
+  const uint32_t* const* masks;  // of each row, or null: bit i of word w stands for token 32 w + i
+  float* scores;                 // [rows, columns]
+  int32_t element_bytes;
+};
+
 // The functions of one instruction set.
 struct Table {
   const char* name;
@@ -177,6 +186,7 @@ struct Table {
   void (*norm)(const NormArgs*);
   void (*rope)(const RopeArgs*);
   void (*best)(const BestArgs*);
+  void (*score)(const ScoreArgs*);
   // `attention` says all but q and out.
   void (*layer)(const LayerArgs*, const StepArgs*, const AttentionArgs* attention);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
