@@ -7,7 +7,6 @@ from itertools import count, islice
 from typing import Any
 
 from penstock.client.core import make_request
-from penstock.engine.text import get_response_template
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
 from penstock.ingest.openai.chat import CHAT, ChatBody
 from penstock.messages import Request
@@ -70,6 +69,6 @@ def parse_answer(request: Request, texts: Iterable[str]) -> AnswerPart:
 
 @cache
 def _read_response_template() -> dict[str, Any]:
-    template = get_response_template(load_tool_model().tokenizer)
+    template = load_tool_model().response_template
     assert template is not None
     return template

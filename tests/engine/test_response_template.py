@@ -9,13 +9,14 @@ import pytest
 
 from penstock.engine.response_template import find_response_template
 from penstock.errors import ModelLoadError
-from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
 from tools.train_tools import TOOL_MODEL
 
 TOOL = {"type": "function", "function": {"name": "get_weather"}}
 OWN: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 WITHOUT = SimpleNamespace()
-ARGUMENTS = '{"city": "Rome"}'
+CALL = AnswerPiece("call", '{"city": "Rome"}', "get_weather")
+THOUGHT = AnswerPiece("reasoning", "Where?")
 QWEN = '<think>\nWhere?\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>Where?<|end|>"
 HARMONY_CALLS = (
@@ -36,20 +37,20 @@ def parse(template: dict[str, Any] | None, text: str, step: int) -> AnswerPart:
 @pytest.mark.parametrize(
     ("family", "text", "expected"),
     [
-        ("qwen3", QWEN, AnswerPart("", "\nWhere?\n", [("get_weather", ARGUMENTS)])),
-        ("qwen2", "Plain.", AnswerPart("Plain.")),
-        ("gpt_oss", HARMONY_THOUGHT + HARMONY_CALLS[0], AnswerPart("", "Where?", [("get_weather", ARGUMENTS)])),
-        ("gpt_oss", HARMONY_CALLS[1], AnswerPart("", "", [("get_weather", ARGUMENTS)])),
+        ("qwen3", QWEN, [AnswerPiece("reasoning", "\nWhere?\n"), CALL]),
+        ("qwen2", "Plain.", [AnswerPiece("content", "Plain.")]),
+        ("gpt_oss", HARMONY_THOUGHT + HARMONY_CALLS[0], [THOUGHT, CALL]),
+        ("gpt_oss", HARMONY_CALLS[1], [CALL]),
         (
             "gpt_oss",
             HARMONY_THOUGHT + "<|start|>assistant<|channel|>commentary<|message|>One moment. <|end|>"
             "<|start|>assistant<|channel|>final<|message|>Rome it is.",
-            AnswerPart("One moment. Rome it is.", "Where?"),
+            [THOUGHT, AnswerPiece("content", "One moment. Rome it is.")],
         ),
     ],
 )
-def test_a_family_has_a_template(family: str, text: str, expected: AnswerPart, step: int) -> None:
-    assert parse(find_response_template(WITHOUT, family, ""), text, step) == expected
+def test_a_family_has_a_template(family: str, text: str, expected: list[AnswerPiece], step: int) -> None:
+    assert parse(find_response_template(WITHOUT, family, ""), text, step).pieces == expected
 
 
 def test_the_models_own_template_goes_before_its_familys_and_the_operators_before_both(tmp_path: Path) -> None:
