@@ -10,6 +10,7 @@ import redis.asyncio
 
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
+from penstock.ingest.openai.answer_parser import import_response_parser
 from penstock.names import WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
 
@@ -100,6 +101,8 @@ class ServedModels:
             # A worker of an older version reports none, and refuses requests whose answers are to be parsed.
             same = all(one == reported[0] for one in reported)
             found[name].response_template = reported[0] if same else None
+        if any(one.response_template for one in found.values()):
+            await asyncio.to_thread(import_response_parser)  # now, as it would hold up the first answer for a second
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
         self._known = kept | found
 

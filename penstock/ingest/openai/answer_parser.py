@@ -1,6 +1,6 @@
 """Tells the reasoning and the calls of an answer from its text, by the model's response template.
 
-transformers parses (`ResponseParser`); its import takes a second. What is told is a function of the text alone: however
+transformers parses (`ResponseParser`). What is told is a function of the text alone: however
 it is cut into pieces, the pieces of content and reasoning add up to the same, and the calls are the same. A reader that
 resumes a stream gives a new parser the answer from its beginning.
 
@@ -19,6 +19,13 @@ MAX_PIECE_CHARS = 64
 """A piece in which a call cannot be parsed is parsed again character by character, so pieces are short."""
 NO_MARK = "\0"
 """Continues no mark of any template: what was held back as the beginning of one is told."""
+
+
+def import_response_parser() -> type[Any]:
+    """Return transformers' parser. The first import takes a second."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    return ResponseParser
 
 
 class AnswerPiece(NamedTuple):
@@ -81,9 +88,7 @@ class AnswerParser:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        self._parser = import_response_parser()(self._template, prefix="", tools=self._tools)
         self._text = ""
         """All that this parser was given."""
         self._body = ""
