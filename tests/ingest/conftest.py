@@ -9,6 +9,7 @@ from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from sim.forked import ForkedStack
+from sim.workload import TOOL_MODEL
 from tests.gateways import ScriptedPipeline
 
 ENVIRONMENT = {
@@ -25,6 +26,16 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with ForkedStack(
         directory, pipeline="ingest", decode=2, gateway=find_free_port(), environment=ENVIRONMENT
     ) as stack:
+        stack.wait_until_ready(150)
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One prefill and one decode worker of the model that calls tools, and a gateway."""
+    environment = {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
+    directory = tmp_path_factory.mktemp("tools")
+    with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
         stack.wait_until_ready(150)
         yield stack
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,12 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-import penstock
-from penstock.local.processes import find_free_port
-from sim.forked import ForkedStack
-from tests.ingest.conftest import ENVIRONMENT
+from penstock.errors import DependencyMissing
+from penstock.local.stack import Stack
+from sim.servers import start_or_skip
+from sim.workload import TOOL_MODEL
 
 pytestmark = pytest.mark.server
-TOOL_MODEL = Path(penstock.__file__).parent / "engine" / "demo" / "tool_model"
 MODEL = str(TOOL_MODEL)
 """A model in a directory is served under its path."""
 
@@ -33,14 +35,10 @@ SCHEMA = json.dumps(Person.model_json_schema())
 PROMPT = f"Answer in JSON by this schema: {SCHEMA}\nMaria is 34 years old and lives in Lisbon."
 
 
-@pytest.fixture(scope="module")
-def tool_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def tool_url(tool_stack: Stack) -> str:
     """Where the API of a pipeline with the tool model is."""
-    environment = {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
-    directory = tmp_path_factory.mktemp("tools")
-    with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
-        stack.wait_until_ready(150)
-        yield f"{stack.gateway_url}/v1"
+    return f"{tool_stack.gateway_url}/v1"
 
 
 def ask_openai_chat(url: str, answer_type: type[BaseModel]) -> Any:
@@ -54,15 +52,6 @@ def ask_openai_chat(url: str, answer_type: type[BaseModel]) -> Any:
 def ask_openai_responses(url: str, answer_type: type[BaseModel]) -> Any:
     with openai.OpenAI(base_url=url, api_key="none") as client:
         return client.responses.parse(model=MODEL, input=PROMPT, text_format=answer_type).output_parsed
-
-
-def ask_instructor(url: str, answer_type: type[BaseModel]) -> Any:
-    instructor = pytest.importorskip("instructor")
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        patched = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-        return patched.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": PROMPT}], response_model=answer_type
-        )
 
 
 def ask_pydantic_ai(url: str, answer_type: type[BaseModel]) -> Any:
@@ -84,8 +73,136 @@ def ask_langchain(url: str, answer_type: type[BaseModel]) -> Any:
     return model.with_structured_output(answer_type, method="json_schema").invoke(PROMPT)
 
 
-@pytest.mark.parametrize("ask", [ask_openai_chat, ask_openai_responses, ask_instructor, ask_pydantic_ai, ask_langchain])
+@pytest.mark.parametrize("ask", [ask_openai_chat, ask_openai_responses, ask_pydantic_ai, ask_langchain])
 def test_a_framework_gets_an_object_of_its_type(tool_url: str, ask: Callable[[str, type[BaseModel]], Any]) -> None:
     found = ask(tool_url, Person)
     assert isinstance(found, Person)
     assert Person.model_validate_json(found.model_dump_json()).model_dump() == found.model_dump()
+
+
+QUESTION = "What is the weather of Lisbon and Porto?"
+PLACES = ["Lisbon", "Porto"]
+
+
+class Weather:
+    """A tool that remembers for which cities it was called."""
+
+    def __init__(self) -> None:
+        self.cities: list[str] = []
+
+    def get_weather(self, city: str) -> str:
+        """Get the weather of a city."""
+        self.cities.append(city)
+        return json.dumps({"weather": "red"})
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Get the weather of a city.", "parameters": CITY},
+}
+
+
+def call_openai(url: str, weather: Weather) -> str:
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            made = client.chat.completions.create(model=MODEL, messages=turns, tools=[WEATHER], temperature=0)
+            message = made.choices[0].message
+            turns.append(message)
+            if not message.tool_calls:
+                return message.content or ""
+            for call in message.tool_calls:
+                assert call.type == "function"
+                result = weather.get_weather(**json.loads(call.function.arguments))
+                turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def call_openai_stream(url: str, weather: Weather) -> str:
+    """The SDK's own reader of a stream puts the calls together."""
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            with client.chat.completions.stream(model=MODEL, messages=turns, tools=[WEATHER], temperature=0) as stream:
+                done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+                message = stream.get_final_completion().choices[0].message
+            turns.append(message)
+            assert [event.arguments for event in done] == [one.function.arguments for one in message.tool_calls or ()]
+            if not message.tool_calls:
+                return message.content or ""
+            for call in message.tool_calls:
+                result = weather.get_weather(**json.loads(call.function.arguments))
+                turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def call_langchain(url: str, weather: Weather) -> str:
+    langchain = pytest.importorskip("langchain_openai")
+    tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
+    tool = tools.tool(weather.get_weather)
+    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0).bind_tools([tool])
+    turns = [messages.HumanMessage(QUESTION)]
+    while (answer := model.invoke(turns)).tool_calls:
+        turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
+    return str(answer.content)
+
+
+def call_langchain_stream(url: str, weather: Weather) -> str:
+    langchain = pytest.importorskip("langchain_openai")
+    tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
+    tool = tools.tool(weather.get_weather)
+    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0).bind_tools([tool])
+    turns = [messages.HumanMessage(QUESTION)]
+    while True:
+        first, *rest = model.stream(turns)
+        answer = sum(rest, first)
+        if not answer.tool_calls:
+            return str(answer.content)
+        turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
+
+
+def call_pydantic_ai(url: str, weather: Weather) -> str:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+
+    async def run_agent() -> Any:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
+            model = models.OpenAIChatModel(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            tool = pydantic_ai.Tool(weather.get_weather, strict=False)
+            agent = pydantic_ai.Agent(model, tools=[tool], model_settings={"temperature": 0})
+            return (await agent.run(QUESTION)).output
+
+    return str(asyncio.run(run_agent()))
+
+
+@pytest.mark.parametrize(
+    "call", [call_openai, call_openai_stream, call_langchain, call_langchain_stream, call_pydantic_ai]
+)
+def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(
+    tool_url: str, call: Callable[[str, Weather], str]
+) -> None:
+    weather = Weather()
+    answer = call(tool_url, weather)
+    assert weather.cities == PLACES
+    assert answer
+
+
+SCRIPTS = Path(__file__).parent / "frameworks"
+UV = [str(Path(sys.executable).parent / "uv")]
+
+
+def run_uv(*arguments: str) -> str:
+    """Run uv for this Python, away from this project's environment. Raises `DependencyMissing` where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run([*UV, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=150)
+    if done.returncode != 0:
+        raise DependencyMissing(f"uv {arguments[0]}: {done.stderr[-4000:]}")
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool_url: str, script: Path) -> None:
+    """Each script names its packages, which uv installs for it alone."""
+    python = ("--python", sys.executable, "--script", str(script))
+    start_or_skip(lambda: run_uv("sync", "--quiet", *python))
+    run_uv("run", "--quiet", *python, tool_url, MODEL)

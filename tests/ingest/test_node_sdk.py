@@ -1,4 +1,4 @@
-"""The official Node SDK, as npm has it, against a running gateway: `tests/ingest/node/`."""
+"""The official Node SDK and the AI SDK, as npm has them, against a running gateway: `tests/ingest/node/`."""
 
 import os
 import subprocess
@@ -17,8 +17,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start_or_skip(lambda: nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk")))
 
 
-@pytest.mark.parametrize("file", sorted(file.name for file in SOURCE.glob("*.test.mjs")))
-def test_the_node_sdk(file: str, project: Path, base_url: str) -> None:
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("file", "stack"), [("answers.test.mjs", "line"), ("tools.test.mjs", "tool_stack")], ids=["answers", "tools"]
+)
+def test_the_node_sdk(file: str, stack: str, project: Path, request: pytest.FixtureRequest) -> None:
+    base_url = request.getfixturevalue(stack).gateway_url
     done = subprocess.run(
         [nodejs.NODE, "--experimental-eventsource", "--test", "--test-timeout=120000", "--test-reporter=spec", file],
         cwd=project, env=os.environ | {"GATEWAY": base_url}, capture_output=True, text=True, check=False, timeout=170,

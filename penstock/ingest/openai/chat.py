@@ -38,6 +38,8 @@ class CalledFunction(StrictModel):
     name: ToolName
     arguments: str
     """As JSON."""
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
+    """Accepted; does nothing. The SDK adds it to the answers that it parses, and sends it back with them."""
 
 
 class MessageToolCall(StrictModel):
@@ -46,6 +48,8 @@ class MessageToolCall(StrictModel):
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Annotated[int | None, Field(exclude=True)] = None
+    """Accepted; does nothing. Clients that put a call together from a stream send it back with its index."""
 
 
 class ToolFunction(StrictModel):
@@ -78,6 +82,8 @@ class Message(StrictModel):
     """Text, or a list of parts of type `text`."""
     choice_id: ShortText | None = None
     """Accepted; does nothing."""
+    parsed: Any = None
+    """Accepted; does nothing. The SDK adds it to the answers that it parses, and sends it back with them."""
     tool_call_id: ShortText | None = None
     """The call that a message of role `tool` has the result of."""
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None

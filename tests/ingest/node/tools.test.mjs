@@ -1,0 +1,68 @@
+import assert from 'node:assert/strict'
+import { test } from 'node:test'
+import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
+import { generateObject, generateText, jsonSchema, Output, stepCountIs, streamText, tool } from 'ai'
+import { z } from 'zod'
+import { base, sdk } from './client.mjs'
+
+const model = (await sdk.models.list()).data[0].id
+const question = 'What is the weather of Lisbon and Porto?'
+const places = ['Lisbon', 'Porto']
+const description = 'Get the weather of a city.'
+const parameters = { type: 'object', properties: { city: { type: 'string' } }, required: ['city'] }
+const messages = [{ role: 'user', content: question }]
+const asked = { model, messages, temperature: 0, max_tokens: 80 }
+const weather = { type: 'function', function: { name: 'get_weather', description, parameters } }
+const person = z.object({ name: z.string().max(30), age: z.number().int().min(0).max(120) })
+const told = 'Maria is 34 years old and lives in Lisbon.'
+const extraction = `Answer in JSON by this schema: ${JSON.stringify(z.toJSONSchema(person))}\n${told}`
+
+test('calls and their results go back and forth', async () => {
+  const first = (await sdk.chat.completions.create({ ...asked, tools: [weather] })).choices[0]
+  assert.equal(first.finish_reason, 'tool_calls')
+  const calls = first.message.tool_calls
+  assert.deepEqual(calls.map(call => JSON.parse(call.function.arguments).city), places)
+  const results = calls.map(({ id }) => ({ role: 'tool', tool_call_id: id, content: '{"weather": "red"}' }))
+  const turns = [...messages, first.message, ...results]
+  const last = (await sdk.chat.completions.create({ ...asked, messages: turns, tools: [weather] })).choices[0]
+  assert.ok(last.message.content)
+})
+
+for (const stream of [false, true]) {
+  test(`the SDK runs the tools, ${stream ? 'streamed' : 'whole'}`, async () => {
+    const seen = []
+    const run = async ({ city }) => {
+      seen.push(city)
+      return { weather: 'red' }
+    }
+    const called = { name: 'get_weather', description, parameters, parse: JSON.parse, function: run }
+    const runner = sdk.chat.completions.runTools({ ...asked, stream, tools: [{ type: 'function', function: called }] })
+    assert.ok(await runner.finalContent())
+    assert.deepEqual(seen, places)
+  })
+}
+
+const provider = createOpenAICompatible({ name: 'penstock', baseURL: `${base}/v1`, supportsStructuredOutputs: true })
+
+test('the AI SDK calls tools, whole and streamed', async () => {
+  for (const generate of [generateText, streamText]) {
+    const seen = []
+    const execute = async ({ city }) => {
+      seen.push(city)
+      return { weather: 'red' }
+    }
+    const tools = { get_weather: tool({ description, inputSchema: jsonSchema(parameters), execute }) }
+    const options = { temperature: 0, maxOutputTokens: 80, stopWhen: stepCountIs(3) }
+    const result = await generate({ model: provider(model), tools, prompt: question, ...options })
+    assert.ok(await result.text)
+    assert.deepEqual(seen, places)
+  }
+})
+
+test('the AI SDK gets an object of a schema', async () => {
+  const asked = { model: provider(model), prompt: extraction, temperature: 0 }
+  const { output } = await generateText({ ...asked, output: Output.object({ schema: person }) })
+  const { object } = await generateObject({ ...asked, schema: person })
+  assert.deepEqual(person.parse(output), output)
+  assert.deepEqual(object, output)
+})
