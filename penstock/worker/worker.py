@@ -141,8 +141,8 @@ class Worker:
         if failed is not None:
             self._fail_task(failed)
         self._end_overdue()
-        self._append_tokens(sampled)
-        if self.engine.store_full_blocks():
+        is_storing = self._append_tokens(sampled)
+        if self.engine.store_full_blocks() or is_storing:
             stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
         if self.role.hands_off or not self.engine.has_work():
             self._confirm_tokens()
@@ -458,11 +458,13 @@ class Worker:
 
     # 4 and 7. Append.
 
-    def _append_tokens(self, sampled: Sequence[SampledToken]) -> None:
+    def _append_tokens(self, sampled: Sequence[SampledToken]) -> bool:
         """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
 
-        For requests that are computed, the store of their last blocks begins after it.
+        For requests that are computed, the store of their last blocks begins after it. Returns whether an answer has
+        such blocks.
         """
+        is_storing = False
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
         entries: list[tuple[Claim, TokenEvent]] = []
         self._tasks_in_flight = []
@@ -482,10 +484,11 @@ class Worker:
                 )
                 task.blocks_stored = self.engine.finish_request(task.id)
             elif task.finish_reason is not None and self.engine.finish_request(task.id) is not None:
-                stage_failpoint(self.stage, "decode.7.shipping")
+                is_storing = True
             if not task.is_in_flight:
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
+        return is_storing
 
     def _find_sampled_task(self, item: SampledToken) -> Task | None:
         """Return the request that a sampled token belongs to, or None if it is not running any more."""
