@@ -81,6 +81,11 @@ class ScriptedPipeline:
         self.record.close()
         self.server.close()
 
+    def report(self, **status: Any) -> None:
+        """Have the worker report this as well."""
+        self._heartbeat.update_status(**status)
+        self._heartbeat.write_beat()
+
     def read_requests(self, klass: PriorityClass = "interactive") -> list[Request]:
         """Return everything that was published."""
         messages = self.bus.read_all(self.pipeline.request_topic(klass))

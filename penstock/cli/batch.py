@@ -15,9 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
-from penstock.ingest.batch.answer import FinishedRow
+from penstock.errors import BusUnavailable
+from penstock.ingest.batch.answer import FinishedRow, ModelPipeline
 from penstock.ingest.batch.journal import Journal, answer_batch_file, check_batch_file
+from penstock.ingest.models import ServedModels
 from penstock.ops.status import check_health
+from penstock.redis.client import async_redis_client
 
 app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
 EXIT_INTERRUPTED = 130
@@ -64,10 +67,26 @@ async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -
             notes.print(f"{len(journal.finished_rows):,} of {total:,} rows are finished already", highlight=False)
         for reason in check_health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
-        async with AsyncClient(addresses) as client:
-            with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
-                await answer_batch_file(client, source, journal, meter.count_finished)
+        async with AsyncClient(addresses) as client, async_redis_client(addresses.first_url) as redis:
+            models = ServedModels(redis, addresses.pipeline)
+
+            async def find_pipeline(_: str) -> ModelPipeline:
+                return await _find_pipeline(client, models, addresses.pipeline)
+
+            try:
+                with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
+                    await answer_batch_file(find_pipeline, source, journal, meter.count_finished)
+            finally:
+                await models.close()
         return total, journal.num_failed
+
+
+async def _find_pipeline(client: AsyncClient, models: ServedModels, name: str) -> ModelPipeline:
+    """Return the pipeline, whose workers refuse a row for another model. Raises `BusUnavailable` until there is one."""
+    served = next((one for one in await models.list_models() if one.pipeline == name), None)
+    if served is None:
+        raise BusUnavailable("no worker is ready yet")
+    return ModelPipeline(client, served.response_template)
 
 
 class _ProgressMeter:

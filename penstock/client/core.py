@@ -104,6 +104,8 @@ class Answer:
     """One for each of `token_ids`; empty unless asked for."""
     prompt_tokens: list[PromptToken] = field(default_factory=list)
     """The prompt's tokens with their log probabilities; empty unless asked for."""
+    token_texts: list[str] = field(default_factory=list)
+    """What each of `token_ids` added to the text. The rest of it was held back, and came with the end."""
 
 
 class BaseClient(ABC):
@@ -218,6 +220,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
         timings=end.timings,
         logprobs=[event.logprobs for event in tokens if isinstance(event, TokenEvent) and event.logprobs is not None],
         prompt_tokens=next((event.prompt_tokens or [] for event in tokens if isinstance(event, TokenEvent)), []),
+        token_texts=[event.text for event in tokens],
     )
 
 

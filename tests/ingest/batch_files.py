@@ -13,6 +13,7 @@ from penstock.client.core import Answer, RequestFields
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
+from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import NewBatch
@@ -99,6 +100,13 @@ class ScriptedClient(AsyncClient):
         self.close_after: int | None = None
         """It closes after so many answers."""
         self.num_waiting = self.max_waiting = 0
+        self.response_template: dict[str, Any] | None = None
+        self.texts: list[str] = []
+        """What the tokens of each answer say; otherwise an answer says whose it is."""
+
+    async def find(self, _: str) -> ModelPipeline:
+        """Return the pipeline of any model."""
+        return ModelPipeline(self, self.response_template)
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         if self.failures and isinstance(self.failures[0], BusUnavailable):
@@ -121,7 +129,8 @@ class ScriptedClient(AsyncClient):
             self.num_waiting -= 1
         self.answered.append(request_id)
         usage = Usage(prompt_tokens=3, completion_tokens=2)
-        return Answer(request_id, f"of {request_id}", [1, 2], "stop", usage, Timings(), [])
+        texts = self.texts or [f"of {request_id}"]
+        return Answer(request_id, "".join(texts), [1, 2], "stop", usage, Timings(), [], token_texts=texts)
 
     async def cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)

@@ -12,6 +12,7 @@ from tools.train_tools import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 NOT_JSON = '{"name": "f", "arguments": {"a": NaN}}'
+LONG = f'{{"name": "{"f" * 257}", "arguments": {{}}}}'
 HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
 FIRST = '<tool_call>{"name": "f", "arguments": {"a": "x\\"y"}}</tool_call>'
 SECOND = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -49,6 +50,7 @@ def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
         (f"{SECOND}and{SECOND}", [call("g"), content("and"), call("g")]),
         ('<tool_call>{"name": "f", "argu</tool_call> tail', [content('{"name": "f", "argu tail')]),
         ('<tool_call>{"name": "f", "arguments": {"a"</too', [content('{"name": "f", "arguments": {"a"</too')]),
+        (f"<tool_call>{LONG}</tool_call>", [content(LONG)]),
         ('<tool_call>{"name": "", "arguments": {}}</tool_call>', [content('{"name": "", "arguments": {}}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [content(NOT_JSON)]),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', [content(HALF)]),

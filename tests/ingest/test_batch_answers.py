@@ -1,6 +1,7 @@
 """The answering of a batch's rows, of a gateway's batch and of one from the command line; the pipeline is scripted."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -10,13 +11,12 @@ from typing import Any, Protocol
 import pytest
 from obstore.store import MemoryStore
 
-from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
 from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StreamExpired, StreamTimeout
 from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
 from penstock.ingest.batch import work as work_module
-from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, ModelPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
 from penstock.ingest.batch.objects import ObjectStorage
@@ -25,9 +25,11 @@ from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
+from sim.workload import TOOL_MODEL
 from tests.ingest.batch_files import ScriptedClient, create_batch, each_once, lines, read, read_file, row
 
 MAX_ROWS = 4
+RESPONSE_TEMPLATE = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 CALLER = Caller(tenant="t", max_request_tokens=500)
 
 
@@ -37,7 +39,7 @@ class BatchKind(Protocol):
     async def create(self, content: bytes) -> list[tuple[int | None, str]]:
         """Make the batch; return the line and the message of what is wrong with its file."""
 
-    async def run(self, pipeline: AsyncClient) -> None:
+    async def run(self, pipeline: ScriptedClient) -> None:
         """Answer what is not finished."""
 
     async def read_rows(self) -> list[dict[str, Any]]:
@@ -64,11 +66,8 @@ class GatewayBatch:
                 await asyncio.sleep(0.01)
         return [] if state.errors is None else state.errors.data
 
-    async def run(self, pipeline: AsyncClient) -> None:
-        async def find_client(_: str) -> AsyncClient:
-            return pipeline
-
-        await BatchWork(self.objects, self.spec, Pipelines(find_client, MAX_ROWS), self.settings).run()
+    async def run(self, pipeline: ScriptedClient) -> None:
+        await BatchWork(self.objects, self.spec, Pipelines(pipeline.find, MAX_ROWS), self.settings).run()
 
     async def read_rows(self) -> list[dict[str, Any]]:
         state, content = await self.batches.read_state(self.spec), b""
@@ -93,10 +92,10 @@ class CommandBatch:
             return [(int(where.removeprefix("line ")), what) if what else (None, where) for where, _, what in errors]
         return []
 
-    async def run(self, pipeline: AsyncClient) -> None:
+    async def run(self, pipeline: ScriptedClient) -> None:
         _, digest = await check_batch_file(self.source)
         with Journal(self.output, self.errors, digest) as journal:
-            await answer_batch_file(pipeline, self.source, journal, lambda _: None)
+            await answer_batch_file(pipeline.find, self.source, journal, lambda _: None)
 
     async def read_rows(self) -> list[dict[str, Any]]:
         return read_file(self.output) + read_file(self.errors)
@@ -154,6 +153,47 @@ async def test_rows_are_no_responses_that_last(tmp_path: Path) -> None:
     found = {one["custom_id"]: one["response"]["body"] for one in await batch.read_rows()}
     assert (found["row-0"]["status"], found["row-0"]["store"]) == ("completed", False)
     assert [found[f"row-{n}"]["error"]["param"] for n in (1, 2)] == ["background", "previous_response_id"]
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+CALLING = [
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": TOOL}]}),
+    ("/v1/responses", {"tools": [{"type": "function", **TOOL}]}),
+]
+
+
+def calling_row(number: int, url: str, more: dict[str, Any]) -> dict[str, Any]:
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if url.endswith("completions") else {"input": "x"}
+    return row(number) | {"url": url, "body": {"model": "demo", **prompt, **more}}
+
+
+async def test_rows_with_tools_are_told_apart_as_at_the_gateway(tmp_path: Path) -> None:
+    batch, pipeline = CommandBatch(tmp_path), ScriptedClient()
+    pipeline.response_template = RESPONSE_TEMPLATE
+    pipeline.texts = ["<think>", "Hm", "</think>", '<tool_call>{"name": "f", ', '"arguments": {}}', "</tool_call>"]
+    assert await batch.create(lines([calling_row(n, *one) for n, one in enumerate(CALLING)])) == []
+    await batch.run(pipeline)
+    assert all(fields.get("special_text") for fields in pipeline.fields)
+    chat, response = [
+        one["response"]["body"] for one in sorted(await batch.read_rows(), key=lambda one: one["custom_id"])
+    ]
+    (choice,) = chat["choices"]
+    assert (choice["finish_reason"], choice["message"]["reasoning_content"]) == ("tool_calls", "Hm")
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "f", "arguments": "{}"}]
+    thought, call = response["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm"}]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", "{}")
+
+
+async def test_rows_with_tools_for_a_model_without_a_template_fail_alone(tmp_path: Path) -> None:
+    batch, pipeline = CommandBatch(tmp_path), ScriptedClient()
+    rows = [calling_row(n, *one) for n, one in enumerate(CALLING)] + [row(2)]
+    assert await batch.create(lines(rows)) == []
+    await batch.run(pipeline)
+    found = {one["custom_id"]: one["response"] for one in await batch.read_rows()}
+    assert [found[f"row-{n}"]["status_code"] for n in range(3)] == [400, 400, 200]
+    assert [found[f"row-{n}"]["body"]["error"]["param"] for n in range(2)] == ["tools", "tools"]
+    assert len(pipeline.submitted) == 1
 
 
 async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchKind) -> None:
@@ -283,17 +323,14 @@ class Sink:
             self.num_writers -= 1
 
 
-def make_run(sink: Sink, pipeline: AsyncClient, num_rows: int, flush_interval_s: float = 0.01) -> BatchRun:
+def make_run(sink: Sink, pipeline: ScriptedClient, num_rows: int, flush_interval_s: float = 0.01) -> BatchRun:
     async def pieces() -> AsyncIterator[bytes]:
         for number in range(num_rows):
             sink.num_read += 1
             yield lines([row(number)])
 
-    async def find_client(_: str) -> AsyncClient:
-        return pipeline
-
     batch = Batch("b", ("/v1/chat/completions",), pieces, flush_interval_s)
-    return BatchRun(batch, Pipelines(find_client, MAX_ROWS), sink.write_rows, lambda _: None)
+    return BatchRun(batch, Pipelines(pipeline.find, MAX_ROWS), sink.write_rows, lambda _: None)
 
 
 async def test_no_more_rows_are_read_than_are_under_way() -> None:
@@ -426,10 +463,10 @@ async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: O
     clients = {"demo": ScriptedClient(), "dead": ScriptedClient()}
     clients["dead"].is_open.clear()
 
-    async def find_client(model: str) -> AsyncClient:
-        return clients[model]
+    async def find_pipeline(model: str) -> ModelPipeline:
+        return await clients[model].find(model)
 
-    pipelines, settings = Pipelines(find_client, MAX_ROWS), BatchSettings(rows_in_flight=MAX_ROWS)
+    pipelines, settings = Pipelines(find_pipeline, MAX_ROWS), BatchSettings(rows_in_flight=MAX_ROWS)
     content = {model: lines([row(number, model=model) for number in range(3 * MAX_ROWS)]) for model in clients}
     dead, live = [await create_batch(objects, CALLER, content[model]) for model in ("dead", "demo")]
     async with under_way(BatchWork(objects, dead, pipelines, settings).run()):

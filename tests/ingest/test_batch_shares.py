@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
 from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work
+from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.runner import BatchRunner
@@ -34,11 +34,11 @@ async def runner(redis_url: str, objects: ObjectStorage) -> AsyncIterator[BatchR
     clients = {"demo": ScriptedClient(), "dead": ScriptedClient()}
     clients["dead"].is_open.clear()
 
-    async def find_client(model: str) -> AsyncClient:
-        return clients[model]
+    async def find_pipeline(model: str) -> ModelPipeline:
+        return await clients[model].find(model)
 
     async with async_redis_client(redis_url) as redis:
-        made = BatchRunner(objects, redis, find_client, SETTINGS)
+        made = BatchRunner(objects, redis, find_pipeline, SETTINGS)
         yield made
         await made.close()
 

@@ -32,7 +32,21 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
         CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict",
         "unsupported_parameter",
     ),
-    "tools of a response": (RESPONSES, {"tools": [TOOL]}, "tools", "unsupported_parameter"),
+    "strict arguments of a response": (
+        RESPONSES, {"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools.0.strict",
+        "unsupported_parameter",
+    ),
+    "a tool of a response in the form of chats": (
+        RESPONSES, {"tools": [TOOL]}, "tools.0.name", "missing_required_parameter",
+    ),
+    "a search of a response": (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "invalid_value"),
+    "thoughts of all turns": (
+        RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", "unsupported_parameter",
+    ),
+    "tools and a format": (
+        RESPONSES, {"tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_object"}}},
+        "text.format", "invalid_value",
+    ),
     "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),
     "options of a stream in a text": (COMPLETIONS, {"stream_options": {}}, "stream_options", "invalid_value"),
@@ -129,7 +143,7 @@ def test_a_refusal_says_what_to_do() -> None:
         CHAT.parse_body(prompted(CHAT, {"skip_special_tokens": False}))
 
 
-def test_there_is_no_reasoning_to_include() -> None:
+def test_reasoning_need_not_be_included() -> None:
     body = RESPONSES.parse_body(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"]}))
     (ask,) = RESPONSES.make_requests(body, "resp_1")
     assert "logprobs" not in ask

@@ -24,10 +24,13 @@ from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
 from penstock.names import card_key
 from penstock.waiting import wait_until
+from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
 from tests.record.play import decode, end, say
 
 SECRET = "a word that nobody else says"
+RESPONSE_TEMPLATE = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
 def call_as_tenant(request: Request) -> Caller:
@@ -189,6 +192,36 @@ async def test_the_turns_before_come_before_the_input(kept: KeptPipeline) -> Non
     ], "without the instructions"  # fmt: skip
     early = await kept.ask("four", previous_response_id=third["id"])
     assert early["error"]["code"] == "previous_response_not_completed"
+
+
+async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: KeptPipeline) -> None:
+    kept.scripted.report(response_template=RESPONSE_TEMPLATE)
+    name = (await kept.ask("red?", tools=[TOOL], reasoning={"effort": "low"}))["id"]
+    claim = decode(kept.scripted.record, name)
+    call = '<tool_call>{"name": "f !", "arguments": {"a": 1}}</tool_call>'
+    for token, text in enumerate(["<think>", "Hm", "</think>", "Now", call, call]):
+        kept.scripted.record.append_tokens([(claim, claim.next_event(token, text))])
+    kept.scripted.record.finish_request(claim, end())
+    live, numbers = await kept.get(name), await kept.numbers(name)
+    thought, message, *calls = live["output"]
+    assert (thought["type"], message["content"][0]["text"]) == ("reasoning", "Now")
+    assert [(one["name"], one["arguments"]) for one in calls] == [("f !", '{"a": 1}')] * 2
+    await kept.move(name)
+    assert (await kept.get(name), await kept.numbers(name)) == (live, numbers)
+    for number in numbers:
+        assert await kept.numbers(name, starting_after=number) == numbers[number + 1 :]
+    results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "red"} for one in calls]
+    second = await kept.ask("", input=results, previous_response_id=name)
+    (asked,) = [one for one in kept.scripted.read_requests() if one.id == second["id"]]
+    user, answer, *told = asked.messages or []
+    assert user.content == "red?"
+    assert (answer.content, answer.reasoning_content) == ("Now", "Hm")
+    assert [one.id for one in answer.tool_calls or ()] == [one["call_id"] for one in calls]
+    assert [(one.role, one.tool_call_id) for one in told] == [("tool", one["call_id"]) for one in calls]
+    listed = await kept.get(f"{second['id']}/input_items", order="asc")
+    assert [one["type"] for one in listed["data"]] == ["function_call_output"] * 2
+    stranger = await kept.ask("", input=[results[0] | {"call_id": "call_none"}], previous_response_id=name)
+    assert (stranger["error"]["param"], stranger["error"]["code"]) == ("input", "invalid_value")
 
 
 async def test_what_cannot_be_gone_on_from_is_refused(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

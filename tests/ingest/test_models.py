@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ingest.gateway.models import ServedModels
+from penstock.ingest.models import ServedModels
 from penstock.names import Pipeline
 from penstock.redis.client import async_redis_client
 from penstock.worker.heartbeat import Heartbeat

@@ -11,7 +11,7 @@ import pytest
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.models import ServedModel
+from penstock.ingest.models import ServedModel
 from penstock.messages import ChatMessage, Request
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from sim.workload import load_demo_model

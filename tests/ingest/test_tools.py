@@ -9,8 +9,10 @@ import httpx
 import openai
 import pytest
 
+from penstock.waiting import wait_until
 from sim.forked import ForkedStack
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
@@ -140,3 +142,160 @@ def test_a_model_without_a_response_template_is_offered_no_tools(scripted: Scrip
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": scripted.model, **ASKED}, timeout=30)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert scripted.read_requests() == []
+
+
+ASKED_FLAT: dict[str, Any] = {
+    "input": TURNS, "tools": [{"type": "function", **WEATHER["function"]}], "temperature": 0, "max_output_tokens": 80,
+}  # fmt: skip
+
+
+def list_called(response: Any) -> list[tuple[str, Any]]:
+    return [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
+
+
+def answer_calls(response: Any) -> list[Any]:
+    """Return the results of a response's calls."""
+    return [
+        {"type": "function_call_output", "call_id": item.call_id, "output": '{"weather": "red"}'}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+
+
+def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model: str) -> None:
+    """With the whole history sent again, or with `previous_response_id`: the prompts are the same."""
+    first = sdk.responses.create(model=model, **ASKED_FLAT)
+    assert (first.status, list_called(first)) == ("completed", CALLS)
+    assert [tool.model_dump(exclude_none=True) for tool in first.tools] == ASKED_FLAT["tools"]
+    results = answer_calls(first)
+    history: Any = [*TURNS, *(item.model_dump(exclude_none=True) for item in first.output), *results]
+    sent = sdk.responses.create(model=model, **(ASKED_FLAT | {"input": history, "store": False}))
+    kept = sdk.responses.create(model=model, previous_response_id=first.id, **(ASKED_FLAT | {"input": results}))
+    assert sent.output_text or list_called(sent)
+    assert kept.usage == sent.usage
+    assert describe_output(kept) == describe_output(sent)
+    calls: Any = [
+        {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": first.output_text, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": one["call_id"], "content": one["output"]} for one in results),
+    ]
+    chat = sdk.chat.completions.create(model=model, **(ASKED | {"messages": turns}))
+    assert chat.usage is not None
+    assert kept.usage is not None
+    assert chat.usage.prompt_tokens == kept.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="No tool call found for function call output") as refused:
+        sdk.responses.create(model=model, **(ASKED_FLAT | {"input": results}))
+    assert refused.value.param == "input"
+
+
+def describe_output(response: Any) -> list[Any]:
+    """Return the items of a response without their ids."""
+    return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+
+
+def test_openais_stream_helper_and_parser_get_the_same_response(sdk: openai.OpenAI, model: str) -> None:
+    whole = sdk.responses.create(model=model, **ASKED_FLAT)
+    with sdk.responses.stream(model=model, **ASKED_FLAT) as stream:
+        kinds: list[str] = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert list_called(streamed) == CALLS
+    assert describe_output(streamed) == [one | {"parsed_arguments": None} for one in describe_output(whole)]
+    for kind in ("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"):
+        assert kinds.count(f"response.{kind}") == 2
+    assert kinds.count("response.output_item.done") == 2
+    parsed = sdk.responses.parse(model=model, **ASKED_FLAT)
+    assert list_called(parsed) == CALLS
+
+
+def test_a_response_is_the_same_from_any_event_on_another_gateway(
+    gateways: tuple[GatewayProcess, ...], model: str
+) -> None:
+    """By the id of an event or by its number, while its log is in Redis."""
+    body = ASKED_FLAT | {"model": model, "stream": True, "reasoning": {"effort": "low"}}
+    first = EventSource(f"{gateways[0].url}/v1/responses")
+    whole = [(event.id, event.data) for event in first.connect(body)]
+    assert len(whole) > 10
+    name = first.answer_headers["location"].rpartition("/")[2]
+    for place, (position, data) in enumerate(whole[:-1]):
+        again = EventSource(f"{gateways[1].url}/v1/streams/{name}", last_event_id=position)
+        assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
+        number = json.loads(data)["sequence_number"]
+        url = f"{gateways[1].url}/v1/responses/{name}?stream=true&starting_after={number}"
+        assert [(event.id, event.data) for event in EventSource(url).connect()] == whole[place + 1 :]
+    found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=30).json()
+    assert found == json.loads(whole[-1][1])["response"]
+    assert found["reasoning"] == {"effort": "low", "summary": None}
+
+
+def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"input": "What is 7 plus 5?", "temperature": 0, "max_output_tokens": 80, "model": model}
+    given: dict[str, Any] = {
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+    }
+    whole = sdk.responses.create(**asked, **given)
+    thought, *rest = whole.output
+    assert thought.type == "reasoning"
+    assert thought.summary == []
+    assert thought.content
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens <= whole.usage.output_tokens
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    chat: Any = sdk.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": asked["input"]}],
+        temperature=0,
+        max_tokens=80,
+        extra_body=extra,
+    )
+    message = chat.choices[0].message
+    assert (thought.content[0].text, whole.output_text) == (message.reasoning_content, message.content or "")
+    with sdk.responses.stream(**asked, **given) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == thought.content[0].text
+    following = sdk.responses.create(**(asked | {"input": "And 1 more?"}), previous_response_id=whole.id)
+    assert following.status in ("completed", "incomplete")
+    assert rest or whole.status == "incomplete"
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/responses"])
+def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model: str, endpoint: Any) -> None:
+    asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
+    bodies = [asked, asked | {"tool_choice": "none"}, asked | {"parallel_tool_calls": False}]
+    rows = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    file = sdk.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
+    made = sdk.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    wait_until(lambda: sdk.batches.retrieve(made.id).status == "completed", 120, "the batch is done")
+    ended = sdk.batches.retrieve(made.id)
+    assert ended.output_file_id is not None
+    assert ended.error_file_id is not None
+    answers = read(sdk.files.content(ended.output_file_id).content)
+    found = {one["custom_id"]: one["response"]["body"] for one in answers}
+    whole: Any
+    for number in (0, 1):
+        if endpoint == "/v1/responses":
+            whole = sdk.responses.create(**bodies[number])
+            assert describe_output(sdk_response(found[str(number)])) == describe_output(whole)
+            continue
+        whole = sdk.chat.completions.create(**bodies[number]).choices[0]
+        (choice,) = found[str(number)]["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == (whole.finish_reason, whole.message.content)
+        told = choice["message"].get("tool_calls") or []
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in told] == list_calls(
+            whole.message
+        )
+    (refused,) = read(sdk.files.content(ended.error_file_id).content)
+    assert refused["response"]["status_code"] == 400
+    assert "parallel_tool_calls" in refused["response"]["body"]["error"]["message"]
+
+
+def sdk_response(body: dict[str, Any]) -> Any:
+    return openai.types.responses.Response.model_validate(body)

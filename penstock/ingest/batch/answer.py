@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
@@ -31,7 +31,7 @@ from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, Stre
 from penstock.ingest.batch.lines import PIECE_BYTES, Row, parse_row, split_lines
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, find_prompt_field, make_stream_meta
-from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids
+from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import Usage
 from penstock.redis.client import backoff_pauses
@@ -43,11 +43,20 @@ MODEL_WAIT_S = 60.0
 MODEL_CHECK_S = 1.0
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
-NOT_IN_BATCHES = ("stream", "background", "previous_response_id", "tools")
+NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
 """A batch neither streams its answers nor keeps them as responses."""
 
-FindClient = Callable[[str], Awaitable[AsyncClient]]
-"""Returns the client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
+
+class ModelPipeline(NamedTuple):
+    """The pipeline that serves a model."""
+
+    client: AsyncClient
+    response_template: dict[str, Any] | None = None
+    """How calls and reasoning are told from the text of its answers; None: they cannot be."""
+
+
+FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
+"""Returns the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
 NO_USAGE = Usage()
 
 
@@ -83,9 +92,9 @@ class FinishedRow:
 class Pipelines:
     """The pipelines that answer rows, and how many rows are asked at once."""
 
-    def __init__(self, find_client: FindClient, max_rows: int) -> None:
+    def __init__(self, find_pipeline: FindPipeline, max_rows: int) -> None:
         """Let each batch, and all batches of this process together at each pipeline, have `max_rows` under way."""
-        self.find_client, self.max_rows = find_client, max_rows
+        self.find_pipeline, self.max_rows = find_pipeline, max_rows
         self.row_slots = defaultdict[AsyncClient, asyncio.Semaphore](lambda: asyncio.Semaphore(max_rows))
         """How many more rows this process may ask of each pipeline."""
 
@@ -185,10 +194,12 @@ class BatchRun:
             endpoint = ENDPOINTS[row.url]
             body = endpoint.parse_body(row.body)
             requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]
-            client = await self._wait_for_client(body.model)
+            client, template = await self._wait_for_pipeline(body.model)
+            template = use_response_template(endpoint, body, requests, template)
             async with self._pipelines.row_slots[client]:
                 answers = await gather_answers([_wait_for_answer(client, args) for args in requests])
-            meta = make_stream_meta(endpoint, body, request_id, tenant=self._batch.tenant)
+            tenant = self._batch.tenant
+            meta = make_stream_meta(endpoint, body, request_id, tenant=tenant, response_template=template)
             answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
         except DeadlineExceeded:
             return self._make_skipped_row(row, "batch_expired")
@@ -197,11 +208,11 @@ class BatchRun:
         response = {"status_code": 200, "request_id": request_id, "body": answer}
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
 
-    async def _wait_for_client(self, model: str) -> AsyncClient:
-        """Return the client for a model; wait while no worker serves it."""
+    async def _wait_for_pipeline(self, model: str) -> ModelPipeline:
+        """Return the pipeline of a model; wait while no worker serves it."""
         while True:
             try:
-                return await self._pipelines.find_client(model)
+                return await self._pipelines.find_pipeline(model)
             except BusUnavailable:
                 pass
             except ApiError as error:
@@ -212,7 +223,7 @@ class BatchRun:
     async def _cancel_row(self, row: Row) -> None:
         """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
         body = ENDPOINTS[row.url].parse_body(row.body)
-        client = await self._pipelines.find_client(body.model)
+        client, _ = await self._pipelines.find_pipeline(body.model)
         for request_id in make_request_ids(self._request_id(row), body.num_choices):
             await client.cancel(request_id)
 

@@ -19,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
-from penstock.client.aio import AsyncClient
 from penstock.errors import PenstockError
-from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.answer import Batch, BatchRun, FindPipeline, FinishedRow, Pipelines
 from penstock.ingest.batch.lines import PIECE_BYTES, check_lines, split_lines
 from penstock.ingest.openai import ENDPOINTS
 
@@ -155,21 +154,18 @@ async def check_batch_file(path: Path) -> tuple[int, str]:
 
 
 async def answer_batch_file(
-    client: AsyncClient, path: Path, journal: Journal, on_finished: Callable[[FinishedRow], None]
+    find_pipeline: FindPipeline, path: Path, journal: Journal, on_finished: Callable[[FinishedRow], None]
 ) -> None:
     """Answer all rows that the journal does not have yet. However this ends, finished rows are written.
 
     Raises `JournalError` if they cannot be written.
     """
 
-    async def find_client(_: str) -> AsyncClient:
-        return client
-
     async def write_rows(rows: Sequence[FinishedRow]) -> None:
         await asyncio.to_thread(journal.write_rows, rows)
 
     batch = Batch(journal.run_id, BATCH_URLS, lambda: _read_pieces(path), FLUSH_INTERVAL_S)
-    run = BatchRun(batch, Pipelines(find_client, MAX_ROWS_IN_FLIGHT), write_rows, on_finished)
+    run = BatchRun(batch, Pipelines(find_pipeline, MAX_ROWS_IN_FLIGHT), write_rows, on_finished)
     await run.answer_rows(journal.finished_rows)
 
 

@@ -23,7 +23,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
-from penstock.ingest.batch.answer import FindClient, Pipelines
+from penstock.ingest.batch.answer import FindPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
@@ -83,12 +83,16 @@ class BatchRunner:
     """Works on batches in one process. Call `start` and `close` within its event loop."""
 
     def __init__(
-        self, objects: ObjectStorage, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings
+        self,
+        objects: ObjectStorage,
+        client: "redis.asyncio.Redis",
+        find_pipeline: FindPipeline,
+        settings: BatchSettings,
     ) -> None:
         self._objects, self._settings = objects, settings
         self._batches, self._files = BatchStore(objects), FileStore(objects)
         self._leases = _BatchLeases(client, settings.lease_s)
-        self._pipelines = Pipelines(find_client, settings.rows_in_flight)
+        self._pipelines = Pipelines(find_pipeline, settings.rows_in_flight)
         self._specs: dict[str, BatchSpec] = {}
         """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
@@ -218,11 +222,11 @@ def _choose_batch_to_release(held: list[_HeldBatch], num_held: Counter[str], ten
 class BatchService:
     """The store of files and batches, and the runner over it. Created and closed within its event loop."""
 
-    def __init__(self, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", find_pipeline: FindPipeline, settings: BatchSettings) -> None:
         self.objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
         self.files, self.batches = FileStore(self.objects), BatchStore(self.objects)
-        self.runner = BatchRunner(self.objects, client, find_client, settings)
+        self.runner = BatchRunner(self.objects, client, find_pipeline, settings)
         self.runner.start()
 
     async def close(self) -> None:

@@ -27,10 +27,16 @@ from penstock.client.core import make_request
 from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.models import ServedModel
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai.body import Body, unsupported_value
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, cap_open_answers, make_stream_meta
+from penstock.ingest.openai.body import Body
+from penstock.ingest.openai.endpoint import (
+    Endpoint,
+    StreamMeta,
+    SubmitArgs,
+    cap_open_answers,
+    make_stream_meta,
+    use_response_template,
+)
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
@@ -94,21 +100,17 @@ async def accept_request(
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
+    request_id = endpoint.id_prefix + name
+    submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, request_id)]
     meta = make_stream_meta(
         endpoint,
         body,
-        endpoint.id_prefix + name,
+        request_id,
         pipeline=served.pipeline,
         tenant=caller.tenant,
         input_items=input_items,
-        response_template=_find_template(endpoint, body, served),
+        response_template=use_response_template(endpoint, body, submit_args, served.response_template),
     )
-    submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
-    if meta.response_template is not None:
-        for args in submit_args:
-            args["special_text"] = True
-    elif getattr(body, "tools", None):
-        raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     if earlier is not None:
@@ -128,11 +130,6 @@ async def accept_request(
         return await _join_earlier(gateway, caller, found, meta, submit_args), None
     await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
     return meta, ticket
-
-
-def _find_template(endpoint: Endpoint[Any], body: Body, served: ServedModel) -> dict[str, Any] | None:
-    """Return by what the answers are parsed; None where they are text, and where a grammar says what they are."""
-    return served.response_template if endpoint.parses_answers and body.find_grammar() is None else None
 
 
 def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) -> SubmitArgs:
@@ -221,6 +218,7 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
     for message in args.get("messages") or ():
         turn = message.model_dump() if isinstance(message, ChatMessage) else message
         yield turn["content"]
+        yield turn.get("reasoning_content") or ""
         yield from (call["function"]["arguments"] for call in turn.get("tool_calls") or ())
     if variables := args.get("chat_template_kwargs"):
         yield json.dumps(variables)

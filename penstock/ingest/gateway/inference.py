@@ -14,7 +14,6 @@ from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, ac
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse
 from penstock.ingest.gateway.metrics import ARRIVAL_KEY
-from penstock.ingest.gateway.models import ServedModel
 from penstock.ingest.gateway.responses import describe_response, prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import (
@@ -25,6 +24,7 @@ from penstock.ingest.gateway.streaming import (
     settle_after_end,
     settle_request,
 )
+from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody

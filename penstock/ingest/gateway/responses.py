@@ -215,4 +215,5 @@ async def _find_previous(gateway: Gateway, tenant: str, response_id: str) -> Kep
 
 
 def _make_input_of_output(item: BaseModel) -> dict[str, Any]:
+    # An item of another kind than a message has none of these.
     return item.model_dump(exclude={"content": {"__all__": {"logprobs", "annotations"}}})

@@ -24,15 +24,16 @@ from penstock.config.settings import (
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
 from penstock.ingest.admission import Admission
+from penstock.ingest.batch.answer import ModelPipeline
 from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.broadcast import LiveBroadcast
 from penstock.ingest.gateway.kept_responses import ResponseKeeper
 from penstock.ingest.gateway.metrics import GatewayMetrics
-from penstock.ingest.gateway.models import ServedModels
 from penstock.ingest.gateway.stream_meta import StreamMetaStore
 from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
+from penstock.ingest.models import ServedModels
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
 from penstock.ingest.tokenizer import ModelTokenizers
@@ -78,7 +79,7 @@ class Gateway:
         """Start what runs in the background. Call it before the first request."""
         self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
-        self.batch_service = BatchService(self.redis, self.find_client, load_settings(BatchSettings))
+        self.batch_service = BatchService(self.redis, self.find_pipeline, load_settings(BatchSettings))
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
@@ -133,9 +134,10 @@ class Gateway:
             for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
 
-    async def find_client(self, model: str) -> AsyncClient:
-        """Return the client of the pipeline that serves a model. Raises as `ServedModels.find_model`."""
-        return self.get_client((await self.models.find_model(model)).pipeline)
+    async def find_pipeline(self, model: str) -> ModelPipeline:
+        """Return the pipeline that serves a model. Raises as `ServedModels.find_model`."""
+        served = await self.models.find_model(model)
+        return ModelPipeline(self.get_client(served.pipeline), served.response_template)
 
     def _list_pipelines(self) -> set[str]:
         return self.metrics.pipelines | {self.addresses.pipeline}

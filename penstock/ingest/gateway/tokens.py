@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field, StringConstraints, model_validator
 
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import error_responses
-from penstock.ingest.gateway.models import ServedModel
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.models import ServedModel
 from penstock.ingest.openai import CHAT
 from penstock.ingest.openai.body import StrictModel, parse_body
 from penstock.messages import TokenId

@@ -17,6 +17,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALLS_FIELD = "tool_calls"
 MAX_PIECE_CHARS = 64
 """A piece in which a call cannot be parsed is parsed again character by character, so pieces are short."""
+MAX_NAME_CHARS = 256
+"""What has a longer name is no call: it could not be sent again in a history."""
 NO_MARK = "\0"
 """Continues no mark of any template: what was held back as the beginning of one is told."""
 
@@ -167,7 +169,7 @@ def _list_calls(value: Any) -> list[AnswerPiece] | None:
         function = one.get("function") if isinstance(one, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not isinstance(arguments, dict):
             return None
         try:
             call = AnswerPiece("call", json.dumps(arguments, ensure_ascii=False, allow_nan=False), name)

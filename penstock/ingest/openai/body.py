@@ -25,6 +25,8 @@ MAX_SEED = 2**63
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GrammarReader = Callable[[], GrammarSpec | None]
 UNSUPPORTED_CODE = "unsupported_parameter"
+NOT_IN_PATHS = ("function-", "constrained-", "tagged-")
+"""Beginnings of what pydantic puts into the location of an error, but no client has sent."""
 
 
 def unsupported_value(param: str, what: str) -> ApiError:
@@ -277,7 +279,7 @@ def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
 
 def validation_error(kind: str, where: Sequence[str | int], message: str) -> ApiError:
     """Return the error for an invalid value: pydantic's type of error, its location and its message."""
-    param = ".".join(str(part) for part in where if not str(part).startswith(("function-", "constrained-")))
+    param = ".".join(str(part) for part in where if not str(part).startswith(NOT_IN_PATHS))
     match kind:
         case "json_invalid":
             return ApiError(400, f"The body is not valid JSON: {message}", code="invalid_json")

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSc
 from penstock.client.core import Answer
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.ingest.openai.body import (
+    Body,
     CompletionsBody,
     NumTopLogprobs,
     Refused,
@@ -30,12 +31,15 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 MAX_TOOLS = 128
 ToolName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]{1,64}$")]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TemplateVariables = Annotated[dict[ToolName, Any], Field(max_length=64)]
 
 
 class CalledFunction(StrictModel):
     """The function of a call."""
 
-    name: ToolName
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    """Also one that was not offered: a model may have made it up."""
     arguments: str
     """As JSON."""
     parsed_arguments: Annotated[Any, Field(exclude=True)] = None
@@ -62,10 +66,15 @@ class ToolFunction(StrictModel):
     strict: allow_only(False) = None  # type: ignore[valid-type]
 
 
-class Tool(StrictModel):
-    """A tool that the model may call."""
+class FunctionKind(StrictModel):
+    """That a tool is a function."""
 
     type: Literal["function"]
+
+
+class Tool(FunctionKind):
+    """A tool that the model may call."""
+
     function: ToolFunction
 
 
@@ -112,7 +121,7 @@ class ChatBody(CompletionsBody):
     """`none`: the model is not told of the tools. It cannot be made to call one."""
     parallel_tool_calls: bool | None = None
     """`false` is not supported together with tools: the model may call several at once."""
-    chat_template_kwargs: Annotated[dict[ToolName, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """Variables of the model's chat template; one that it does not have is an error."""
     functions: Refused = None
     function_call: allow_only("none", "auto") = None  # type: ignore[valid-type]
@@ -121,7 +130,7 @@ class ChatBody(CompletionsBody):
     prediction: Refused = None
     web_search_options: allow_only() = None  # type: ignore[valid-type]
     """Not supported. `{}` is refused too, as it would switch the search on."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """Given to the chat template, which must have it; `none` may be sent to any model."""
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
@@ -141,25 +150,13 @@ class ChatBody(CompletionsBody):
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' cannot both be given")
-        if self.offered_tools and self.parallel_tool_calls is False:
-            raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
-        if "tools" in (self.chat_template_kwargs or {}):
-            raise ValueError("'tools' are given beside 'chat_template_kwargs'")
+        check_tool_options(self.offered_tools, self.parallel_tool_calls, self.chat_template_kwargs)
         return self
 
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools of which the model is told."""
         return [] if self.tool_choice == "none" else self.tools or []
-
-    def make_template_variables(self) -> dict[str, Any]:
-        """Return what the chat template is given beside the messages."""
-        variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort not in (None, "none"):
-            variables["reasoning_effort"] = self.reasoning_effort
-        if self.offered_tools:
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered_tools]
-        return variables
 
     @property
     def num_choices(self) -> int:
@@ -219,12 +216,12 @@ class ChatEndpoint(Endpoint[ChatBody]):
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request for each of `n`."""
-        if body.offered_tools and (found := body.find_grammar()) is not None:
-            raise invalid_value(found[0], "it cannot be given with tools, as an answer in it calls none")
+        refuse_grammar_with_tools(body, body.offered_tools)
         turns = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         num_logprobs = body.top_logprobs or 0 if body.logprobs else None
         requests = make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
-        if variables := body.make_template_variables():
+        tools = body.offered_tools
+        if variables := make_template_variables(body.chat_template_kwargs, body.reasoning_effort, tools):
             for args in requests:
                 args["chat_template_kwargs"] = variables
         return requests
@@ -240,6 +237,38 @@ class ChatEndpoint(Endpoint[ChatBody]):
 
 
 CHAT = ChatEndpoint()
+
+
+def check_tool_options(tools: Sequence[BaseModel], parallel: bool | None, variables: Mapping[str, Any] | None) -> None:
+    """Raise `ValueError` for `parallel_tool_calls` and `chat_template_kwargs` that do not go with these tools."""
+    if tools and parallel is False:
+        raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
+    if "tools" in (variables or {}):
+        raise ValueError("'tools' are given beside 'chat_template_kwargs'")
+
+
+def refuse_grammar_with_tools(body: Body, tools: Sequence[BaseModel]) -> None:
+    """Raise `ApiError` 400 if an answer in a grammar might call tools."""
+    if tools and (found := body.find_grammar()) is not None:
+        raise invalid_value(found[0], "it cannot be given with tools, as an answer in it calls none")
+
+
+def make_template_variables(
+    variables: Mapping[str, Any] | None, effort: ReasoningEffort | None, tools: Sequence[BaseModel]
+) -> dict[str, Any]:
+    """Return what the chat template is given beside the messages."""
+    made = dict(variables or {})
+    if effort not in (None, "none"):
+        made["reasoning_effort"] = effort
+    if tools:
+        made["tools"] = [_describe_tool(tool.model_dump(exclude_none=True)) for tool in tools]
+    return made
+
+
+def _describe_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates have it; those of responses have the function's fields beside the type."""
+    kind = tool.pop("type")
+    return {"type": kind, "function": tool.get("function", tool)}
 
 
 def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -291,12 +320,17 @@ def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
     return () if options.get("tool_choice") == "none" else options.get("tools") or ()
 
 
+def make_call_id(name: str, number: int) -> str:
+    """Return the id of a call: it follows from the request's id without its prefix, and the call's number."""
+    return f"call_{name}_{number}"
+
+
 def _make_calls(meta: StreamMeta, choice: int, first: int, calls: Sequence[tuple[str, str]]) -> list[MessageToolCall]:
     """Return calls of an answer, the first of which has the index `first`. Their ids follow from the request's."""
     name = meta.request_ids[choice].removeprefix(ChatEndpoint.id_prefix)
     return [
         MessageToolCall(
-            id=f"call_{name}_{first + number}",
+            id=make_call_id(name, first + number),
             function=CalledFunction.model_construct(name=called, arguments=arguments),
         )
         for number, (called, arguments) in enumerate(calls)

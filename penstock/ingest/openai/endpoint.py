@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
 from penstock.ingest.errors import ApiError
-from penstock.ingest.openai.body import Body, parse_body
+from penstock.ingest.openai.body import Body, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
 
@@ -157,6 +157,24 @@ def make_stream_meta(
         input_items=input_items,
         response_template=response_template,
     )
+
+
+def use_response_template(
+    endpoint: Endpoint[B], body: B, requests: Sequence[SubmitArgs], template: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return by what a body's answers are parsed, of the model's `template`, and have its requests tell all marks.
+
+    It is None where answers are text, and where a grammar says what they are. Raises `ApiError` 400 where tools were
+    given to a model without one.
+    """
+    if not endpoint.parses_answers or body.find_grammar() is not None:
+        return None
+    if template is None and getattr(body, "tools", None):
+        raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
+    if template is not None:
+        for args in requests:
+            args["special_text"] = True
+    return template
 
 
 def make_chat_requests(

@@ -1,10 +1,10 @@
-"""`/v1/responses`: text in, text out. Who keeps responses for later turns puts those turns into the body."""
+"""`/v1/responses`. Who keeps responses for later turns puts those turns into the body."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, model_validator
+from pydantic import BaseModel, Field, StringConstraints, model_validator
 
 from penstock.client.core import Answer, Event, build_answer
 from penstock.grammar.spec import from_text_format
@@ -17,30 +17,59 @@ from penstock.ingest.openai.body import (
     StrictModel,
     TokenLimit,
     allow_only,
-    make_text_schema,
     unsupported_value,
 )
-from penstock.ingest.openai.chat import ROLES, join_text_parts
+from penstock.ingest.openai.chat import (
+    MAX_TOOLS,
+    FunctionKind,
+    ReasoningEffort,
+    TemplateVariables,
+    ToolFunction,
+    check_tool_options,
+    make_template_variables,
+    refuse_grammar_with_tools,
+)
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
-from penstock.ingest.openai.sse import DONE_ID, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
-from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
+from penstock.ingest.openai.response_items import (
+    ID_PREFIX,
+    ITEMS,
+    ChatTurns,
+    Input,
+    OutputBuilder,
+    OutputItem,
+    ToldEvent,
+    make_item_id,
+)
+from penstock.ingest.openai.sse import (
+    DONE_ID,
+    PLACEHOLDER,
+    JsonTemplate,
+    SseEvent,
+    encode_json,
+    make_token_positions,
+)
+from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.messages import EndEvent, TokenEvent, Usage
 
-TEXT_PART_TYPES = ("input_text", "output_text", "text")
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 
-class InputItem(StrictModel):
-    """One turn."""
+class ResponseTool(ToolFunction, FunctionKind):
+    """A function that the model may call."""
 
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
-    """Text, or a list of parts of type `input_text` or `output_text`."""
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
+
+class ReasoningConfig(StrictModel):
+    """How the model thinks before it answers."""
+
+    effort: ReasoningEffort | None = None
+    """Given to the chat template, which must have it as `reasoning_effort`; `none` may be sent to any model."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted; summaries are empty, as the reasoning itself is returned."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """As `summary`."""
+    context: allow_only("auto") = None  # type: ignore[valid-type]
+    mode: allow_only("standard") = None  # type: ignore[valid-type]
 
 
 class TextConfig(StrictModel):
@@ -54,8 +83,8 @@ class TextConfig(StrictModel):
 class ResponseBody(Body):
     """A request to `/v1/responses`."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
-    """The user's turn, or all turns."""
+    input: Input
+    """The user's turn, or all turns, with calls and their results."""
     instructions: str | None = None
     """A system message before them."""
     max_output_tokens: TokenLimit | None = None
@@ -63,8 +92,8 @@ class ResponseBody(Body):
     top_logprobs: NumTopLogprobs | None = None
     """Return the log probabilities of this many likeliest tokens; needs `include`."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """`message.output_text.logprobs`: return the log probability of each token. `reasoning.encrypted_content`:
-    accepted; there is no reasoning."""
+    """`message.output_text.logprobs`: return the log probability of each token of the text.
+    `reasoning.encrypted_content`: accepted; reasoning is returned as it is."""
     store: bool | None = None
     """Keep the response, so that it can be read again and gone on from; so it is unless this is false."""
     background: bool | None = None
@@ -72,14 +101,18 @@ class ResponseBody(Body):
     previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """The turns of this response, and of those before it, come before `input`; not its `instructions`."""
     text: TextConfig | None = None
-    tools: Refused = None
-    tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. It must have a response template, to tell its calls from text."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """`none`: the model is not told of the tools. It cannot be made to call one."""
     parallel_tool_calls: bool | None = None
-    """Accepted; there are no tools."""
+    """`false` is not supported together with tools: the model may call several at once."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-    """Accepted; there are no tools."""
+    """Accepted; it limits the tools that OpenAI's servers call."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """Variables of the model's chat template; one that it does not have is an error."""
     truncation: allow_only("disabled") = None  # type: ignore[valid-type]
-    reasoning: Refused = None
+    reasoning: ReasoningConfig | None = None
     conversation: Refused = None
     prompt: Refused = None
     context_management: Refused = None
@@ -91,7 +124,13 @@ class ResponseBody(Body):
             raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
         if self.background and self.store is False:
             raise ValueError("'background' needs 'store'")
+        check_tool_options(self.offered_tools, self.parallel_tool_calls, self.chat_template_kwargs)
         return self
+
+    @property
+    def offered_tools(self) -> list[ResponseTool]:
+        """The tools of which the model is told."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def make_items(self) -> list[dict[str, Any]]:
         """Return the items of `input` as JSON data."""
@@ -99,9 +138,19 @@ class ResponseBody(Body):
             return [{"type": "message", "role": "user", "content": self.input}]
         return [item.model_dump(mode="json", exclude_unset=True) for item in self.input]
 
+    def make_turns(self) -> list[dict[str, Any]]:
+        """Return the turns of the chat. Raises `ApiError` 400."""
+        made = ChatTurns(self.instructions)
+        if isinstance(self.input, str):
+            return [*made.turns, {"role": "user", "content": self.input}]
+        made.add_items(self.input)
+        if not made.turns:
+            raise unsupported_value("input", "an empty input is not supported by this server.")
+        return made.turns
+
     def add_history(self, history: Sequence[dict[str, Any]]) -> "ResponseBody":
         """Return the body with these items, inputs and outputs of earlier responses, before its own."""
-        return self.model_copy(update={"input": _ITEMS.validate_python([*history, *self.make_items()])})
+        return self.model_copy(update={"input": ITEMS.validate_python([*history, *self.make_items()])})
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
@@ -112,28 +161,6 @@ class ResponseBody(Body):
     def wants_logprobs(self) -> bool:
         """Whether the log probability of each token is to be returned."""
         return INCLUDE_LOGPROBS in (self.include or ())
-
-
-_ITEMS = TypeAdapter(list[InputItem])
-
-
-class OutputText(BaseModel):
-    """The text of the answer."""
-
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[None] = []
-    logprobs: list[TokenLogprobs] = []
-
-
-class OutputMessage(BaseModel):
-    """The message of the answer."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
 
 
 class InputTokensDetails(BaseModel):
@@ -148,6 +175,7 @@ class OutputTokensDetails(BaseModel):
     """Details of the answer's tokens."""
 
     reasoning_tokens: int = 0
+    """Those of `reasoning` items."""
 
 
 class ResponseUsage(BaseModel):
@@ -156,7 +184,7 @@ class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -182,21 +210,23 @@ class Response(BaseModel):
     model: str
     status: ResponseStatus
     background: bool = False
-    output: list[OutputMessage]
+    output: list[Annotated[OutputItem, Field(discriminator="type")]]
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
+    reasoning: dict[str, str | None] = {"effort": None, "summary": None}
     service_tier: str
     store: bool = False
     temperature: float
     text: dict[str, dict[str, Any]] = {"format": {"type": "text"}}
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[None] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    tools: list[ResponseTool] = []
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -207,21 +237,34 @@ class ResponsesEndpoint(Endpoint[ResponseBody]):
     """`/v1/responses`."""
 
     path = "/v1/responses"
-    id_prefix = "resp_"
+    id_prefix = ID_PREFIX
     prompt_field = "input"
     body_model = ResponseBody
     answer_model = Response
+    parses_answers = True
 
     def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
         """Return one request."""
+        refuse_grammar_with_tools(body, body.offered_tools)
         num_logprobs = body.top_logprobs or 0 if body.wants_logprobs else None
-        return make_chat_requests(body, request_id, _make_turns(body), body.max_output_tokens, num_logprobs)
+        requests = make_chat_requests(body, request_id, body.make_turns(), body.max_output_tokens, num_logprobs)
+        effort = None if body.reasoning is None else body.reasoning.effort
+        if variables := make_template_variables(body.chat_template_kwargs, effort, body.offered_tools):
+            requests[0]["chat_template_kwargs"] = variables
+        return requests
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Response:
         """Return the whole answer."""
         (answer,) = answers
-        logprobs, is_cut = encode_answer_logprobs(answer), finish_reason(answer) == "length"
-        return _make_ended_response(meta, answer.text, logprobs, is_cut, answer.usage)
+        output, rest = OutputBuilder(meta), answer.text
+        if output.is_parsed or answer.logprobs:
+            logprobs = encode_answer_logprobs(answer)
+            for number, text in enumerate(answer.token_texts):
+                output.add_token(text, logprobs[number : number + 1])
+            rest = answer.text[sum(map(len, answer.token_texts)) :]
+        is_cut = finish_reason(answer) == "length"
+        output.end(rest, is_cut=is_cut)
+        return _make_ended_response(meta, output, answer.usage, is_cut=is_cut)
 
     def make_chunks(self, meta: StreamMeta) -> "ResponseChunks":
         """Return the maker of the answer's stream."""
@@ -231,30 +274,20 @@ class ResponsesEndpoint(Endpoint[ResponseBody]):
 RESPONSES = ResponsesEndpoint()
 
 
-def _make_turns(body: ResponseBody) -> Sequence[dict[str, str]]:
-    turns = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*turns, {"role": "user", "content": body.input}]
-    for position, item in enumerate(body.input):
-        text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
-        turns.append({"role": ROLES[item.role], "content": text})
-    if not turns:
-        raise unsupported_value("input", "an empty input is not supported by this server.")
-    return turns
-
-
 def _make_response(meta: StreamMeta, status: ResponseStatus) -> Response:
     options = meta.options
     given = {
         name: options[name]
         for name in (
-            "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
-            "previous_response_id", "top_logprobs", "user",
+            "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
+            "previous_response_id", "tool_choice", "tools", "top_logprobs", "user",
         )
         if options.get(name) is not None
     }  # fmt: skip
     if text_format := (options.get("text") or {}).get("format"):
         given["text"] = {"format": text_format}
+    if effort := (options.get("reasoning") or {}).get("effort"):
+        given["reasoning"] = {"effort": effort, "summary": None}
     return Response(
         id=meta.id,
         created_at=meta.created,
@@ -286,7 +319,7 @@ def make_response(meta: StreamMeta, events: Sequence[Event]) -> Response:
         response = _make_response(meta, "failed")
         detail = to_api_error(end.error.to_exception(), ResponsesEndpoint.prompt_field).body.error
         response.error = ResponseError(code=detail.code or "server_error", message=detail.message)
-    response.usage = _make_usage(end.usage)
+    response.usage = _make_usage(end.usage, 0)
     return response
 
 
@@ -294,7 +327,7 @@ def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
     """Return what a response was asked, as it is listed: each item has an id, and a message's text lies in parts."""
     items = []
     for number, given in enumerate(meta.input_items or ()):
-        item_id = given.get("id") or f"{_make_item_id(meta)}_{number}"
+        item_id = given.get("id") or make_item_id(meta, given.get("type") or "message", f"in_{number}")
         item = {"type": "message", "status": "completed"} | {k: v for k, v in given.items() if v is not None}
         if isinstance(item.get("content"), str):
             kind = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -303,102 +336,70 @@ def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
     return items
 
 
-def _make_item_id(meta: StreamMeta) -> str:
-    return "msg_" + meta.id.removeprefix(ResponsesEndpoint.id_prefix)
-
-
-def _make_item(meta: StreamMeta, text: str, logprobs: list[dict[str, Any]], is_cut: bool) -> OutputMessage:
-    content = OutputText(text=text, logprobs=[TokenLogprobs.model_validate(one) for one in logprobs])
-    return OutputMessage(id=_make_item_id(meta), status="incomplete" if is_cut else "completed", content=[content])
-
-
-def _make_ended_response(
-    meta: StreamMeta, text: str, logprobs: list[dict[str, Any]], is_cut: bool, usage: Usage
-) -> Response:
+def _make_ended_response(meta: StreamMeta, output: OutputBuilder, usage: Usage, *, is_cut: bool) -> Response:
     response = _make_response(meta, "incomplete" if is_cut else "completed")
-    response.output = [_make_item(meta, text, logprobs, is_cut)]
+    response.output = output.items
     response.incomplete_details = IncompleteDetails() if is_cut else None
-    response.usage = _make_usage(usage)
+    response.usage = _make_usage(usage, output.num_reasoning_tokens)
     return response
 
 
-def _make_usage(usage: Usage) -> ResponseUsage:
+def _make_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 
 
 class ResponseChunks:
-    """A stream. A token's sequence number follows from its position: it is the same for readers that resume."""
+    """A stream. Its events follow from the log and are counted from its beginning: readers that resume see the same."""
 
     def __init__(self, meta: StreamMeta) -> None:
-        self._meta = meta
-        self._item_fields = {"output_index": 0, "item_id": _make_item_id(meta)}
-        self._template = JsonTemplate(
-            _event_fields("output_text.delta", PLACEHOLDER, **self._delta_fields(PLACEHOLDER, []))
-        )
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._num_tokens = 0
+        self._meta, self._output = meta, OutputBuilder(meta)
+        self._num_events = 0
         self._end = EndEvent(finish_reason="stop")
+        self._template: tuple[str, JsonTemplate] | None = None
+        """For the deltas of the item with this id."""
 
     def open_choice(self, index: int) -> list[SseEvent]:
-        """Return the response, its one item, and that item's one part."""
+        """Return the response without output."""
         response = _make_response(self._meta, "in_progress").model_dump()
-        item = _make_item(self._meta, "", [], is_cut=False).model_dump() | {"status": "in_progress", "content": []}
-        part = OutputText(text="").model_dump()
-        return [
-            self._make_event("s1", "created", 0, response=response),
-            self._make_event("s2", "in_progress", 1, response=response),
-            self._make_event("s3", "output_item.added", 2, output_index=0, item=item),
-            self._make_event("s4", "content_part.added", 3, **self._item_fields, content_index=0, part=part),
-        ]
+        told = [("created", {"response": response}), ("in_progress", {"response": response})]
+        return self._number_events(("s1", "s2"), told)
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
-        """Return a token's text, with its log probability if that was asked for."""
-        number = 4 + self._num_tokens
-        self._num_tokens += 1
+        """Return what a token tells, with log probabilities if they were asked for."""
         logprobs = [] if event.logprobs is None else [encode_logprobs(event.logprobs, event.token)]
-        self._texts.append(event.text)
-        self._logprobs += logprobs
-        if logprobs:
-            return [self._make_event(event.id, "output_text.delta", number, **self._delta_fields(event.text, logprobs))]
-        return [self._make_text_delta(event.id, number, event.text)] if event.text else []
+        told = self._output.add_token(event.text, logprobs)
+        return self._number_events(make_token_positions(event.id, len(told)), told)
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """Return the whole part and the whole item."""
-        self._end, number = event, 4 + self._num_tokens
-        self._texts.append(event.text)
-        text, is_cut = "".join(self._texts), finish_reason(event) == "length"
-        item = _make_item(self._meta, text, self._logprobs, is_cut)
-        logprobs, part = self._logprobs, item.content[0].model_dump()
-        fields = {**self._item_fields, "content_index": 0}
-        return [
-            *([self._make_text_delta("e1", number, event.text)] if event.text else []),
-            self._make_event("e2", "output_text.done", number + 1, **fields, text=text, logprobs=logprobs),
-            self._make_event("e3", "content_part.done", number + 2, **fields, part=part),
-            self._make_event("e4", "output_item.done", number + 3, output_index=0, item=item.model_dump()),
-        ]
+        """Return what was held back, and the end of the last item."""
+        self._end = event
+        told = self._output.end(event.text, is_cut=finish_reason(event) == "length")
+        return self._number_events([f"e{number}" for number in range(1, len(told) + 1)], told)
 
     def end_stream(self) -> list[SseEvent]:
         """Return the whole response."""
-        end, is_cut = self._end, finish_reason(self._end) == "length"
-        response = _make_ended_response(self._meta, "".join(self._texts), self._logprobs, is_cut, end.usage)
-        number = 4 + self._num_tokens + 4
-        return [self._make_event(DONE_ID, response.status, number, response=response.model_dump())]
+        is_cut = finish_reason(self._end) == "length"
+        response = _make_ended_response(self._meta, self._output, self._end.usage, is_cut=is_cut)
+        return self._number_events((DONE_ID,), [(response.status, {"response": response.model_dump()})])
 
-    def _make_text_delta(self, position: str, number: int, text: str) -> SseEvent:
-        return SseEvent(position, self._template.fill_in(number, text), "response.output_text.delta", number)
+    def _number_events(self, positions: Iterable[str], told: Sequence[ToldEvent]) -> list[SseEvent]:
+        events = []
+        for position, (kind, data) in zip(positions, told, strict=True):
+            encoded = self._encode_event(kind, self._num_events, data)
+            events.append(SseEvent(position, encoded, f"response.{kind}", self._num_events))
+            self._num_events += 1
+        return events
 
-    def _delta_fields(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._item_fields, "content_index": 0, "delta": text, "logprobs": logprobs}
-
-    def _make_event(self, position: str, kind: str, number: int, **data: Any) -> SseEvent:
-        return SseEvent(position, encode_json(_event_fields(kind, number, **data)), f"response.{kind}", number)
-
-
-def _event_fields(kind: str, number: int | str, **data: Any) -> dict[str, Any]:
-    return {"type": f"response.{kind}", "sequence_number": number, **data}
+    def _encode_event(self, kind: str, number: int, data: dict[str, Any]) -> str:
+        if kind != "output_text.delta" or data["logprobs"]:
+            return encode_json({"type": f"response.{kind}", "sequence_number": number, **data})
+        if self._template is None or self._template[0] != data["item_id"]:
+            fields = {"type": f"response.{kind}", "sequence_number": PLACEHOLDER, **data, "delta": PLACEHOLDER}
+            self._template = data["item_id"], JsonTemplate(fields)
+        return self._template[1].fill_in(number, data["delta"])

@@ -120,7 +120,7 @@ class ResumePoint:
 
 def make_token_positions(event_id: str, count: int) -> list[str]:
     """Return the positions after each of `count` events of a token."""
-    return [f"{event_id}.{number}" for number in range(1, count)] + [event_id]
+    return [*(f"{event_id}.{number}" for number in range(1, count)), event_id] if count else []
 
 
 def _parse_position(position: str, text: str) -> tuple[int, int, int]:

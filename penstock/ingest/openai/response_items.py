@@ -1,0 +1,359 @@
+"""The items of `/v1/responses`: those of `input` as the turns of a chat, and those of the answer, token by token."""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, TypeAdapter
+
+from penstock.ingest.errors import ApiError
+from penstock.ingest.openai.answer_parser import AnswerPiece
+from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
+from penstock.ingest.openai.chat import ROLES, join_text_parts, make_call_id, make_parser
+from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.tokens import TokenLogprobs
+
+ID_PREFIX = "resp_"
+TEXT_PART_TYPES = ("input_text", "output_text", "text")
+REASONING_PART_TYPE = "reasoning_text"
+ITEM_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class InputMessage(StrictModel):
+    """One turn."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    """Text, or a list of parts of type `input_text` or `output_text`."""
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(StrictModel):
+    """A call of an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str
+    """As JSON."""
+    id: str | None = None
+    status: str | None = None
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
+    """Accepted; does nothing. The SDK adds it to the calls that it parses."""
+    namespace: allow_only() = None  # type: ignore[valid-type]
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+
+class InputCallOutput(StrictModel):
+    """The result of a call that stands before it, in `input` or in an earlier response."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
+    """Text, or a list of parts of type `input_text`."""
+    id: str | None = None
+    status: str | None = None
+    caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+
+class InputReasoning(StrictModel):
+    """What the model thought in an earlier turn; most chat templates leave it out."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[dict[str, Any]] | None = None
+    """Accepted; does nothing."""
+    content: Annotated[list[dict[str, Any]] | None, make_text_schema(REASONING_PART_TYPE)] = None
+    """Parts of type `reasoning_text`."""
+    encrypted_content: str | None = None
+    """Accepted; does nothing."""
+    status: str | None = None
+
+
+def _find_item_tag(item: Any) -> str:
+    """Return which model an item is of; a message may have no type."""
+    kind = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
+    return f"tagged-{kind or 'message'}"
+
+
+def _find_input_tag(given: Any) -> str:
+    return "tagged-items" if isinstance(given, list) else "tagged-text"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("tagged-message")]
+    | Annotated[InputCall, Tag("tagged-function_call")]
+    | Annotated[InputCallOutput, Tag("tagged-function_call_output")]
+    | Annotated[InputReasoning, Tag("tagged-reasoning")],
+    Discriminator(
+        _find_item_tag,
+        custom_error_type="unknown_item",
+        custom_error_message="an item is a message, a function_call, a function_call_output or reasoning",
+    ),
+]
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("tagged-text")]
+    | Annotated[list[InputItem], Field(min_length=1), Tag("tagged-items")],
+    Discriminator(_find_input_tag),
+]
+ITEMS = TypeAdapter(list[InputItem])
+
+
+class ChatTurns:
+    """The turns of a chat that items are. What the model said in one go, before others had their say, is one turn."""
+
+    def __init__(self, instructions: str | None) -> None:
+        self.turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+        self._answer: dict[str, Any] | None = None
+        """The model's turn, while nobody else said anything after it."""
+        self._call_ids = set[str]()
+
+    def add_items(self, items: Iterable[InputItem]) -> None:
+        """Add items. Raises `ApiError` 400 for content that is no text, and for the result of an unknown call."""
+        for position, item in enumerate(items):
+            match item:
+                case InputReasoning():
+                    param = f"input.{position}.content"
+                    self._add_reasoning(join_text_parts(item.content, param, (REASONING_PART_TYPE,)))
+                case InputCall():
+                    self._add_call(item)
+                case InputCallOutput():
+                    self._add_result(item, join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES))
+                case InputMessage():
+                    text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
+                    self._add_message(ROLES[item.role], text)
+
+    def _add_message(self, role: str, text: str) -> None:
+        answer = self._answer
+        if role == "assistant" and answer is not None and not answer["content"] and "tool_calls" not in answer:
+            answer["content"] = text
+            return
+        self.turns.append({"role": role, "content": text})
+        self._answer = self.turns[-1] if role == "assistant" else None
+
+    def _add_reasoning(self, text: str) -> None:
+        if not text:
+            return
+        answer = self._answer
+        if answer is None or answer["content"] or "tool_calls" in answer:
+            answer = self._begin_answer()
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _add_call(self, item: InputCall) -> None:
+        answer = self._answer or self._begin_answer()
+        function = {"name": item.name, "arguments": item.arguments}
+        answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        self._call_ids.add(item.call_id)
+
+    def _add_result(self, item: InputCallOutput, text: str) -> None:
+        if item.call_id not in self._call_ids:
+            message = f"No tool call found for function call output with call_id {item.call_id}."
+            raise ApiError(400, message, param="input", code="invalid_value")
+        self.turns.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        self._answer = None
+
+    def _begin_answer(self) -> dict[str, Any]:
+        self._answer = {"role": "assistant", "content": ""}
+        self.turns.append(self._answer)
+        return self._answer
+
+
+class OutputText(BaseModel):
+    """The text of the answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[None] = []
+    logprobs: list[TokenLogprobs] = []
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(BaseModel):
+    """A message of the answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    """A function that the model calls."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    """What a `function_call_output` names."""
+    name: str
+    arguments: str
+    """As JSON."""
+    status: ItemStatus
+
+
+class ReasoningText(BaseModel):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """What the model thought before what follows."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[None] = []
+    """Empty: `content` has all of it."""
+    content: list[ReasoningText]
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+ToldEvent = tuple[str, dict[str, Any]]
+"""An event of a stream: its name without `response.`, and its fields without type and number."""
+
+
+def make_item_id(meta: StreamMeta, kind: str, place: int | str) -> str:
+    """Return the id of an item of this type: it follows from the response's id and the item's place."""
+    return f"{ITEM_ID_PREFIXES[kind]}_{meta.id.removeprefix(ID_PREFIX)}_{place}"
+
+
+class OutputBuilder:
+    """Puts the items of an answer together, token by token. What it returns are the events of that.
+
+    All of it follows from the tokens' texts, in whatever pieces they are added: reasoning, text and calls are items in
+    the order in which the model wrote them. White space alone makes no item where there is another one. A token whose
+    text is not told yet, as it may begin a mark, counts as a part of what is told next; so do its log probabilities,
+    which only messages have.
+    """
+
+    def __init__(self, meta: StreamMeta) -> None:
+        self._meta, self._parser = meta, make_parser(meta)
+        self.items: list[OutputItem] = []
+        """Those that are complete."""
+        self.num_reasoning_tokens = 0
+        self._open: OutputMessage | OutputReasoning | None = None
+        """The item that texts go to."""
+        self._texts: list[str] = []
+        """Those of the open item."""
+        self._space = AnswerPiece("content", "")
+        """White space that may be the beginning of an item."""
+        self._untold_logprobs: list[dict[str, Any]] = []
+        self._num_untold = 0
+        """Tokens whose text was not told."""
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether calls and reasoning are told from text."""
+        return self._parser is not None
+
+    def add_token(self, text: str, logprobs: list[dict[str, Any]]) -> list[ToldEvent]:
+        """Add a token, with its log probability if that was asked for."""
+        self._num_untold += 1
+        self._untold_logprobs += logprobs
+        if self._parser is None:
+            return self._add_piece(AnswerPiece("content", text)) if text else []
+        return [told for piece in self._parser.add_text(text).pieces for told in self._add_piece(piece)]
+
+    def end(self, text: str, *, is_cut: bool) -> list[ToldEvent]:
+        """Add the last text, and complete the last item; it is incomplete if the answer is cut in it."""
+        pieces = [AnswerPiece("content", text)] if text else []
+        if self._parser is not None:
+            pieces = self._parser.end(text).pieces
+        told = [event for piece in pieces for event in self._add_piece(piece)]
+        if not self.items and self._open is None:
+            told += self._open_item("content")
+            told += self._add_text(self._space.text) if self._space.text else []
+        if self._untold_logprobs and isinstance(self._open, OutputMessage):
+            told += self._add_text("")
+        return told + self._close_item("incomplete" if is_cut else "completed")
+
+    def _add_piece(self, piece: AnswerPiece) -> list[ToldEvent]:
+        if piece.kind == "call":
+            return self._close_item("completed") + self._add_call(piece)
+        if self._open is not None and (piece.kind == "reasoning") == (self._open.type == "reasoning"):
+            self._space = AnswerPiece("content", "")
+            return self._add_text(piece.text)
+        if piece.kind == self._space.kind:
+            piece = AnswerPiece(piece.kind, self._space.text + piece.text)
+        if self.is_parsed and piece.text.isspace():
+            self._space = piece
+            return []
+        return self._close_item("completed") + self._open_item(piece.kind) + self._add_text(piece.text)
+
+    def _open_item(self, kind: Literal["content", "reasoning", "call"]) -> list[ToldEvent]:
+        place = len(self.items)
+        part: OutputText | ReasoningText
+        if kind == "reasoning":
+            item_id, part = make_item_id(self._meta, "reasoning", place), ReasoningText(text="")
+            self._open = OutputReasoning(id=item_id, status="in_progress", content=[])
+        else:
+            item_id, part = make_item_id(self._meta, "message", place), OutputText(text="")
+            self._open = OutputMessage(id=item_id, status="in_progress", content=[])
+        added = ("output_item.added", {"output_index": place, "item": self._open.model_dump()})
+        cast("list[Any]", self._open.content).append(part)
+        return [added, ("content_part.added", {**self._fields(), "part": part.model_dump()})]
+
+    def _add_text(self, text: str) -> list[ToldEvent]:
+        self._texts.append(text)
+        logprobs, self._untold_logprobs = self._untold_logprobs, []
+        num_tokens, self._num_untold = self._num_untold, 0
+        if isinstance(self._open, OutputReasoning):
+            self.num_reasoning_tokens += num_tokens
+            return [("reasoning_text.delta", {**self._fields(), "delta": text})]
+        assert self._open is not None, "its caller opened it"
+        self._open.content[0].logprobs += [TokenLogprobs.model_validate(one) for one in logprobs]
+        return [("output_text.delta", {**self._fields(), "delta": text, "logprobs": logprobs})]
+
+    def _close_item(self, status: ItemStatus) -> list[ToldEvent]:
+        item, self._space = self._open, AnswerPiece("content", "")
+        if item is None:
+            return []
+        fields, (part,) = self._fields(), item.content
+        part.text, self._texts = "".join(self._texts), []
+        item.status = status
+        done: dict[str, Any] = {"text": part.text}
+        if isinstance(part, OutputText):
+            done["logprobs"] = [one.model_dump() for one in part.logprobs]
+        kind = "output_text" if isinstance(part, OutputText) else "reasoning_text"
+        self._open = None
+        return [
+            (f"{kind}.done", {**fields, **done}),
+            ("content_part.done", {**fields, "part": part.model_dump()}),
+            self._complete_item(item),
+        ]
+
+    def _add_call(self, piece: AnswerPiece) -> list[ToldEvent]:
+        self._untold_logprobs, self._num_untold = [], 0
+        place = len(self.items)
+        number = sum(isinstance(item, OutputCall) for item in self.items)
+        item = OutputCall(
+            id=make_item_id(self._meta, "function_call", place),
+            call_id=make_call_id(self._meta.id.removeprefix(ID_PREFIX), number),
+            name=piece.name,
+            arguments="",
+            status="in_progress",
+        )
+        fields = {"output_index": place, "item_id": item.id}
+        added = ("output_item.added", {"output_index": place, "item": item.model_dump()})
+        item.arguments, item.status = piece.text, "completed"
+        return [
+            added,
+            ("function_call_arguments.delta", {**fields, "delta": piece.text}),
+            ("function_call_arguments.done", {**fields, "arguments": piece.text}),
+            self._complete_item(item),
+        ]
+
+    def _complete_item(self, item: OutputItem) -> ToldEvent:
+        self.items.append(item)
+        return "output_item.done", {"output_index": len(self.items) - 1, "item": item.model_dump()}
+
+    def _fields(self) -> dict[str, Any]:
+        assert self._open is not None, "a text belongs to an item"
+        return {"output_index": len(self.items), "item_id": self._open.id, "content_index": 0}

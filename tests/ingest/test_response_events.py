@@ -1,0 +1,286 @@
+"""The items and events of responses: the same of a whole answer and of a stream, from whatever event it is resumed."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from penstock.client.core import Event, build_answer
+from penstock.ingest.errors import ApiError
+from penstock.ingest.openai import RESPONSES, StreamMeta, make_stream_meta
+from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.responses import Response, describe_input_items
+from penstock.ingest.openai.sse import ResumePoint
+from penstock.messages import EndEvent, FinishReason, Logprobs, TokenEvent, Usage
+from penstock.names import START_HASH, roll_hash
+from sim.workload import TOOL_MODEL
+
+TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "b c"}}</tool_call>'
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+PIECES = ["<think>", "</think>", CALL, CALL, " ", "\n", "some", " text", "<tool_call>", "</tool_call>", "<", "ä👍"]
+
+
+def make_meta(**more: Any) -> StreamMeta:
+    body = RESPONSES.parse_body({"model": "m", "input": "hi", "tools": [TOOL]} | more)
+    return make_stream_meta(RESPONSES, body, "resp_1", response_template=TEMPLATE)
+
+
+def make_log(
+    texts: Sequence[str], rest: str = "", reason: FinishReason = "stop", *, has_logprobs: bool = False
+) -> list[Event]:
+    events: list[Event] = []
+    rolled = START_HASH
+    for position, text in enumerate(texts):
+        rolled = roll_hash(rolled, position)
+        logprobs = Logprobs(logprob=-1, text=f"<{position}>") if has_logprobs else None
+        events.append(TokenEvent.at_position(position, rolled, position, text, logprobs))
+    usage = Usage(prompt_tokens=3, completion_tokens=len(texts))
+    return [*events, EndEvent(finish_reason=reason, text=rest, usage=usage)]
+
+
+def cut_text(text: str, step: int) -> list[str]:
+    return [text[begin : begin + step] for begin in range(0, len(text), step)]
+
+
+def read_stream(meta: StreamMeta, log: Sequence[Event], after: str | None = None, number: int = -1) -> list[SentEvent]:
+    cursor = SseCursor(RESPONSES, meta, ResumePoint(1, after), number)
+    sent = cursor.open_stream()
+    for event in log:
+        sent += cursor.add_event(0, event)
+    return sent + cursor.end_stream()
+
+
+def make_whole(meta: StreamMeta, log: Sequence[Event]) -> Response:
+    return RESPONSES.make_answer(meta, [build_answer(meta.id, log)])
+
+
+def describe_items(response: Response) -> list[tuple[str, str, str]]:
+    """Return type, text and status of each item."""
+    found: list[tuple[str, str, str]] = []
+    for item in response.output:
+        text = f"{item.name}({item.arguments})" if item.type == "function_call" else item.content[0].text
+        found.append((item.type, text, item.status))
+    return found
+
+
+F = ("function_call", 'f({"a": "b c"})', "completed")
+CASES: dict[str, tuple[str, FinishReason, list[tuple[str, str, str]]]] = {
+    "text": ("Hello.", "stop", [("message", "Hello.", "completed")]),
+    "nothing": ("", "stop", [("message", "", "completed")]),
+    "white space": (" \n", "stop", [("message", " \n", "completed")]),
+    "all": (
+        f"<think>Hm</think>\n\nNow: {CALL}\n{CALL}\n", "stop",
+        [("reasoning", "Hm", "completed"), ("message", "\n\nNow: ", "completed"), F, F],
+    ),
+    "text after a call": (f"{CALL} Done.", "stop", [F, ("message", " Done.", "completed")]),
+    "empty reasoning": ("<think>\n\n</think>Yes", "stop", [("message", "Yes", "completed")]),
+    "cut in reasoning": ("<think>Hm", "length", [("reasoning", "Hm", "incomplete")]),
+    "cut in text": ("<think>Hm</think>Yes", "length", [
+        ("reasoning", "Hm", "completed"), ("message", "Yes", "incomplete"),
+    ]),
+    "cut in a call": (f'{CALL}<tool_call>{{"name": "f"', "length", [F, ("message", '{"name": "f"', "incomplete")]),
+    "no call": ('<tool_call>{"name": 1}</tool_call>', "stop", [("message", '{"name": 1}', "completed")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reason", "expected"), CASES.values(), ids=CASES)
+def test_the_items_of_an_answer_are_in_its_order(
+    text: str, reason: FinishReason, expected: list[tuple[str, str, str]]
+) -> None:
+    meta = make_meta()
+    for step in (1, 2, 5, 100):
+        texts = cut_text(text, step)
+        log = make_log(texts, reason=reason)
+        whole = make_whole(meta, log)
+        assert describe_items(whole) == expected
+        last = json.loads(read_stream(meta, log)[-1].event.data)
+        assert last["response"] == whole.model_dump(mode="json")
+        assert last["type"] == f"response.{'incomplete' if reason == 'length' else 'completed'}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=10),
+    step=st.integers(1, 9),
+    has_logprobs=st.booleans(),
+    is_held=st.booleans(),
+    reason=st.sampled_from(["stop", "length"]),
+)
+def test_openais_reader_puts_the_same_together_and_goes_on_after_any_event(
+    pieces: list[str], step: int, has_logprobs: bool, is_held: bool, reason: FinishReason
+) -> None:
+    text = "".join(pieces)
+    texts = cut_text(text, step)
+    rest = texts.pop() if texts and is_held else ""
+    meta = make_meta(**({"include": ["message.output_text.logprobs"]} if has_logprobs else {}))
+    log = make_log(texts, rest, reason, has_logprobs=has_logprobs)
+    sent = read_stream(meta, log)
+    check_as_openai(sent, make_whole(meta, log))
+    ids = [one.id for one in sent]
+    assert len(set(ids)) == len(ids)
+    for place, one in enumerate(sent[:-1]):
+        assert read_stream(meta, log, after=one.id) == sent[place + 1 :]
+        assert [later.event for later in read_stream(meta, log, number=place)] == [
+            later.event for later in sent[place + 1 :]
+        ]
+
+
+def check_as_openai(sent: list[SentEvent], whole: Response) -> None:
+    """Check what OpenAI's SDK makes of a stream, event by event."""
+    state = ResponseStreamState(input_tools=[], text_format=openai.omit)
+    deltas: dict[tuple[int, str], list[Any]] = {}
+    done: dict[int, Any] = {}
+    for number, one in enumerate(sent):
+        raw = json.loads(one.event.data)
+        event = EVENTS.validate_python(raw)
+        assert event.model_dump(mode="json", exclude_unset=True, by_alias=True)["type"] == one.event.event
+        assert event.sequence_number == number
+        state.handle_event(event)
+        if event.type.endswith(".delta"):
+            assert event.item_id == raw["item_id"]
+            deltas.setdefault((event.output_index, event.item_id), []).append(raw)
+        if event.type == "response.output_item.done":
+            done[event.output_index] = raw["item"]
+    output = whole.model_dump(mode="json")["output"]
+    assert list(done.values()) == output
+    for (place, item_id), found in deltas.items():
+        item = output[place]
+        assert item["id"] == item_id
+        text = "".join(one["delta"] for one in found)
+        if item["type"] == "function_call":
+            assert text == item["arguments"]
+            continue
+        assert text == item["content"][0]["text"]
+        if item["type"] == "message":
+            assert [entry for one in found for entry in one["logprobs"]] == item["content"][0]["logprobs"]
+    if whole.status == "completed":
+        assert state._completed_response is not None
+        assert [item.type for item in state._completed_response.output] == [item["type"] for item in output]
+
+
+def test_the_tokens_of_reasoning_are_counted_and_have_no_log_probabilities() -> None:
+    texts = [
+        "<think>",
+        "I",
+        " see",
+        "</think>",
+        "Yes",
+        ".",
+        "<tool_call>",
+        '{"name": "f", "arguments": {}}',
+        "</tool_call>",
+    ]
+    meta = make_meta(include=["message.output_text.logprobs"])
+    whole = make_whole(meta, make_log(texts, has_logprobs=True))
+    assert whole.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens == 3, "the mark's too"
+    thought, message, call = whole.output
+    assert (thought.type, call.type) == ("reasoning", "function_call")
+    assert message.type == "message"
+    assert [one.token for one in message.content[0].logprobs] == ["<3>", "<4>", "<5>"]
+
+
+def test_an_answer_without_a_template_is_a_message_as_it_is() -> None:
+    body = RESPONSES.parse_body({"model": "m", "input": "hi"})
+    meta = make_stream_meta(RESPONSES, body, "resp_1")
+    log = make_log(["\n", "<think>", CALL])
+    assert describe_items(make_whole(meta, log)) == [("message", f"\n<think>{CALL}", "completed")]
+    kinds = [one.event.event for one in read_stream(meta, log)]
+    assert kinds.count("response.output_text.delta") == 3
+
+
+def make_turns(*items: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    (request,) = RESPONSES.make_requests(RESPONSES.parse_body({"model": "m", "input": list(items)} | more), "resp_1")
+    return [dict(turn) if isinstance(turn, dict) else turn.model_dump() for turn in request["messages"] or ()]
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def call(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}", "id": "fc_1"}
+
+
+def result(call_id: str, output: Any = "red") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(*call_ids: str) -> list[dict[str, Any]]:
+    return [{"id": one, "type": "function", "function": {"name": "f", "arguments": "{}"}} for one in call_ids]
+
+
+def test_what_the_model_said_in_one_go_is_one_turn() -> None:
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "Now", "annotations": []}],
+    }
+    parts = [{"type": "input_text", "text": "gr"}, {"type": "input_text", "text": "een"}]
+    turns = make_turns(
+        USER, reasoning("Hm"), said, call("a"), call("b"), result("b"), result("a", parts), reasoning("So"), call("c"),
+        result("c", ""), said, said, instructions="Be short.",
+    )  # fmt: skip
+    assert turns == [
+        {"role": "system", "content": "Be short."},
+        USER,
+        {"role": "assistant", "content": "Now", "reasoning_content": "Hm", "tool_calls": called("a", "b")},
+        {"role": "tool", "content": "red", "tool_call_id": "b"},
+        {"role": "tool", "content": "green", "tool_call_id": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "So", "tool_calls": called("c")},
+        {"role": "tool", "content": "", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Now"},
+        {"role": "assistant", "content": "Now"},
+    ]
+    assert make_turns(USER, {"type": "reasoning", "encrypted_content": "x", "summary": []}) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("items", "param", "message"),
+    [
+        ([USER, result("a")], "input", "No tool call found for function call output with call_id a."),
+        ([USER, result("a"), call("a")], "input", "No tool call found"),
+        ([USER, call("a"), result("a", [{"type": "input_image", "image_url": "x"}])], "input.2.output.0", "only text"),
+        ([USER, {"type": "item_reference", "id": "fc_1"}], "input.1", "an item is a message, a function_call"),
+        ([USER, {"type": "function_call", "call_id": "a", "name": "f"}], "input.1.arguments", "Missing"),
+        ([USER, call("a") | {"namespace": "n"}], "input.1.namespace", "Unsupported"),
+        ([{"type": "reasoning", "encrypted_content": "x"}], "input", "an empty input"),
+    ],
+)
+def test_items_that_cannot_be_turns_are_refused(items: list[Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        make_turns(*items)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_template_is_given_tools_in_the_form_of_chats() -> None:
+    body = RESPONSES.parse_body({
+        "model": "m", "input": "hi", "tools": [TOOL], "reasoning": {"effort": "low", "summary": "auto"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    })  # fmt: skip
+    (request,) = RESPONSES.make_requests(body, "resp_1")
+    function = {"name": "f", "parameters": TOOL["parameters"]}
+    assert request["chat_template_kwargs"] == {
+        "enable_thinking": False, "reasoning_effort": "low", "tools": [{"type": "function", "function": function}],
+    }  # fmt: skip
+
+
+def test_what_was_asked_is_listed_with_ids_by_type() -> None:
+    given = [USER, reasoning("Hm") | {"id": None}, call("a") | {"id": None}, result("a")]
+    body = RESPONSES.parse_body({"model": "m", "input": given})
+    meta = make_stream_meta(RESPONSES, body, "resp_1", input_items=body.make_items())
+    items = describe_input_items(meta)
+    assert [item["id"] for item in items] == ["msg_1_in_0", "rs_1_in_1", "fc_1_in_2", "fco_1_in_3"]
+    assert items[3] | {"id": ""} == result("a") | {"id": "", "status": "completed"}
