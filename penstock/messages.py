@@ -106,6 +106,18 @@ class ChatMessage(Wire):
     reasoning_content: str | None = None
     """What an assistant thought before its turn; templates may leave it out."""
 
+    def describe(self) -> dict[str, Any]:
+        """Return the turn as chat templates have it: the arguments of calls are objects, not their JSON."""
+        described = self.model_dump(exclude_none=True)
+        for call in described.get("tool_calls", ()):
+            try:
+                arguments = json.loads(call["function"]["arguments"])
+            except ValueError:
+                continue
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = arguments
+        return described
+
 
 class GrammarSpec(Wire):
     """What an answer must match. It travels in the request and in its job."""

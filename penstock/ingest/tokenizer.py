@@ -13,9 +13,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.engine.chat_template import render_chat
 from penstock.engine.files import find_model
 from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge
 from penstock.ingest.errors import ApiError
+from penstock.messages import ChatMessage
 
 MAX_TEXT_CHARS = 2**20
 MAX_TOKENS = 2**18
@@ -40,14 +42,25 @@ class ModelTokenizers:
         return Tokens(await self._ask({"model": model, "text": text, "special": special, "with_strs": with_strs}))
 
     async def encode_chat(
-        self, model: str, turns: Sequence[Mapping[str, Any]], *, special: bool, generation_prompt: bool, with_strs: bool
+        self,
+        model: str,
+        turns: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        special: bool = False,
+        generation_prompt: bool = True,
+        with_strs: bool = False,
     ) -> "Tokens":
-        """Return the tokens of a chat as the model's template writes it. Raises `ApiError`."""
-        num_chars = sum(len(turn["content"]) for turn in turns)
+        """Return the tokens of a chat as the model's template writes it. Raises `ApiError`.
+
+        `turns` are `ChatMessage`s as JSON data. `variables` are given to the template beside them.
+        """
+        given = dict(variables or {})
+        num_chars = sum(len(turn["content"]) for turn in turns) + len(json.dumps(given))
         if num_chars > MAX_TEXT_CHARS:
             raise _too_large(f"{num_chars:,} characters", f"{MAX_TEXT_CHARS:,}")
         how = {"special": special, "generation_prompt": generation_prompt, "with_strs": with_strs}
-        return Tokens(await self._ask({"model": model, "turns": list(turns), **how}))
+        return Tokens(await self._ask({"model": model, "turns": list(turns), "variables": given, **how}))
 
     async def decode_tokens(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with that of special tokens. Raises `ApiError`."""
@@ -142,14 +155,14 @@ def _answer(question: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         return {"text": tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)}
     text = question.get("text")
     if text is None:
-        if not tokenizer.chat_template:
-            raise InvalidRequest("the model has no chat template; send a prompt instead of messages")
-        try:
-            text = tokenizer.apply_chat_template(
-                question["turns"], tokenize=False, add_generation_prompt=question["generation_prompt"]
-            )
-        except Exception as error:  # a template may raise anything about what it is given
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
+        turns = [ChatMessage.model_validate(turn) for turn in question["turns"]]
+        text = render_chat(
+            tokenizer,
+            question["model"],
+            turns,
+            question["variables"],
+            generation_prompt=question["generation_prompt"],
+        )
     ids = tokenizer(text, verbose=False, add_special_tokens=question["special"])["input_ids"]
     return {"token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids) if question["with_strs"] else None}
 

@@ -1,17 +1,13 @@
 """From a request's prompt to token ids, and all reasons for which a model refuses a prompt."""
 
-import json
-import re
 from collections.abc import Sequence
-from typing import Any
 
+from penstock.engine.chat_template import render_chat
 from penstock.engine.contract import ModelCard
 from penstock.engine.limits import context_exceeded
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
-from penstock.messages import ChatMessage, Request
+from penstock.messages import Request
 
-RESERVED_VARIABLES = {"messages", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "padding"}
-"""Names that a request cannot give to its chat template."""
 MAX_START_TOKENS = 64
 """So many tokens at the prompt's end have the beginning of the answer's turn, of all known templates."""
 
@@ -33,9 +29,10 @@ class PromptTokenizer:
             token_ids = self._encode_text(request.prompt, request.sampling.min_new_tokens)
         else:
             # The template writes its special tokens itself.
-            token_ids = self._encode_text(
-                self._apply_chat_template(request), request.sampling.min_new_tokens, special=False
+            text = render_chat(
+                self._model.tokenizer, self._model.name, request.messages or (), request.chat_template_kwargs or {}
             )
+            token_ids = self._encode_text(text, request.sampling.min_new_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         context, max_tokens = self._model.context_length, request.sampling.min_new_tokens
@@ -49,24 +46,6 @@ class PromptTokenizer:
         if max(token_ids) >= vocab_size:
             raise InvalidRequest(f"token id {max(token_ids)}: the vocabulary has {vocab_size}")
         return token_ids
-
-    def _apply_chat_template(self, request: Request) -> str:
-        turns = [_describe_turn(turn) for turn in request.messages or ()]
-        if not self._model.tokenizer.chat_template:
-            raise InvalidRequest(f"{self._model.name!r} has no chat template; send a prompt instead of messages")
-        variables = request.chat_template_kwargs or {}
-        words = set(re.findall(r"\w+", str(self._model.tokenizer.chat_template)))
-        if unknown := [name for name in variables if name in RESERVED_VARIABLES or name not in words]:
-            raise InvalidRequest(
-                f"chat_template_kwargs: the chat template of {self._model.name!r} has no {unknown[0]!r}"
-            )
-        try:
-            text = self._model.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, **variables
-            )
-        except Exception as error:  # a template may raise anything about what it is given
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
-        return str(text)
 
     def find_answer_start(self, token_ids: Sequence[int]) -> str:
         """Return what the chat template wrote of the answer, by the model's response template: `<think>` of some."""
@@ -91,16 +70,3 @@ class PromptTokenizer:
             raise PromptTooLong(context_exceeded(context, at_least, max_tokens, "at least "))
         encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
-
-
-def _describe_turn(turn: ChatMessage) -> dict[str, Any]:
-    """Return a turn as chat templates have it: the arguments of calls are objects, not their JSON."""
-    described = turn.model_dump(exclude_none=True)
-    for call in described.get("tool_calls", ()):
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except ValueError:
-            continue
-        if isinstance(arguments, dict):
-            call["function"]["arguments"] = arguments
-    return described

@@ -13,7 +13,7 @@ _LIMITS = {"messages": "max_tokens", "input": "max_output_tokens"}
 _STREAM = os.environ["STREAM_ID"]
 _KNOWN = {"model": "demo", "stream_id": _STREAM, "request_id": _STREAM, "input_file_id": os.environ["FILE_ID"]}
 _number = itertools.count()
-_LARGE = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_LARGE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Their bodies have much in common, and make four cases of five."""
 _ONE_IN = int(os.environ["ONE_IN"])
 _enumerated: Counter[tuple[str, str]] = Counter()

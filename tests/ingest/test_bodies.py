@@ -9,9 +9,10 @@ from penstock.client.core import make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
 from penstock.errors import PromptTooLong
+from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, find_prompt_field
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint
 
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -29,8 +29,9 @@ from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.ingest.batch.lines import PIECE_BYTES, Row, parse_row, split_lines
+from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
-from penstock.ingest.openai import ENDPOINTS, SubmitArgs, find_prompt_field, make_stream_meta
+from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import Usage

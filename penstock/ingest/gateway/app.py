@@ -6,10 +6,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings, GuardSettings, is_loopback, load_settings
+from penstock.ingest.endpoints import ENDPOINTS, find_endpoint
+from penstock.ingest.errors import ErrorBody
 from penstock.ingest.gateway import (
     batches,
     health,
@@ -25,7 +28,6 @@ from penstock.ingest.gateway.guard import GuardMiddleware
 from penstock.ingest.gateway.handlers import error_handlers, error_responses
 from penstock.ingest.gateway.metrics import CountingMiddleware
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai import ENDPOINTS
 from penstock.telemetry.meters import Meters
 
 ROUTE_MODULES = (inference, responses, streams, live, batches, tokens, usage, health, site)
@@ -45,7 +47,8 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
 
     app = FastAPI(
         title="Penstock",
-        description="OpenAI's API over a durable pipeline: what is accepted is answered, every stream can be resumed.",
+        description="OpenAI's API and Anthropic's messages over a durable pipeline: what is accepted is answered, "
+        "every stream can be resumed.",
         lifespan=lifespan,
         exception_handlers=error_handlers([route for part in ROUTE_MODULES for route in part.router.routes]),
     )
@@ -81,17 +84,19 @@ def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str,
     for name in _UNUSED_SCHEMAS:
         components.pop(name, None)
     statuses = (*_GUARD_STATUSES, 403) if only_local else _GUARD_STATUSES
-    for path in document["paths"].values():
-        for operation in path.values():
-            _correct_errors(operation["responses"], statuses)
+    for path, operations in document["paths"].items():
+        endpoint = find_endpoint(path)
+        model = ErrorBody if endpoint is None else endpoint.error_model
+        for operation in operations.values():
+            _correct_errors(operation["responses"], statuses, model)
             if is_open and "security" in operation:
                 operation["security"].append({})
     return document
 
 
-def _correct_errors(responses: dict[str, Any], anywhere: tuple[int, ...]) -> None:
+def _correct_errors(responses: dict[str, Any], anywhere: tuple[int, ...], model: type[BaseModel]) -> None:
     """Replace FastAPI's 422 by our 400 for invalid values, and add what the guard answers."""
     responses.pop("422", None)
-    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     for status, response in error_responses(*anywhere).items():
         responses.setdefault(str(status), {"description": response["description"], "content": body})

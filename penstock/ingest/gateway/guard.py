@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.settings import GuardSettings, is_loopback
+from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.metrics import REFUSAL_KEY
 from penstock.ingest.gateway.protocol import LINGER_S
@@ -73,6 +74,7 @@ class _GuardedRequest:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, settings: GuardSettings) -> None:
         headers = dict(scope["headers"])
+        self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
@@ -129,7 +131,7 @@ class _GuardedRequest:
         """Send the error, and end the connection."""
         assert self.refusal is not None
         self._is_answered = self._is_closing = True
-        body = self.refusal.body.model_dump_json().encode()
+        body = make_error_body(self._path, self.refusal).model_dump_json().encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **self.refusal.headers}
         if not self._is_complete:
             headers["connection"] = "close"

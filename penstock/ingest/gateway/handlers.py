@@ -7,13 +7,14 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
 from penstock.errors import PenstockError
+from penstock.ingest.endpoints import find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
 from penstock.ingest.gateway.metrics import REFUSAL_KEY
-from penstock.ingest.openai import find_prompt_field
 from penstock.ingest.openai.body import validation_error
 
 log = logging.getLogger(__name__)
@@ -38,14 +39,15 @@ _STATUS_DESCRIPTIONS = {
 }
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Return the error answers of a route, for the OpenAPI document."""
-    return {status: {"model": ErrorBody, "description": _STATUS_DESCRIPTIONS[status]} for status in statuses}
+    return {status: {"model": model, "description": _STATUS_DESCRIPTIONS[status]} for status in statuses}
 
 
-def render_error(error: ApiError) -> Response:
-    """Return an error as an answer."""
-    return Response(error.body.model_dump_json(), error.status, error.headers, "application/json")
+def render_error(request: Request, error: ApiError) -> Response:
+    """Return an error as the answer to a request."""
+    body = make_error_body(request.url.path, error).model_dump_json()
+    return Response(body, error.status, error.headers, "application/json")
 
 
 async def _handle_penstock_error(request: Request, error: PenstockError) -> Response:
@@ -54,12 +56,12 @@ async def _handle_penstock_error(request: Request, error: PenstockError) -> Resp
         log.error("%s %s", request.method, request.url.path, exc_info=error)
     if found.status in REFUSAL_STATUSES:
         request.scope[REFUSAL_KEY] = found.code
-    return render_error(found)
+    return render_error(request, found)
 
 
 async def _handle_invalid_value(request: Request, error: RequestValidationError) -> Response:
     line = error.errors()[0]
-    return render_error(validation_error(line["type"], line["loc"][1:], line["msg"]))
+    return render_error(request, validation_error(line["type"], line["loc"][1:], line["msg"]))
 
 
 async def _handle_http_error(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
@@ -70,7 +72,7 @@ async def _handle_http_error(request: Request, error: HTTPException, routes: Seq
         allowed = ", ".join(_allowed_methods(request, routes))
         message, code = f"{request.method} is not allowed at {request.url.path}: use {allowed}.", "method_not_allowed"
         headers = {"Allow": allowed}
-    return render_error(ApiError(error.status_code, message, code=code, headers=headers))
+    return render_error(request, ApiError(error.status_code, message, code=code, headers=headers))
 
 
 def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
@@ -80,7 +82,7 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]
 
 
 async def _handle_bug(request: Request, error: Exception) -> Response:
-    return render_error(ApiError(500, "internal error", code="internal_error"))
+    return render_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
 def error_handlers(routes: Sequence[BaseRoute]) -> dict[int | type[Exception], Handler]:

@@ -1,4 +1,4 @@
-"""The routes that make requests, `/v1/chat/completions`, `/v1/completions` and `/v1/responses`; and `/v1/models`."""
+"""The routes that make requests, one for each endpoint; and `/v1/models`."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
+from penstock.ingest.endpoints import ENDPOINTS
 from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.kept_responses import KeptResponse
@@ -25,7 +26,6 @@ from penstock.ingest.gateway.streaming import (
     settle_request,
 )
 from penstock.ingest.models import ServedModel
-from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
@@ -39,7 +39,7 @@ CLIENT_GONE_STATUS = 499
 
 
 def add_route(endpoint: Endpoint[Any]) -> None:
-    """Add the route of one of OpenAI's endpoints."""
+    """Add the route of an endpoint."""
 
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, body = get_gateway(request), endpoint.parse_body(await request.body())
@@ -60,6 +60,7 @@ def add_route(endpoint: Endpoint[Any]) -> None:
             response = await _answer_whole(request, gateway, endpoint, meta, ticket, headers)
         if ticket is not None:
             response.headers.update(ticket.headers)
+        response.headers["request-id"] = meta.id
         return response
 
     schema = {"$ref": f"#/components/schemas/{endpoint.body_model.__name__}"}
@@ -78,10 +79,14 @@ def add_route(endpoint: Endpoint[Any]) -> None:
                 "content": EVENT_STREAM_CONTENT,
                 "headers": {
                     "x-request-id": {"schema": {"type": "string"}, "description": "The answer's id."},
+                    "request-id": {
+                        "schema": {"type": "string"},
+                        "description": "The same, for Anthropic's SDKs.",
+                    },
                     "location": {"schema": {"type": "string"}, "description": "Where the stream can be read again."},
                 },
             },
-            **error_responses(400, 401, 403, 404, 409, 413, 429, 500, 503, 504),
+            **error_responses(400, 401, 403, 404, 409, 413, 429, 500, 503, 504, model=endpoint.error_model),
         },
     )
 

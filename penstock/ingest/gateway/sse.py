@@ -14,9 +14,9 @@ from contextlib import aclosing
 
 from penstock.client.core import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
+from penstock.ingest.endpoints import ENDPOINTS, find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai import ENDPOINTS, find_prompt_field
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import DONE_ID, ResumePoint
@@ -68,11 +68,17 @@ class StreamFeed:
             is_last = isinstance(error, (RequestError, StreamDiverged, StreamExpired))
             if isinstance(error, RequestError):
                 await self._on_ended(self._cursor.usage if self._cursor.has_ended else None)
-            yield encode_error(to_api_error(error, find_prompt_field(self._meta.path)), is_last=is_last)
+            yield self._encode_error(to_api_error(error, find_prompt_field(self._meta.path)), is_last=is_last)
         except Exception:
             log.exception("stream %s", self._meta.id)
             self.is_over = True
-            yield encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
+            yield self._encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
+
+    def _encode_error(self, error: ApiError, *, is_last: bool) -> bytes:
+        """Return an error as an event, which the SDKs raise. After a final one a browser does not connect again."""
+        event_id = f"id: {DONE_ID}\n" if is_last else ""
+        body = make_error_body(self._meta.path, error).model_dump_json()
+        return f"{event_id}event: error\ndata: {body}\n\n".encode()
 
     async def _read_new_frames(self) -> AsyncGenerator[bytes, None]:
         yield encode_frames(self._cursor.open_stream())
@@ -163,9 +169,3 @@ def _encode_frame(sent_events: SentEvent) -> bytes:
     id_line = f"id: {event_id}\n" if event_id else ""
     event_line = f"event: {event.event}\n" if event.event else ""
     return f"{id_line}{event_line}data: {event.data}\n\n".encode()
-
-
-def encode_error(error: ApiError, *, is_last: bool) -> bytes:
-    """Return an error within a stream, which the SDKs raise. After a final one a browser does not connect again."""
-    event_id = f"id: {DONE_ID}\n" if is_last else ""
-    return f"{event_id}event: error\ndata: {error.body.model_dump_json()}\n\n".encode()

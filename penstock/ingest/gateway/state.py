@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
 from penstock.client.aio import AsyncClient
@@ -179,13 +179,19 @@ async def _find_pipelines(models: ServedModels, addresses: Addresses) -> set[str
 
 
 _BEARER = HTTPBearer(auto_error=False, description="An API key, `psk_…`. An open gateway asks for none.")
+_API_KEY = APIKeyHeader(name="x-api-key", auto_error=False, description="The same, as Anthropic's SDKs send it.")
 
 
-async def find_caller(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> Caller:
+async def find_caller(
+    request: Request,
+    _bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)],
+    _api_key: Annotated[str | None, Security(_API_KEY)],
+) -> Caller:
     """Return the caller, from the key alone. Raises `ApiError` 401."""
     given = request.headers.getlist("authorization")
+    given += [f"Bearer {key}" for key in request.headers.getlist("x-api-key") if f"Bearer {key}" not in given]
     if len(given) > 1:
-        raise ApiError(401, "more than one Authorization header", code="invalid_api_key")
+        raise ApiError(401, "more than one API key", code="invalid_api_key")
     return await get_gateway(request).keyring.authenticate_caller(given[0] if given else None)
 
 

@@ -1,4 +1,7 @@
-"""`/tokenize` and `/detokenize` for one of the served models, and `/version`, all as vLLM has them."""
+"""`/tokenize` and `/detokenize` for one of the served models, and `/version`, all as vLLM has them.
+
+And `/v1/messages/count_tokens`, as Anthropic has it.
+"""
 
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -6,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StringConstraints, model_validator
 
+from penstock.ingest.anthropic.messages import MESSAGES, CountTokensBody, MessageErrorBody, MessageTokenCount
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
@@ -46,7 +50,7 @@ class DetokenizeBody(StrictModel):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-BODY_MODELS = (TokenizeBody, DetokenizeBody)
+BODY_MODELS = (TokenizeBody, DetokenizeBody, CountTokensBody)
 
 
 class TokenizeAnswer(BaseModel):
@@ -77,7 +81,8 @@ def _describe_body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-_ERRORS = error_responses(400, 401, 404, 413, 429, 501, 503)
+_STATUSES = (400, 401, 404, 413, 429, 501, 503)
+_ERRORS = error_responses(*_STATUSES)
 
 
 @router.post("/tokenize", summary="The tokens of a text", responses=_ERRORS, openapi_extra=_describe_body(TokenizeBody))
@@ -119,6 +124,23 @@ async def detokenize(request: Request, caller: CallerDep) -> DetokenizeAnswer:
     await gateway.admission.take_request(caller)
     served = await _find_served(gateway, body.model)
     return DetokenizeAnswer(prompt=await gateway.tokenizers.decode_tokens(served.name, body.tokens))
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="How many tokens a prompt of messages has",
+    responses=error_responses(*_STATUSES, model=MessageErrorBody),
+    openapi_extra=_describe_body(CountTokensBody),
+)
+async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTokenCount:
+    """Of all that `/v1/messages` makes a prompt of, as the model gets it. It counts as a request."""
+    gateway, body = get_gateway(request), parse_body(CountTokensBody, await request.body())
+    await gateway.admission.take_request(caller)
+    served = await gateway.models.find_model(body.model)
+    (args,) = MESSAGES.make_requests(body.make_chat(), "count")
+    turns = [dict(turn) for turn in args["messages"] or ()]
+    tokens = await gateway.tokenizers.encode_chat(served.name, turns, args.get("chat_template_kwargs"))
+    return MessageTokenCount(input_tokens=len(tokens.token_ids))
 
 
 @router.get("/version", summary="The server's version", responses=error_responses(401, 503))

@@ -9,14 +9,7 @@ from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, ma
 from penstock.ingest.openai.responses import RESPONSES
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
-"""All endpoints, by path."""
-
-
-def find_prompt_field(path: str) -> str | None:
-    """Return the parameter that has the prompt at an endpoint or at paths under it; None for other paths."""
-    return next(
-        (one.prompt_field for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None
-    )
+"""All of OpenAI's endpoints, by path."""
 
 
 __all__ = [
@@ -27,6 +20,5 @@ __all__ = [
     "Endpoint",
     "StreamMeta",
     "SubmitArgs",
-    "find_prompt_field",
     "make_stream_meta",
 ]

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
-from penstock.ingest.errors import ApiError
+from penstock.ingest.errors import ApiError, ErrorBody
 from penstock.ingest.openai.body import Body, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
@@ -96,22 +96,29 @@ class AnswerChunks(Protocol):
 
 
 class Endpoint(ABC, Generic[B]):
-    """One of OpenAI's endpoints."""
+    """An endpoint that makes requests."""
 
     path: str
     id_prefix: str
     """The prefix of its ids."""
     prompt_field: str
     """The parameter that has the prompt."""
-    body_model: type[B]
+    body_model: type[BaseModel]
+    """The model of the body as it is sent."""
     answer_model: type[BaseModel]
     """The model of the whole answer."""
+    error_model: type[BaseModel] = ErrorBody
+    """The model of the body of an error."""
     parses_answers = False
     """Whether it tells calls and reasoning from the text, where the model has a response template."""
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> B:
         """Parse a body. Raises `ApiError` 400 that names the parameter."""
-        return parse_body(self.body_model, raw)
+        return cast("B", parse_body(self.body_model, raw))
+
+    def make_error_body(self, error: ApiError) -> BaseModel:
+        """Return the body of an error."""
+        return error.body
 
     @abstractmethod
     def make_requests(self, body: B, request_id: str) -> list[SubmitArgs]:

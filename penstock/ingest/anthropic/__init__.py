@@ -1,0 +1,1 @@
+"""Anthropic's endpoint for messages as data: a translation to and from chats. No I/O."""

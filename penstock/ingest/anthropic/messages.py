@@ -1,0 +1,540 @@
+"""`/v1/messages`: bodies become those of `/v1/chat/completions`, and the pieces of answers become content blocks.
+
+White space alone is no block: between reasoning, text and calls it is left out. The blocks are a function of the
+answer's text, so a stream that goes on after any of its events has the same ones.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from penstock.client.core import Answer
+from penstock.ingest.errors import TYPE_BY_STATUS, ApiError
+from penstock.ingest.openai.answer_parser import AnswerPart, AnswerPiece
+from penstock.ingest.openai.body import (
+    ShortText,
+    Stop,
+    StrictModel,
+    TokenLimit,
+    allow_only,
+    invalid_value,
+    parse_body,
+    unsupported_value,
+)
+from penstock.ingest.openai.chat import CHAT, MAX_TOOLS, ChatBody, ToolName, make_parser
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs
+from penstock.ingest.openai.sse import DONE_ID, SseEvent, encode_json, make_token_positions
+from penstock.messages import EndEvent, TokenEvent, Usage
+
+THINKING_VARIABLE = "enable_thinking"
+"""What chat templates of models that can think with and without it call it."""
+TYPE_BY_OTHER_STATUS: Mapping[int, str] = {
+    409: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""`type` for each HTTP status of which Anthropic has another one than OpenAI; else a 5xx is an `api_error`."""
+
+
+class CacheControl(StrictModel):
+    """Accepted; does nothing. Every prompt's KV is looked for, and kept."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cacheable(StrictModel):
+    """What may say that it is to be cached."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextParam(Cacheable):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: allow_only([]) = None  # type: ignore[valid-type]
+
+
+class ThinkingParam(StrictModel):
+    """What the assistant thought, as an earlier answer has it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    """Given to the chat template; most leave it out."""
+    signature: str | None = None
+    """Accepted; does nothing."""
+
+
+class ToolUseParam(Cacheable):
+    """A call of an assistant's turn."""
+
+    type: Literal["tool_use"]
+    id: ShortText
+    name: Annotated[ShortText, Field(min_length=1)]
+    """Also one that was not offered: a model may have made it up."""
+    input: dict[str, Any]
+
+
+def _make_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+TextContent = Annotated[list[TextParam], BeforeValidator(_make_blocks, json_schema_input_type=str | list[TextParam])]
+"""A text, or blocks of text."""
+
+
+class ToolResultParam(Cacheable):
+    """The result of a call, in a user's turn."""
+
+    type: Literal["tool_result"]
+    tool_use_id: ShortText
+    content: TextContent = Field(default=[])
+    is_error: bool | None = None
+    """Accepted; chat templates have no place for it. The content says what went wrong."""
+
+
+Block = Annotated[TextParam | ThinkingParam | ToolUseParam | ToolResultParam, Field(discriminator="type")]
+BLOCKS_BY_ROLE: Mapping[str, tuple[type[StrictModel], ...]] = {
+    "user": (TextParam, ToolResultParam),
+    "assistant": (TextParam, ThinkingParam, ToolUseParam),
+}
+
+
+class MessageParam(StrictModel):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[list[Block], BeforeValidator(_make_blocks, json_schema_input_type=str | list[Block])]
+    """Text, or blocks."""
+
+
+class ToolParam(Cacheable):
+    """A tool that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    """A JSON schema of the input. The model sees it; the input is not held to it."""
+    strict: allow_only(False) = None  # type: ignore[valid-type]
+
+
+class ToolChoiceParam(StrictModel):
+    """Whether the model may call tools."""
+
+    type: Literal["auto", "none"]
+    """`none`: the model is not told of the tools. It cannot be made to call one."""
+    disable_parallel_tool_use: allow_only(False) = None  # type: ignore[valid-type]
+
+
+class ThinkingConfig(StrictModel):
+    """Whether the model thinks before it answers. Its chat template must have the variable `enable_thinking`."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: TokenLimit | None = None
+    """Accepted; does nothing. Thinking and answer together have `max_tokens`."""
+    display: allow_only("summarized") = None  # type: ignore[valid-type]
+    """What the model thought is returned as it is."""
+
+
+class MessagesMetadata(StrictModel):
+    """Accepted; does nothing."""
+
+    user_id: ShortText | None = None
+
+
+class CountTokensBody(Cacheable):
+    """A request to `/v1/messages/count_tokens`: all of a request to `/v1/messages` that becomes its prompt."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    """One of those that `/v1/models` lists."""
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    """The last one is the user's: the answer cannot go on within a turn of the assistant."""
+    system: TextContent | None = None
+    """A system message before them."""
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. It must have a response template, to tell its calls from text."""
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingConfig | None = None
+
+    def make_chat(self) -> ChatBody:
+        """Return the same request to `/v1/chat/completions`. Raises `ApiError` 400."""
+        return ChatBody.model_validate(self.make_chat_fields())
+
+    def make_chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the chat. Raises `ApiError` 400."""
+        fields: dict[str, Any] = {"model": self.model, "messages": self._make_turns()}
+        if self.tools is not None:
+            fields["tools"] = [_make_tool(tool) for tool in self.tools]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.type
+        if self.thinking is not None:
+            fields["chat_template_kwargs"] = {THINKING_VARIABLE: self.thinking.type == "enabled"}
+        return fields
+
+    def _make_turns(self) -> list[dict[str, Any]]:
+        turns = [] if self.system is None else [{"role": "system", "content": _join_texts(self.system)}]
+        for index, message in enumerate(self.messages):
+            param = f"messages.{index}"
+            for number, block in enumerate(message.content):
+                if not isinstance(block, BLOCKS_BY_ROLE[message.role]):
+                    what = f"a turn of role '{message.role}' has no blocks of type '{block.type}'"
+                    raise invalid_value(f"{param}.content.{number}.type", what)
+            if message.role == "user":
+                turns += _make_user_turns(message)
+            else:
+                turns.append(_make_assistant_turn(message, param))
+        if turns[-1]["role"] == "assistant":
+            what = "the last turn must be the user's: an answer cannot go on within a turn of the assistant."
+            raise unsupported_value(f"messages.{len(self.messages) - 1}.role", what)
+        return turns
+
+
+class MessagesBody(CountTokensBody):
+    """A request to `/v1/messages`."""
+
+    max_tokens: TokenLimit
+    """The most tokens of the answer."""
+    stream: bool | None = None
+    """Send the answer in pieces, as server-sent events."""
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    """The answer ends before the first of these."""
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Sample from this many likeliest tokens; 0: from all."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """0 takes the likeliest token."""
+    metadata: MessagesMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """Accepted; does nothing."""
+
+    def make_chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the chat. Raises `ApiError` 400."""
+        given = {"max_tokens": self.max_tokens, "stream": self.stream, "stop": self.stop_sequences}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        own = {name: value for name, value in (given | sampling).items() if value is not None}
+        return super().make_chat_fields() | own
+
+
+def _join_texts(blocks: Sequence[TextParam]) -> str:
+    return "".join(block.text for block in blocks)
+
+
+def _make_tool(tool: ToolParam) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _make_user_turns(message: MessageParam) -> list[dict[str, Any]]:
+    """Return a turn for each result and for each text between them, in their order."""
+    turns: list[dict[str, Any]] = []
+    for block in message.content:
+        if isinstance(block, ToolResultParam):
+            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _join_texts(block.content)})
+        elif isinstance(block, TextParam):
+            if not turns or turns[-1]["role"] != "user":
+                turns.append({"role": "user", "content": ""})
+            turns[-1]["content"] += block.text
+    return turns or [{"role": "user", "content": ""}]
+
+
+def _make_assistant_turn(message: MessageParam, param: str) -> dict[str, Any]:
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": _join_texts([block for block in message.content if isinstance(block, TextParam)]),
+    }
+    if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingParam)]:
+        turn["reasoning_content"] = "".join(thoughts)
+    calls = [
+        _make_call(block, f"{param}.content.{number}")
+        for number, block in enumerate(message.content)
+        if isinstance(block, ToolUseParam)
+    ]
+    if len(calls) > MAX_TOOLS:
+        raise invalid_value(f"{param}.content", f"a turn has at most {MAX_TOOLS} calls")
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
+def _make_call(block: ToolUseParam, param: str) -> dict[str, Any]:
+    try:
+        arguments = json.dumps(block.input, allow_nan=False)
+    except ValueError:
+        raise invalid_value(f"{param}.input", "a number of JSON is finite") from None
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+# The answer.
+
+
+class TextBlock(BaseModel):
+    """Text."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    """What the model thought before."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+    """Empty: nothing is signed."""
+
+
+class ToolUseBlock(BaseModel):
+    """A call."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(BaseModel):
+    """Token counts. Those of the prompt are the sum of the first three."""
+
+    input_tokens: int
+    """Those that were computed."""
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    """Those whose KV was found and not computed."""
+    output_tokens: int
+
+
+class MessageAnswer(BaseModel):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"] | None = None
+    """Why the answer ended; None while it goes on."""
+    stop_sequence: None = None
+    usage: MessageUsage
+
+
+class MessageTokenCount(BaseModel):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessageErrorCode(BaseModel):
+    """What went wrong, as the gateway's other routes name it in `code`."""
+
+    error_code: str
+
+
+class MessageErrorDetail(BaseModel):
+    """What went wrong, for programs (`type`, `details`) and for people (`message`)."""
+
+    type: str
+    message: str
+    details: MessageErrorCode | None = None
+
+
+class MessageErrorBody(BaseModel):
+    """The body of every error of `/v1/messages`, as Anthropic's SDKs expect it."""
+
+    type: Literal["error"] = "error"
+    error: MessageErrorDetail
+
+
+class MessagesEndpoint(Endpoint[ChatBody]):
+    """`/v1/messages`: what makes requests is the chat that a body is translated to."""
+
+    path = "/v1/messages"
+    id_prefix = "msg_"
+    prompt_field = "messages"
+    body_model = MessagesBody
+    answer_model = MessageAnswer
+    error_model = MessageErrorBody
+    parses_answers = True
+
+    def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:
+        """Parse a body into a chat's. Raises `ApiError` 400 that names the parameter."""
+        return parse_body(MessagesBody, raw).make_chat()
+
+    def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
+        """Return one request."""
+        return CHAT.make_requests(body, request_id)
+
+    def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> MessageAnswer:
+        """Return the whole answer."""
+        (answer,) = answers
+        blocks = ContentBlocks(meta)
+        content: list[dict[str, Any]] = []
+        for event in blocks.end(answer.text):
+            match event["type"]:
+                case "content_block_start":
+                    content.append(event["content_block"])
+                case "content_block_delta":
+                    _add_delta(content[-1], event["delta"])
+        return MessageAnswer.model_validate(
+            {
+                "id": meta.id,
+                "model": meta.model,
+                "content": content,
+                "stop_reason": blocks.find_stop_reason(answer),
+                "usage": _make_usage(answer.usage),
+            }
+        )
+
+    def make_chunks(self, meta: StreamMeta) -> "MessageChunks":
+        """Return the maker of the answer's stream."""
+        return MessageChunks(meta)
+
+    def make_error_body(self, error: ApiError) -> MessageErrorBody:
+        """Return the body of an error."""
+        default = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = TYPE_BY_OTHER_STATUS.get(error.status) or TYPE_BY_STATUS.get(error.status, default)
+        details = None if error.code is None else MessageErrorCode(error_code=error.code)
+        return MessageErrorBody(error=MessageErrorDetail(type=kind, message=str(error), details=details))
+
+
+MESSAGES = MessagesEndpoint()
+
+
+def _make_usage(usage: Usage) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )
+
+
+def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    match delta["type"]:
+        case "text_delta":
+            block["text"] += delta["text"]
+        case "thinking_delta":
+            block["thinking"] += delta["thinking"]
+        case "input_json_delta":
+            block["input"] = json.loads(delta["partial_json"])
+
+
+class ContentBlocks:
+    """Turns the text of one answer into the events of its content blocks."""
+
+    def __init__(self, meta: StreamMeta) -> None:
+        self._parser = make_parser(meta)
+        self._name = meta.id.removeprefix(MessagesEndpoint.id_prefix)
+        self._index = -1
+        """The index of the block that was begun last."""
+        self._open: Literal["content", "reasoning"] | None = None
+        """What the open block has."""
+        self._held = AnswerPiece("content", "")
+        """White space after the open block, of another kind."""
+
+    def add_text(self, text: str) -> list[dict[str, Any]]:
+        """Return the events that a piece of text adds."""
+        return self._add_part(_make_part(text) if self._parser is None else self._parser.add_text(text))
+
+    def end(self, text: str) -> list[dict[str, Any]]:
+        """Return the events that the last piece of text adds, up to the end of the last block."""
+        part = _make_part(text) if self._parser is None else self._parser.end(text)
+        return self._add_part(part) + self._close_block()
+
+    def find_stop_reason(self, end: Answer | EndEvent) -> str:
+        """Return why the answer ended."""
+        if end.finish_reason == "length":
+            return "max_tokens"
+        return "tool_use" if self._parser is not None and self._parser.num_calls else "end_turn"
+
+    def _add_part(self, part: AnswerPart) -> list[dict[str, Any]]:
+        return [event for piece in part.pieces for event in self._add_piece(piece)]
+
+    def _add_piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
+        if piece.kind == "call":
+            return self._make_call(piece)
+        begun = []
+        if piece.kind == self._open:
+            text = piece.text
+        else:
+            text = self._held.text + piece.text if self._held.kind == piece.kind else piece.text
+            if not text.strip():
+                self._held = AnswerPiece(piece.kind, text)
+                return []
+            begun = self._open_block(piece.kind)
+        self._held = AnswerPiece("content", "")
+        delta = (
+            {"type": "text_delta", "text": text}
+            if piece.kind == "content"
+            else {"type": "thinking_delta", "thinking": text}
+        )
+        return [*begun, self._make_event("content_block_delta", delta=delta)]
+
+    def _open_block(self, kind: Literal["content", "reasoning"]) -> list[dict[str, Any]]:
+        ended = self._close_block()
+        self._open = kind
+        self._index += 1
+        block = TextBlock(text="") if kind == "content" else ThinkingBlock(thinking="")
+        return [*ended, self._make_event("content_block_start", content_block=block.model_dump())]
+
+    def _close_block(self) -> list[dict[str, Any]]:
+        was_open, self._open = self._open, None
+        return [] if was_open is None else [self._make_event("content_block_stop")]
+
+    def _make_call(self, piece: AnswerPiece) -> list[dict[str, Any]]:
+        ended = self._close_block()
+        self._held = AnswerPiece("content", "")
+        self._index += 1
+        # Each call is a block: an id follows from the block's index.
+        block = ToolUseBlock(id=f"toolu_{self._name}_{self._index}", name=piece.name, input={})
+        delta = {"type": "input_json_delta", "partial_json": piece.text}
+        return [
+            *ended,
+            self._make_event("content_block_start", content_block=block.model_dump()),
+            self._make_event("content_block_delta", delta=delta),
+            self._make_event("content_block_stop"),
+        ]
+
+    def _make_event(self, kind: str, **data: Any) -> dict[str, Any]:
+        return {"type": kind, "index": self._index, **data}
+
+
+def _make_part(text: str) -> AnswerPart:
+    return AnswerPart([AnswerPiece("content", text)] if text else [])
+
+
+class MessageChunks:
+    """A stream: the message without content, its blocks, what ended it with the usage, and its end."""
+
+    def __init__(self, meta: StreamMeta) -> None:
+        self._meta, self._blocks = meta, ContentBlocks(meta)
+
+    def open_choice(self, index: int) -> list[SseEvent]:
+        """Return the message without content. What the prompt's tokens are is not known yet."""
+        message = MessageAnswer(id=self._meta.id, model=self._meta.model, usage=_make_usage(Usage()))
+        start = {"type": "message_start", "message": message.model_dump()}
+        return _make_events(["s1", "s2"], [start, {"type": "ping"}])
+
+    def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
+        """Return what a token tells."""
+        events = self._blocks.add_text(event.text)
+        return _make_events(make_token_positions(event.id, len(events)), events)
+
+    def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
+        """Return what was held back, the reason of the end, and the usage."""
+        events = self._blocks.end(event.text)
+        delta = {"stop_reason": self._blocks.find_stop_reason(event), "stop_sequence": None}
+        events.append({"type": "message_delta", "delta": delta, "usage": _make_usage(event.usage).model_dump()})
+        return _make_events([f"e{number}" for number in range(1, len(events) + 1)], events)
+
+    def end_stream(self) -> list[SseEvent]:
+        """Return the end."""
+        return _make_events([DONE_ID], [{"type": "message_stop"}])
+
+
+def _make_events(positions: Sequence[str], events: Sequence[dict[str, Any]]) -> list[SseEvent]:
+    return [
+        SseEvent(position, encode_json(event), event["type"]) for position, event in zip(positions, events, strict=True)
+    ]

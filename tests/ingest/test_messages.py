@@ -1,0 +1,307 @@
+"""`/v1/messages` as data: what a body becomes, and what an answer's text becomes, whole and streamed."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.client.core import Answer, Event
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewaySettings
+from penstock.ingest.anthropic.messages import MESSAGES, MessageAnswer, MessagesBody
+from penstock.ingest.endpoints import make_error_body
+from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.openai import CHAT, StreamMeta, make_stream_meta
+from penstock.ingest.openai.body import parse_body
+from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.sse import ResumePoint
+from penstock.messages import EndEvent, FinishReason, Timings, TokenEvent, Usage
+from penstock.names import START_HASH, roll_hash
+from tests.ingest.test_answer_parser import FIRST, PIECES, SECOND, TEMPLATE
+
+ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+TOOL: dict[str, Any] = {"name": "f", "description": "It does.", "input_schema": {"type": "object"}}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "ä"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "done"}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+USAGE = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
+
+
+def text_block(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def make_requests(**fields: Any) -> dict[str, Any]:
+    """The one request of a body with these fields."""
+    (args,) = MESSAGES.make_requests(MESSAGES.parse_body(ASKED | fields), "msg_1")
+    return dict(args)
+
+
+def make_turns(*messages: dict[str, Any], **fields: Any) -> list[Any]:
+    turns: list[Any] = make_requests(messages=list(messages), **fields)["messages"]
+    return turns
+
+
+def test_a_body_is_the_request_of_a_chat() -> None:
+    options = {"temperature": 0.5, "top_k": 5, "top_p": 0.5}
+    chat = {"model": "demo", "max_tokens": 9, "stop": ["x"], "messages": [{"role": "user", "content": "hi"}], **options}
+    (expected,) = CHAT.make_requests(CHAT.parse_body(chat), "msg_1")
+    assert make_requests(stop_sequences=["x"], **options) == expected
+
+
+def test_what_has_no_effect_is_accepted() -> None:
+    none = {
+        "metadata": {"user_id": "u"}, "service_tier": "auto", "stream": False, "tool_choice": {"type": "auto"},
+        "system": [text_block("") | CACHED], "messages": [{"role": "user", "content": [text_block("hi") | CACHED]}],
+    }  # fmt: skip
+    given = make_requests(**none, **CACHED)
+    given["messages"] = given["messages"][1:]
+    assert given == make_requests()
+
+
+def test_blocks_become_turns_in_their_order() -> None:
+    thinking = {"type": "thinking", "thinking": "I call.", "signature": "s"}
+    parts = [text_block("a"), text_block("b")]
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "ä"})}}
+    assert make_turns(
+        {"role": "user", "content": [text_block("Do"), text_block(" it.")]},
+        {"role": "assistant", "content": [thinking, text_block("So."), USE | CACHED]},
+        {
+            "role": "user",
+            "content": [RESULT, RESULT | {"content": parts}, text_block("?")],
+        },
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [text_block("Then?"), {"type": "tool_result", "tool_use_id": "toolu_2"}]},
+        system=[text_block("Be"), text_block(" brief.")],
+    ) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Do it."},
+        {"role": "assistant", "content": "So.", "reasoning_content": "I call.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "done"},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "ab"},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Then?"},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": ""},
+    ]
+
+
+def test_tools_and_thinking_are_given_to_the_chat_template() -> None:
+    function = {"name": "f", "description": "It does.", "parameters": {"type": "object"}}
+    variables = make_requests(tools=[TOOL | CACHED], thinking={"type": "enabled", "budget_tokens": 1024})
+    assert variables["chat_template_kwargs"] == {
+        "tools": [{"type": "function", "function": function}], "enable_thinking": True,
+    }  # fmt: skip
+    hidden = make_requests(tools=[TOOL], tool_choice={"type": "none"}, thinking={"type": "disabled"})
+    assert hidden["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no limit": ({"max_tokens": None}, "max_tokens"),
+    "an unknown field": ({"seed": 1}, "seed"),
+    "too hot": ({"temperature": 1.5}, "temperature"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+    "an image as a result": (
+        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]}]},
+        "messages.0.content.0.tool_result.content.0.type",
+    ),
+    "a call of the user's": ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0.content.0.type"),
+    "a beginning of the answer": (
+        {"messages": [*ASKED["messages"], {"role": "assistant", "content": "I"}]}, "messages.1.role",
+    ),
+    "too many calls": (
+        {"messages": [{"role": "assistant", "content": [USE] * 129}, *ASKED["messages"]]}, "messages.0.content",
+    ),
+    "a number as text": ({"system": 3}, "system"),
+    "a tool of the server's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    "strict input": ({"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
+    "a tool that must be called": ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+    "one call at most": (
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice.disable_parallel_tool_use",
+    ),
+    "thinking without being seen": ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_had_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        make_requests(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert param in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud83d"'])
+def test_input_that_is_no_json_is_refused(value: str) -> None:
+    turns = [{"role": "assistant", "content": [USE | {"input": {"a": "HERE"}}]}, *ASKED["messages"]]
+    with pytest.raises(ApiError) as refused:
+        MESSAGES.parse_body(json.dumps(ASKED | {"messages": turns}).replace('"HERE"', value).encode())
+    assert refused.value.status == 400
+
+
+# The answer.
+
+
+def make_meta(*, has_template: bool = True) -> StreamMeta:
+    body = MESSAGES.parse_body(ASKED | {"tools": [TOOL]})
+    return make_stream_meta(MESSAGES, body, "msg_1", response_template=TEMPLATE if has_template else None)
+
+
+def answer_whole(text: str, reason: FinishReason = "stop", *, has_template: bool = True) -> MessageAnswer:
+    answer = Answer("msg_1", text, [], reason, USAGE, Timings(), [])
+    return MESSAGES.make_answer(make_meta(has_template=has_template), [answer])
+
+
+def list_events(texts: list[str], after: str | None = None, *, has_template: bool = True) -> list[SentEvent]:
+    """All events of an answer whose tokens have these texts, but for the last one, which is the end's."""
+    cursor = SseCursor(MESSAGES, make_meta(has_template=has_template), ResumePoint(1, after))
+    log: list[Event] = []
+    rolled = START_HASH
+    for position, text in enumerate(texts[:-1]):
+        rolled = roll_hash(rolled, position)
+        log.append(TokenEvent.at_position(position, rolled, position, text))
+    usage = USAGE.model_copy(update={"completion_tokens": len(log)})
+    log.append(EndEvent(finish_reason="stop", text=texts[-1], usage=usage))
+    events = cursor.open_stream()
+    for event in log:
+        events += cursor.add_event(0, event)
+    return events + cursor.end_stream()
+
+
+def accumulate(events: list[SentEvent]) -> dict[str, Any]:
+    """The message that a stream's events make; they must come in their order."""
+    bodies = [json.loads(one.event.data) for one in events]
+    assert [one.event.event for one in events] == [body["type"] for body in bodies]
+    start, ping, *middle, delta, stop = bodies
+    assert [one["type"] for one in (start, ping, delta, stop)] == [
+        "message_start", "ping", "message_delta", "message_stop",
+    ]  # fmt: skip
+    message: dict[str, Any] = start["message"]
+    open_index = None
+    for body in middle:
+        index = body["index"]
+        match body["type"]:
+            case "content_block_start":
+                assert (open_index, index) == (None, len(message["content"]))
+                message["content"].append(body["content_block"])
+                open_index = index
+            case "content_block_delta":
+                assert index == open_index
+                kind = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+                name = kind[body["delta"]["type"]]
+                if name == "partial_json":
+                    message["content"][index]["input"] = json.loads(body["delta"][name])
+                else:
+                    message["content"][index][name] += body["delta"][name]
+            case "content_block_stop":
+                assert index == open_index
+                open_index = None
+    assert open_index is None
+    message |= delta["delta"] | {"usage": delta["usage"]}
+    return message
+
+
+def test_an_answer_has_its_blocks_in_order() -> None:
+    answer = answer_whole(f"<think>I see</think>\n\nNow {FIRST}\n{SECOND} and").model_dump()
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "I see", "signature": ""},
+        text_block("\n\nNow "),
+        {"type": "tool_use", "id": "toolu_1_2", "name": "f", "input": {"a": 'x"y'}},
+        {"type": "tool_use", "id": "toolu_1_3", "name": "g", "input": {}},
+        text_block(" and"),
+    ]
+    assert (answer["id"], answer["role"], answer["stop_reason"]) == ("msg_1", "assistant", "tool_use")
+    assert answer["usage"] == {
+        "input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("a", "stop", "end_turn"), ("a", "length", "max_tokens"),
+        (FIRST, "stop", "tool_use"), (FIRST, "length", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_why_an_answer_ended(text: str, reason: FinishReason, expected: str) -> None:
+    assert answer_whole(text, reason).stop_reason == expected
+
+
+def test_an_answer_of_white_space_has_no_blocks() -> None:
+    assert answer_whole(" \n").content == []
+    assert accumulate(list_events([" ", "\n"]))["content"] == []
+
+
+def test_without_a_response_template_an_answer_is_text() -> None:
+    whole = answer_whole(f"<think>{FIRST}", has_template=False).model_dump()
+    assert (whole["content"], whole["stop_reason"]) == ([text_block(f"<think>{FIRST}")], "end_turn")
+    assert accumulate(list_events(["<think>", FIRST], has_template=False))["content"] == whole["content"]
+
+
+TEXTS = [*PIECES, FIRST, SECOND, f"</think>\n{SECOND}{FIRST}b", ""]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=6), st.data())
+def test_a_stream_has_the_same_blocks_and_can_be_resumed_at_any_event(texts: list[str], data: st.DataObject) -> None:
+    events = list_events(texts)
+    assert accumulate(events)["content"] == answer_whole("".join(texts)).model_dump()["content"]
+    ids = [one.id for one in events]
+    assert len({*ids, ""}) == len(ids) + 1
+    seen = data.draw(st.integers(0, len(events) - 2))
+    assert list_events(texts, events[seen].id) == events[seen + 1 :]
+
+
+# Errors, and what the routes say of themselves.
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "not_found_error"), (409, "invalid_request_error"), (413, "request_too_large"),
+        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"), (504, "timeout_error"),
+        (408, "invalid_request_error"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_form_of_their_path(status: int, kind: str) -> None:
+    error = ApiError(status, "no", code="why")
+    expected = {"type": "error", "error": {"type": kind, "message": "no", "details": {"error_code": "why"}}}
+    assert make_error_body("/v1/messages", error).model_dump() == expected
+    assert make_error_body("/v1/messages/count_tokens", error).model_dump() == expected
+    assert make_error_body("/v1/messages_", error) == error.body
+    assert make_error_body("/v1/chat/completions", error) == error.body
+
+
+async def test_routes_answer_errors_in_their_form() -> None:
+    app = create_app(GatewaySettings(), Addresses())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        wrong = await client.post("/v1/messages", json=ASKED | {"sed": 1})
+        method = await client.get("/v1/messages")
+        unknown = await client.post("/v1/messages/batches", json={})
+        count = await client.post("/v1/messages/count_tokens", json=ASKED)
+        large = await client.post("/v1/messages", content=b" " * (9 * 2**20))
+        document = (await client.get("/openapi.json")).json()
+    answers = [(one.status_code, one.json()["error"]["type"]) for one in (wrong, method, unknown, count, large)]
+    bad = "invalid_request_error"
+    assert answers == [(400, bad), (405, bad), (404, "not_found_error"), (400, bad), (413, "request_too_large")]
+    assert "max_tokens" in count.json()["error"]["message"]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        responses = document["paths"][path]["post"]["responses"]
+        errors = {
+            name: one["content"]["application/json"]["schema"] for name, one in responses.items() if name != "200"
+        }
+        assert {schema["$ref"].rpartition("/")[2] for schema in errors.values()} == {"MessageErrorBody"}
+        assert {"408", "413", "503"} <= responses.keys()
+
+
+def test_the_document_has_both_forms_of_a_text() -> None:
+    schema = MessagesBody.model_json_schema()
+    content = schema["$defs"]["MessageParam"]["properties"]["content"]["anyOf"]
+    assert [one["type"] for one in content] == ["string", "array"]
+    assert parse_body(MessagesBody, ASKED).messages[0].content[0].type == "text"

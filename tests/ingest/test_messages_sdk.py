@@ -1,0 +1,218 @@
+"""`/v1/messages` with a model that calls tools, by Anthropic's SDK: whole, streamed, and resumed on another gateway."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from penstock.ingest.keys import KeyBook, write_book_file
+from penstock.ingest.tenants import make_key
+from penstock.local.stack import Stack
+from penstock.messages import EndEvent, ErrorInfo, Usage
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
+from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.ingest.test_tools import CALLS, CITY
+from tests.record.play import decode, say
+from tools.train_tools import TOOL_MODEL
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
+
+WEATHER: Any = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": CITY}
+TURNS: Any = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]
+ASKED: dict[str, Any] = {"messages": TURNS, "tools": [WEATHER], "max_tokens": 80}
+GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
+"""The SDK has no parameters for sampling."""
+SUM: Any = [{"role": "user", "content": "What is 7 plus 5?"}]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Stack]:
+    """A pipeline that serves the tool model."""
+    environment = {
+        "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL), "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
+        "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_KV_STORE_REDIS_MB": "0",
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("messages")
+    with ForkedStack(folder, pipeline="messages", redis=redis_url, environment=environment) as made:
+        made.wait_until_ready(150)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gateways(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GatewayProcess, ...]]:
+    folder = tmp_path_factory.mktemp("gateways")
+    with GatewayProcess(stack.addresses, folder) as one, GatewayProcess(stack.addresses, folder) as other:
+        yield one, other
+
+
+@pytest.fixture(scope="module")
+def sdk(gateways: tuple[GatewayProcess, ...]) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=gateways[0].url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(gateways: tuple[GatewayProcess, ...]) -> str:
+    found: str = httpx.get(f"{gateways[0].url}/v1/models").json()["data"][0]["id"]
+    return found
+
+
+def list_calls(message: Any) -> list[tuple[str, Any]]:
+    return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+
+
+def test_calls_are_blocks_and_their_results_go_back(sdk: anthropic.Anthropic, model: str) -> None:
+    whole = sdk.messages.create(model=model, **ASKED, **GREEDY)
+    assert (whole.type, whole.role, whole.model) == ("message", "assistant", model)
+    assert (whole.stop_reason, list_calls(whole)) == ("tool_use", CALLS)
+    assert whole._request_id == whole.id
+    calls: Any = whole.content
+    assert len({call.id for call in calls}) == 2
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": '{"weather": "red"}'} for call in calls]
+    turns: Any = [*TURNS, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+    assert sdk.messages.create(model=model, **(ASKED | {"messages": turns})).content
+
+
+def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropic.Anthropic, model: str) -> None:
+    thinking: Any = ASKED | {"messages": SUM, "tools": [], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    for asked, kinds in ((ASKED, {"tool_use"}), (thinking, {"thinking", "text"})):
+        whole = sdk.messages.create(model=model, **asked, **GREEDY)
+        with sdk.messages.stream(model=model, **asked, **GREEDY) as stream:
+            seen = [event.type for event in stream]
+            told = stream.get_final_message()
+        blocks = [[(one.type, getattr(one, one.type, None)) for one in message.content] for message in (told, whole)]
+        assert blocks[0] == blocks[1]
+        assert {kind for kind, _ in blocks[0]} == kinds
+        assert list_calls(told) == list_calls(whole)
+        assert (told.stop_reason, told.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+        prompts = [one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0) for one in (told, whole)]
+        assert prompts[0] == prompts[1] > 0
+        assert (seen[0], seen[-1]) == ("message_start", "message_stop")
+
+
+def test_a_stream_that_is_resumed_at_any_event_is_the_same(gateways: tuple[GatewayProcess, ...], model: str) -> None:
+    for fields in (ASKED, {"messages": SUM, "thinking": {"type": "enabled"}, "max_tokens": 40}):
+        first = EventSource(f"{gateways[0].url}/v1/messages")
+        whole = list(first.connect(fields | {"model": model, "stream": True, "temperature": 0}))
+        assert first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
+        url = f"{gateways[1].url}{first.answer_headers['location']}"
+        for place, event in enumerate(whole[:-1]):
+            assert list(EventSource(url, last_event_id=event.id).connect()) == whole[place + 1 :]
+        over = EventSource(url, last_event_id=whole[-1].id)
+        assert (list(over.connect()), over.status) == ([], 204)
+
+
+def test_tokens_are_counted_as_the_answer_does(sdk: anthropic.Anthropic, model: str) -> None:
+    call: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Porto"}}
+    result: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "red"}
+    turns: Any = [*TURNS, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    asked: dict[str, Any]
+    for asked in (
+        {"messages": TURNS},
+        {"messages": SUM, "system": "Be brief.", "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"messages": turns, "tools": [WEATHER]},
+    ):
+        counted = sdk.messages.count_tokens(model=model, **asked).input_tokens
+        usage = sdk.messages.create(model=model, max_tokens=1, **asked).usage
+        assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_a_request_with_the_same_key_is_the_same_message(sdk: anthropic.Anthropic, model: str) -> None:
+    header = {"Idempotency-Key": "once"}
+    asked: Any = {"messages": SUM, "max_tokens": 5}
+    first, again = (sdk.messages.create(model=model, extra_headers=header, **asked) for _ in range(2))
+    assert (first.id, first.content) == (again.id, again.content)
+    with pytest.raises(anthropic.ConflictError):
+        sdk.messages.create(model=model, extra_headers=header, **(asked | {"max_tokens": 6}))
+
+
+def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic, model: str) -> None:
+    asked: Any = {"messages": SUM, "max_tokens": 5}
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        sdk.messages.create(model="none", **asked)
+    assert (unknown.value.type, unknown.value.error_code) == ("not_found_error", "model_not_found")
+    image = [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}]
+    given: Any
+    for given, name in (
+        ({"messages": [{"role": "user", "content": image}]}, "messages.0.content.0"),
+        ({"tool_choice": {"type": "any"}, "tools": [WEATHER]}, "tool_choice.type"),
+        ({"extra_body": {"output_config": {"effort": "low"}}}, "output_config"),
+        ({"max_tokens": 5000}, "5000"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            sdk.messages.create(model=model, **(asked | given))
+        assert refused.value.type == "invalid_request_error"
+        assert name in str(refused.value)
+
+
+def test_a_chat_template_that_cannot_think_says_so(base_url: str) -> None:
+    with (
+        anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=60) as sdk,
+        pytest.raises(anthropic.BadRequestError, match="enable_thinking"),
+    ):
+        sdk.messages.create(model="demo", messages=SUM, max_tokens=2000, thinking={"type": "disabled"})
+
+
+def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) -> None:
+    key, key_id, entry = make_key("acme")
+    write_book_file(tmp_path / "keys.json", KeyBook(keys={key_id: entry}))
+    settings = {"GATEWAY_KEYS": str(tmp_path / "keys.json")}
+    with GatewayProcess(scripted.addresses, tmp_path, settings) as gateway:
+
+        def ask(*headers: tuple[str, str]) -> int:
+            return httpx.get(f"{gateway.url}/v1/models", headers=list(headers), timeout=30).status_code
+
+        bearer = ("authorization", f"Bearer {key}")
+        assert ask(("x-api-key", key)) == ask(bearer) == ask(bearer, ("x-api-key", key)) == 200
+        assert ask(bearer, ("x-api-key", "psk_other")) == ask(("x-api-key", key), ("x-api-key", key + "1")) == 401
+        url = f"{gateway.url}/v1/messages"
+        with (
+            anthropic.Anthropic(base_url=gateway.url, api_key="psk_none", max_retries=0) as sdk,
+            pytest.raises(anthropic.AuthenticationError) as refused,
+        ):
+            sdk.messages.create(model=scripted.model, messages=SUM, max_tokens=5)
+        assert refused.value.type == "authentication_error"
+        assert httpx.post(url, json={}, headers={"x-api-key": key}).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_stream_goes_on_where_its_gateway_was_killed(scripted: ScriptedPipeline, tmp_path: Path) -> None:
+    """Its reader has some events of a token, and the rest of them comes from another gateway."""
+    with GatewayProcess(scripted.addresses, tmp_path) as first, GatewayProcess(scripted.addresses, tmp_path) as second:
+        source = EventSource(f"{first.url}/v1/messages")
+        events = source.connect({"model": scripted.model, "messages": SUM, "max_tokens": 9, "stream": True})
+        seen = [next(events)]
+        wait_until(lambda: bool(scripted.read_requests()), 30, "the request is published")
+        (request,) = scripted.read_requests()
+        claim = decode(scripted.record, request.id)
+        say(scripted.record, claim, range(2))
+        while seen[-1].event != "content_block_start":
+            seen.append(next(events))
+        first.process.kill()
+        with pytest.raises(httpx.TransportError):
+            list(events)
+        say(scripted.record, claim, range(2, 4))
+        scripted.record.finish_request(claim, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=4)))
+        location = source.answer_headers["location"]
+        again = EventSource(f"{second.url}{location}", last_event_id=seen[-1].id)
+        whole = list(EventSource(f"{second.url}{location}").connect())
+        assert seen + list(again.connect()) == whole
+        assert [json.loads(one.data)["type"] for one in whole[-2:]] == ["message_delta", "message_stop"]
+
+
+def test_an_error_within_a_stream_is_raised_by_the_sdk(scripted: ScriptedPipeline, tmp_path: Path) -> None:
+    failed = EndEvent(finish_reason="error", error=ErrorInfo(code="out_of_memory", message="no room"))
+    with (
+        GatewayProcess(scripted.addresses, tmp_path) as gateway,
+        anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as sdk,
+        sdk.messages.stream(model=scripted.model, messages=SUM, max_tokens=9) as stream,
+    ):
+        (request,) = scripted.read_requests()
+        scripted.record.finish_request(decode(scripted.record, request.id), failed)
+        with pytest.raises(anthropic.APIStatusError, match="no room") as raised:
+            stream.get_final_message()
+    assert (raised.value.type, raised.value.error_code) == ("api_error", "out_of_memory")
