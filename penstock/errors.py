@@ -12,6 +12,7 @@ PenstockError
 │   ├── Cancelled              a client cancelled it
 │   ├── UnsupportedSchema      a JSON schema asks for something that cannot be enforced exactly
 │   ├── GrammarFailed          an answer cannot go on in its grammar
+│   ├── AnswerInterrupted      an endpoint's answer was cut, and cannot be continued
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
 │   ├── StoreUnreachable       its stored data cannot be read or written
@@ -127,6 +128,12 @@ class GrammarFailed(RequestError):
     """A grammar cannot go on: a token of the log is not allowed by it, or computing a mask exceeds its limits."""
 
     code = "grammar_failed"
+
+
+class AnswerInterrupted(RequestError):
+    """The answer of an endpoint was cut, as it or the worker was lost, and it cannot be, or is not to be, continued."""
+
+    code = "answer_interrupted"
 
 
 class AttemptsExhausted(RequestError):

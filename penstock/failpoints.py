@@ -25,6 +25,10 @@ DECODE = (
     "decode.6.polled", "decode.6.claimed", "decode.6.taken", "decode.6.read", "decode.6.fetched", "decode.7.stepped",
     "decode.7.shipping", "decode.7.confirmed", "decode.7.sent", "decode.8.ended", "decode.9.asked",
 )  # fmt: skip
+ENDPOINT = (
+    "endpoint.1.polled", "endpoint.1.claimed", "endpoint.1.taken", "endpoint.2.asked", "endpoint.3.appended",
+    "endpoint.4.ended", "endpoint.5.asked",
+)  # fmt: skip
 SETTLER = ("settle.begun", "settle.done")
 KAFKA_PREFILL = ("kafka.2.acknowledged", "kafka.3.finished")
 KAFKA_DECODE = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
@@ -44,7 +48,7 @@ SHARED = tuple(f"shared.{step}" for step in HOST_STEPS)
 DISK = (*(f"disk.{step}" for step in HOST_STEPS), "disk.open.3", "disk.put.2.1")
 """The tiers of a host: steps of `kvstore/tiers/host.py`, and of `file.py`, `directory.py` and `growth.py` in
 `kvstore/arena/`."""
-POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)
+POINTS = (*PREFILL, *DECODE, *ENDPOINT, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)
 """All points. They are named after the steps in the docstrings of the loops, of `KafkaMember` and of the tiers."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

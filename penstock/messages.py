@@ -387,7 +387,7 @@ class TokenEvent(Wire):
 
 
 class EndEvent(Wire):
-    """The end of a stream, after `usage.completion_tokens` tokens."""
+    """The end of a stream, after `num_events` token events."""
 
     finish_reason: FinishReason
     text: str = ""
@@ -395,6 +395,15 @@ class EndEvent(Wire):
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
+    # Not on the wire where it is not set, like `fit_context`.
+    pieces: int | None = None
+    """Of an answer that came from an endpoint, the number of its events before the end. Each is a piece of text, with a
+    number made of it in place of a token id (`piece_token`), and `usage` has the tokens that the endpoint counted."""
+
+    @property
+    def num_events(self) -> int:
+        """The number of token events before the end: of tokens, or of pieces of text."""
+        return self.usage.completion_tokens if self.pieces is None else self.pieces
 
 
 M = TypeVar("M", bound=Wire)

@@ -4,10 +4,10 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 
 | Topic                    | Written by          | Read by         | Message      |
 |--------------------------|---------------------|-----------------|--------------|
-| `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
+| `.requests.<class>`      | clients, gateway    | prefill or endpoint workers | `Request` |
 | `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.results`               | decode workers      | backends        | `Result`     |
-| `.dead`                  | both workers        | operators       | as it came   |
+| `.results`               | decode or endpoint workers | backends | `Result`     |
+| `.dead`                  | all workers         | operators       | as it came   |
 
 Redis keys (the braces are Redis Cluster hash tags: one request's keys share a slot):
 
@@ -61,9 +61,12 @@ from penstock.errors import InvalidName
 PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
-Role = Stage | Literal["client", "gateway"]
+WorkerKind = Stage | Literal["endpoint"]
+"""What a worker does with a request: one of the two stages, or all of it, by asking an endpoint."""
+Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
+"""The stages of a pipeline that computes its answers itself. Where endpoints are asked there is one kind of worker."""
 
 MAX_ID_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -117,9 +120,9 @@ class Pipeline:
         """The topic with messages that cannot be answered, and those whose work failed too often."""
         return f"penstock.{self.name}.dead"
 
-    def input_topics(self, stage: Stage) -> dict[PriorityClass, str]:
-        """Return the topics that a stage reads, by class."""
-        return {klass: self.request_topic(klass) if stage == "prefill" else self.job_topic(klass) for klass in CLASSES}
+    def input_topics(self, kind: WorkerKind) -> dict[PriorityClass, str]:
+        """Return the topics that workers of a kind read, by class."""
+        return {klass: self.job_topic(klass) if kind == "decode" else self.request_topic(klass) for klass in CLASSES}
 
     def all_topics(self) -> list[str]:
         """Return all topics, in the order of the diagram in docs/structure.md."""
@@ -130,9 +133,12 @@ class Pipeline:
         """Return the topics in which an older version kept messages to be tried again, by class in `CLASSES`' order."""
         return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
 
-    def consumer_group(self, stage: Stage) -> str:
-        """Return the name of the consumer group of a stage's workers."""
-        return f"penstock.{self.name}.{stage}"
+    def consumer_group(self, kind: WorkerKind) -> str:
+        """Return the name of the consumer group of workers of a kind.
+
+        Prefill and endpoint workers have one: a pipeline that changes from one kind to the other goes on where it was.
+        """
+        return f"penstock.{self.name}.{'decode' if kind == 'decode' else 'prefill'}"
 
     def record_key(self, request_id: str) -> str:
         """Return the key of a request's record."""
@@ -282,6 +288,14 @@ def roll_hash(previous: str, token_id: int) -> str:
     It is computed over the hash before it and the token id (4 bytes, big endian).
     """
     return hashlib.sha256(bytes.fromhex(previous) + token_id.to_bytes(4, "big")).hexdigest()[:16]
+
+
+def piece_token(text: str) -> int:
+    """Return what stands for a token id where the log has a piece of an endpoint's text: 31 bits of its SHA-256.
+
+    So the rolling hash covers the text, and a log with another text is noticed like one with other tokens.
+    """
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def event_id(position: int, rolling_hash: str) -> str:

@@ -182,6 +182,7 @@ def test_all_that_may_be_secret_may_come_from_a_file() -> None:
     assert set(list_secret_variables(SETTINGS_CLASSES)) == URLS | {
         "PENSTOCK_KAFKA_PASSWORD",
         "PENSTOCK_KV_STORE_SALT_SECRET",
+        "PENSTOCK_ENDPOINT_KEY",
     }
 
 

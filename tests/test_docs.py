@@ -12,11 +12,11 @@ import redis
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings, list_variables
-from penstock.decode_worker.result import build_result_message
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, TokenEvent, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Record
+from penstock.worker.result import build_result_message
 from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
 

@@ -1,9 +1,9 @@
 """From a log to a result that its topic takes."""
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES
-from penstock.decode_worker.result import build_result, build_result_message
 from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
+from penstock.worker.result import build_result, build_result_message
 
 
 def test_a_text_that_no_topic_takes_is_cut_and_says_so() -> None:

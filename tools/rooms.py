@@ -22,7 +22,7 @@ FLOORS = (
     ("ops",),
     ("client",),
     ("worker",),
-    ("prefill_worker", "decode_worker"),
+    ("prefill_worker", "decode_worker", "endpoint_worker"),
     ("ingest", "plan", "top"),
     ("local",),
     ("cli",),

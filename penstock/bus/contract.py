@@ -6,9 +6,10 @@ A *delivery* is a message handed to one member of a stage's group. It stays with
 settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
 another.
 
-`settle` publishes the outputs and finishes the deliveries. In the decode stage both happen together: after a crash
-either all of it happened, or none. In the prefill stage a delivery may come again after its outputs are out, as a job
-that is published twice is harmless: the first one claimed is bound to its request. Work finishes out of order.
+`settle` publishes the outputs and finishes the deliveries. In the decode stage, and where endpoints are asked, both
+happen together: after a crash either all of it happened, or none. In the prefill stage a delivery may come again after
+its outputs are out, as a job that is published twice is harmless: the first one claimed is bound to its request. Work
+finishes out of order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Protocol, Self
 
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
-from penstock.names import PriorityClass, Stage
+from penstock.names import PriorityClass, WorkerKind
 
 MAX_FOLLOWED_MESSAGES = 500
 """The most messages that a follower returns at once."""
@@ -102,7 +103,7 @@ class Delivery:
     """When the message was published, seconds since the epoch."""
     is_held: bool = True
     """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
-    finishes it. The `position` is empty then."""
+    finishes it. The `position` is still the message's."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class Bus(Protocol):
     def create_publisher(self) -> Publisher:
         """Return a publisher with a connection of its own."""
 
-    def join_group(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group under a stable name (transactional id, consumer name), and return the member."""
 
     def count_unsettled(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from penstock.config.settings import BusSettings, EngineSettings, load_settings
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
-from penstock.names import Pipeline
+from penstock.names import STAGES, Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
@@ -291,7 +291,8 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
         workers = read_worker_status(addresses)
     except redis.RedisError:
         return
-    for stage in ("prefill", "decode"):
+    asks = load_settings(EngineSettings).kind == "openai" or any(worker["stage"] == "endpoint" for worker in workers)
+    for stage in ("endpoint",) if asks else STAGES:
         here = [worker for worker in workers if worker["stage"] == stage]
         ready = [worker for worker in here if worker["state"] == "ready"]
         found = f"{len(ready)} ready of {len(here)}"

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "up": "Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running.",
+    "up": "Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway.",
     "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. "
     "Any number of gateways may run beside each other.",
     "generate": "Send a prompt through the pipeline and print the answer as it comes.",

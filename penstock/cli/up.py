@@ -2,11 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,9 +14,11 @@ from rich.console import Console
 from penstock.cli.explain import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.config.addresses import Addresses
-from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
+from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
+from penstock.endpoint_worker.endpoints import parse_urls
 from penstock.errors import SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
+from penstock.ops.status import read_worker_status
 from penstock.worker.loop import StopSignal
 
 READY_TIMEOUT_S = 600.0
@@ -38,6 +40,13 @@ def build_kv_environment() -> dict[str, str]:
     return {SHARED_DIR_VARIABLE: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
 
 
+def build_endpoint_environment(urls: Sequence[str]) -> dict[str, str]:
+    """Return the settings of a worker that asks these servers, or those of the settings. Raises `SettingsError`."""
+    settings = load_settings(EndpointSettings, **({"urls": ",".join(urls)} if urls else {}))
+    parse_urls(settings.urls, settings.max_requests)
+    return {"PENSTOCK_ENGINE_KIND": "openai", "PENSTOCK_ENDPOINT_URLS": settings.urls}
+
+
 @contextmanager
 def free_shared_memory(pipeline: str) -> Iterator[None]:
     """Remove the workers' shared memory when the context ends. Blocks on disk stay."""
@@ -56,19 +65,19 @@ def choose_gateway_port(given: int | None) -> int | None:
     return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
 
 
-def build_curl_body() -> dict[str, object]:
-    """Return the body of a request to the gateway."""
+def build_curl_body(model: str = "") -> dict[str, object]:
+    """Return the body of a request to the gateway, for the model of the settings unless another one is given."""
     return {
-        "model": load_settings(EngineSettings).model,
+        "model": model or load_settings(EngineSettings).model,
         "prompt": "In the beginning",
         "max_tokens": 40,
         "stream": True,
     }
 
 
-def format_curl_command(gateway_url: str) -> str:
+def format_curl_command(gateway_url: str, model: str = "") -> str:
     """Return a shell command that sends this body and prints the stream."""
-    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body())}'"
+    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body(model))}'"
 
 
 def up(
@@ -77,29 +86,40 @@ def up(
     port: Annotated[int, typer.Option(help="Port of the Redis server that is started.")] = DEFAULT_REDIS_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    engine_kind: Annotated[
+        Literal["own", "openai"] | None,
+        typer.Option(help="`openai`: servers with OpenAI's API compute the answers, and one worker asks them."),
+    ] = None,
+    url: Annotated[list[str] | None, typer.Option(help="Such a server, http://HOST:8000; may be repeated.")] = None,
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
-    """Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running."""
+    """Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
     if not redis and port == gateway:
         raise SettingsError(f"--port {port} is for Redis, and the gateway has it: choose another, or a --gateway-port")
+    asks_endpoints = url is not None or (engine_kind or load_settings(EngineSettings).kind) == "openai"
+    if asks_endpoints:
+        workers = {"prefill": 0, "decode": 0, "endpoint": 1}
+        environment = build_endpoint_environment(url or [])
+    else:
+        workers, environment = {"prefill": prefill, "decode": decode}, build_kv_environment()
     stack = Stack(
         directory,
         pipeline=given.pipeline,
         kafka=given.kafka,
         redis=redis,
         port=port,
-        prefill=prefill,
-        decode=decode,
+        **workers,
         gateway=gateway,
-        environment=build_kv_environment(),
+        environment=environment,
     )
     stop = StopSignal().install()
-    with explain_server_errors(stack.addresses), free_shared_memory(stack.addresses.pipeline), stack:
+    shared_memory = nullcontext() if asks_endpoints else free_shared_memory(stack.addresses.pipeline)
+    with explain_server_errors(stack.addresses), shared_memory, stack:
         wait_until_ready(stack, console, stop)
         if not stop:
             print_hints(stack, console)
@@ -125,4 +145,5 @@ def print_hints(stack: Stack, console: Console) -> None:
     generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
     if stack.gateway is not None:
-        console.print(f"Or:  {format_curl_command(stack.gateway_url)}")
+        model = next((str(one["model"]) for one in read_worker_status(stack.addresses) if one.get("model")), "")
+        console.print(f"Or:  {format_curl_command(stack.gateway_url, model)}")

@@ -1,4 +1,4 @@
-"""`penstock worker prefill | decode`: one worker process."""
+"""`penstock worker prefill | decode | endpoint`: one worker process."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ from penstock.config.settings import (
     WorkerSettings,
     load_settings,
 )
-from penstock.errors import DependencyMissing
+from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline, Stage
 from penstock.ops.access import check_access
 from penstock.ops.lag import LagWatch
@@ -48,6 +48,14 @@ def run_decode() -> None:
     run_stage("decode")
 
 
+@app.command("endpoint")
+def run_endpoint() -> None:
+    """Turn requests into token streams and results, by asking servers with OpenAI's API (PENSTOCK_ENDPOINT_URLS)."""
+    from penstock.cli.endpoint_worker import run_endpoint_worker
+
+    run_endpoint_worker()
+
+
 class _Settings(NamedTuple):
     """All settings of a worker but the addresses."""
 
@@ -70,6 +78,8 @@ def run_stage(stage: Stage) -> None:
         load_settings(RecordSettings),
         load_settings(FaultSettings),
     )
+    if settings.engine.kind == "openai":
+        raise SettingsError("with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint")
     name, pipeline = choose_worker_name(settings.worker.name), Pipeline(addresses.pipeline)
     failpoints.arm(settings.faults.failpoints)
     pin_to_cores(settings.worker.cores)

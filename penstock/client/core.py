@@ -97,6 +97,7 @@ class Answer:
     id: str
     text: str
     token_ids: list[int]
+    """Empty where an endpoint was asked, which tells only text."""
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
@@ -214,7 +215,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
     return Answer(
         id=request_id,
         text="".join(event.text for event in events),
-        token_ids=[event.token for event in tokens if isinstance(event, TokenEvent)],
+        token_ids=[event.token for event in tokens if isinstance(event, TokenEvent) and end.pieces is None],
         finish_reason=end.finish_reason,
         usage=end.usage,
         timings=end.timings,
@@ -307,7 +308,7 @@ class StreamReader:
 
     def _locate_event(self, event: Event) -> tuple[int, str]:
         """Return the number of tokens before the event, and a token's rolling hash ("" for the end)."""
-        return (event.usage.completion_tokens, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
+        return (event.num_events, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
 
     def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
         """Return the event if it is the next one, nothing if it was seen. `position` is at most the next one."""

@@ -119,8 +119,12 @@ class EngineSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
+    kind: Literal["own", "openai"] = "own"
+    """Who computes the answers: `own`, Penstock's engine in prefill and decode workers; `openai`, servers with OpenAI's
+    API, which endpoint workers ask (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
-    """`demo`, a directory, or a hub name."""
+    """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
+    the endpoints' name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
@@ -141,6 +145,28 @@ class EngineSettings(BaseSettings):
     response_template: str = ""
     """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
     was published without one, and is of no family that is known."""
+
+
+class EndpointSettings(BaseSettings):
+    """Servers with OpenAI's API that are asked for the answers, where `PENSTOCK_ENGINE_KIND` is `openai`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENDPOINT_", extra="forbid")
+
+    urls: str = ""
+    """The servers, with commas between them: `http://host:8000`, or with a path other than `/v1` behind it. `#3` at an
+    address's end is its weight: it gets three times the requests of one without."""
+    key: str = Field(default="", repr=False)
+    """The API key that is sent to them, if they ask for one."""
+    model: str = ""
+    """The model's name at the servers. Empty: they are asked, and must serve one model."""
+    max_requests: int = Field(default=32, ge=1)
+    """Requests that one worker has under way at one server, at most."""
+    silence_s: float = Field(default=120.0, gt=0)
+    """A server that sends nothing for this long, also before the first piece of an answer, counts as failed."""
+    interrupted: Literal["continue", "restart-if-unseen", "fail"] = "continue"
+    """What becomes of an answer whose worker or server was lost in the middle of it. `continue`: a server is asked to
+    go on behind the text so far, where it can. `restart-if-unseen`: it begins anew, if the log has nothing of it.
+    `fail`: it ends with `answer_interrupted`. Each does what the next one does where it cannot do its own."""
 
 
 class WorkerSettings(BaseSettings):
@@ -288,7 +314,7 @@ class FaultSettings(BaseSettings):
 
 
 SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
-    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
+    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, TraceSettings,
     TelemetrySettings,
     AdmissionSettings, GuardSettings,
     GatewaySettings, BatchSettings, ResponsesSettings, FaultSettings,

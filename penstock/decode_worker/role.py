@@ -17,7 +17,6 @@ from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.decode_worker.result import build_result, build_result_message
 from penstock.engine.contract import EngineRequest, InferenceEngine
 from penstock.engine.limits import cut_max_tokens
 from penstock.engine.text import OutputText
@@ -39,6 +38,7 @@ from penstock.telemetry import tracing
 from penstock.telemetry.genai import read_operation
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
+from penstock.worker.result import build_result, build_result_message
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
 

@@ -22,7 +22,7 @@ from penstock.errors import PenstockError
 from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
-from penstock.names import Stage
+from penstock.names import WorkerKind
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
 
@@ -57,7 +57,7 @@ class ProcessSlot:
 class WorkerSlot(ProcessSlot):
     """A worker of the stack."""
 
-    stage: Stage = field(kw_only=True)
+    stage: WorkerKind = field(kw_only=True)
 
 
 def split_cores(num_workers: int) -> list[list[int]]:
@@ -86,10 +86,14 @@ class Stack:
         port: int | None = None,
         prefill: int = 1,
         decode: int = 1,
+        endpoint: int = 0,
         gateway: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`port` is the server's, `gateway` the gateway's. Without `gateway` none is started."""
+        """`prefill`, `decode` and `endpoint` are numbers of workers.
+
+        `port` is the server's, `gateway` the gateway's. Without `gateway` none is started.
+        """
         self.directory = directory
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
@@ -101,7 +105,7 @@ class Stack:
             BATCH_STORE_VARIABLE, os.environ.get(BATCH_STORE_VARIABLE) or str(directory / "files")
         )
         self._own_memory: StackMemory | None = None
-        slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
+        slots: list[tuple[WorkerKind, int]] = [("prefill", prefill), ("decode", decode), ("endpoint", endpoint)]
         self.workers = [WorkerSlot(f"{stage}-{n}", stage=stage) for stage, count in slots for n in range(count)]
         self._shares = split_cores(len(self.workers))
         self.gateway = None if gateway is None else ProcessSlot("gateway")

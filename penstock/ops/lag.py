@@ -133,10 +133,10 @@ def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Seque
 
 
 class _StageWorkers:
-    """The workers of one stage, taken together."""
+    """The workers of one stage, taken together. Those that ask endpoints do the work of both."""
 
     def __init__(self, stage: Stage, workers: Iterable[HeartbeatStatus]) -> None:
-        mine = [worker for worker in workers if worker["stage"] == stage and "load" in worker]
+        mine = [worker for worker in workers if worker["stage"] in (stage, "endpoint") and "load" in worker]
         self._loads = [worker["load"] for worker in mine]
         serving = [worker["load"] for worker in mine if worker["state"] in SERVING_STATES]
         rates = [load[RATE_FIELDS[stage]] for load in serving if load[RATE_FIELDS[stage]]]

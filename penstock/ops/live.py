@@ -81,7 +81,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "progress": worker.get("progress") if is_loading else None,
         "running": worker.get("running", 0),
         "waiting": worker.get("waiting", 0),
-        "tokens_per_s": per_s.get(worker["stage"]),
+        "tokens_per_s": per_s.get("decode" if worker["stage"] == "endpoint" else worker["stage"]),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),

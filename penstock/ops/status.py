@@ -64,7 +64,7 @@ def assess_health(workers: Iterable[dict[str, Any]]) -> Health:
 def _list_problems(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
     workers = list(workers)
     for stage in STAGES:
-        if not any(worker["stage"] == stage and worker["state"] == "ready" for worker in workers):
+        if not any(worker["stage"] in (stage, "endpoint") and worker["state"] == "ready" for worker in workers):
             yield f"no {stage} worker is ready"
     for worker in workers:
         if worker["state"] == "degraded":

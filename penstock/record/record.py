@@ -225,7 +225,8 @@ class Record:
     def finish_request(self, claim: Claim, end: EndEvent) -> bool:
         """Append the end event. Return False when fenced. Collect the claim's tokens first. May be repeated.
 
-        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The record is kept
+        The number of events in the log becomes the usage's `completion_tokens`, or the end's `pieces` where it has any:
+        readers rely on it. The record is kept
         for `keep_s` and for as long as the request took since it was published, as a second message of its id may wait
         for as long.
         """
@@ -243,10 +244,13 @@ class Record:
 
     def _complete_end(self, claim: Claim, end: EndEvent) -> tuple[EndEvent, int]:
         """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""
-        usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
+        if end.pieces is None:
+            end = end.model_copy(update={"usage": end.usage.model_copy(update={"completion_tokens": claim.num_tokens})})
+        else:
+            end = end.model_copy(update={"pieces": claim.num_tokens})
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
-        return end.model_copy(update={"usage": usage}), self._keep_ms + min(took_ms, self._pending_ms)
+        return end, self._keep_ms + min(took_ms, self._pending_ms)
 
     def note_handed_off(self, claim: Claim) -> bool:
         """Note that the job is durable, and end the claim. Return False if decode has the request already."""

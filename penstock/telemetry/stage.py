@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.messages import EndEvent, now_s
-from penstock.names import PriorityClass, Stage
+from penstock.names import PriorityClass, WorkerKind
 from penstock.telemetry import catalog
 from penstock.telemetry.catalog import PROVIDER
 from penstock.telemetry.genai import Operation
@@ -22,7 +22,7 @@ StatusView = Callable[[], Mapping[str, Any]]
 class StageMetrics:
     """One worker's metrics. Only the loop's thread writes them."""
 
-    def __init__(self, meters: Meters, pipeline: str, stage: Stage, worker: str, model: str) -> None:
+    def __init__(self, meters: Meters, pipeline: str, stage: WorkerKind, worker: str, model: str) -> None:
         self._meters, self._pipeline, self._stage, self._worker, self._model = meters, pipeline, stage, worker, model
         self._view: StatusView | None = None
         self._itl = meters.get_histogram(catalog.ITL, pipeline)

@@ -121,6 +121,7 @@ def serialize_delivery(delivery: Delivery) -> bytes:
     """Encode a delivery for a claim in Redis, so that others can go on without it: a line of JSON, then the message."""
     about = {
         "topic": delivery.topic,
+        "position": delivery.position,
         "key": delivery.key,
         "headers": dict(delivery.headers),
         "class": delivery.klass,
@@ -130,9 +131,19 @@ def serialize_delivery(delivery: Delivery) -> bytes:
 
 
 def deserialize_delivery(parcel: bytes) -> Delivery:
-    """Decode a delivery from a claim. It is not held, so it cannot be settled."""
+    """Decode a delivery from a claim. It is not held, so it cannot be settled.
+
+    Its position is empty where a worker of an older version wrote it.
+    """
     line, value = parcel.split(b"\n", 1)
     about = json.loads(line)
     return Delivery(
-        about["topic"], "", value, about["key"], about["headers"], about["class"], about["at"], is_held=False
+        about["topic"],
+        about.get("position", ""),
+        value,
+        about["key"],
+        about["headers"],
+        about["class"],
+        about["at"],
+        is_held=False,
     )

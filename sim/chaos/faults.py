@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock import failpoints
-from penstock.names import STAGES, Stage
+from penstock.names import STAGES, WorkerKind
 
 FREQUENT_POINTS = (".stepped", ".sent", ".confirmed")
 """Endings of failpoints that a worker passes many times."""
@@ -40,14 +40,14 @@ class KillPlan:
         return "" if self.point == ANY_TIME else f"{self.point}={what}@{self.passage}"
 
 
-def list_failpoints(stage: Stage, bus: Bus) -> list[str]:
+def list_failpoints(stage: WorkerKind, bus: Bus) -> list[str]:
     """Return the failpoints that a worker of a stage can reach."""
     own = failpoints.PREFILL if stage == "prefill" else failpoints.DECODE
     on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE
     return [*own, *failpoints.SETTLER, *(on_kafka if bus == "kafka" else ())]
 
 
-def plan_kill(seed: int, bus: Bus, stage: Stage, name: str, life: int) -> KillPlan:
+def plan_kill(seed: int, bus: Bus, stage: WorkerKind, name: str, life: int) -> KillPlan:
     """Plan how a worker's process of the given number (from 0) is killed. The seed shuffles the failpoints."""
     order = list_failpoints(stage, bus)
     random.Random(f"{seed}/{name}").shuffle(order)

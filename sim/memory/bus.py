@@ -17,7 +17,7 @@ from penstock.bus.contract import (
     create_started_future,
 )
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
-from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 
 PARTITION = "all"
 """The name of a topic's only partition."""
@@ -55,7 +55,7 @@ class MemoryBus:
         self.changed = threading.Condition()
         """Guards everything here, and is notified of each new message and of each that waits again."""
         self.topics: dict[str, Topic] = {}
-        self.members: dict[tuple[Stage, str], MemoryMember] = {}
+        self.members: dict[tuple[WorkerKind, str], MemoryMember] = {}
 
     def create_topics(self) -> list[str]:
         """Create the pipeline's topics that are missing, and return those created."""
@@ -80,7 +80,7 @@ class MemoryBus:
         """Return a publisher."""
         return MemoryPublisher(self)
 
-    def join_group(self, stage: Stage, name: str) -> "MemoryMember":
+    def join_group(self, stage: WorkerKind, name: str) -> "MemoryMember":
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
         with self.changed:
             older = self.members.get((stage, name))
@@ -122,7 +122,7 @@ class MemoryBus:
 class MemoryMember:
     """A member of a stage's group."""
 
-    def __init__(self, bus: MemoryBus, stage: Stage, name: str) -> None:
+    def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str) -> None:
         self._bus, self._stage, self._name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
         self._held: dict[tuple[str, str], Entry] = {}

@@ -109,9 +109,8 @@ class MemoryRecord(Record):
         rec.epoch, rec.session, rec.stage = max(rec.epoch + 1, now_ms), session, stage
         rec.attempts, rec.not_before_ms, rec.message = attempts + bool(session), 0, asked.message
         rec.expires_ms = now_ms + self._pending_ms
-        if prefill:
-            rec.body = asked.body_hash
-        else:
+        rec.body = asked.body_hash or rec.body
+        if not prefill:
             rec.bound = asked.job_id
         self._records.records[asked.id] = rec
         if not session:
@@ -345,7 +344,7 @@ def _list_events(rec: RequestRecord) -> list[TokenEvent | EndEvent]:
 
 def _find_other_message(rec: RequestRecord, stage: Stage, asked: UnclaimedMessage) -> Bound | Conflict | None:
     """Return why the message is not the one that settles the request; None if it may be."""
-    if stage == "prefill" and rec.body and rec.body != asked.body_hash:
+    if asked.body_hash and rec.body and rec.body != asked.body_hash:
         return Conflict()
     if (stage == "prefill" and rec.stage == "handed") or (rec.bound and rec.bound != asked.job_id):
         return Bound()

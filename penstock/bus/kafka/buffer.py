@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition, PartitionOffsets
 from penstock.errors import BusUnavailable
-from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class PrefetchBuffer:
     forgotten: they belong to another member then.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+    def __init__(self, pipeline: Pipeline, stage: WorkerKind) -> None:
         self._topics = pipeline.input_topics(stage)
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}

@@ -47,7 +47,7 @@ from penstock.bus.kafka.partitioner import Partitioner
 from penstock.bus.kafka.upgrade import count_old_retries, move_old_retries
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, WorkerKind
 from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class KafkaBus(KafkaClientFactory):
         """Return a publisher with a connection of its own."""
         return KafkaPublisher(self)
 
-    def join_group(self, stage: Stage, name: str) -> KafkaMember:
+    def join_group(self, stage: WorkerKind, name: str) -> KafkaMember:
         """Join a stage's group, and return the member. In decode an older member of the same name is fenced."""
         return KafkaMember(self, stage, name)
 

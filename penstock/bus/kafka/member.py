@@ -35,7 +35,7 @@ from penstock.bus.kafka.position_lookup import PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
-from penstock.names import PriorityClass, Stage
+from penstock.names import PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class KafkaMember:
     A crash between any two of them costs nothing: the next owner does the same.
     """
 
-    def __init__(self, bus: KafkaClientFactory, stage: Stage, name: str) -> None:
+    def __init__(self, bus: KafkaClientFactory, stage: WorkerKind, name: str) -> None:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
@@ -106,7 +106,7 @@ class KafkaMember:
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
         self._membership: object = None
-        self._transactions = bus.create_transactions(f"{self._group}.{name}") if stage == "decode" else None
+        self._transactions = bus.create_transactions(f"{self._group}.{name}") if stage != "prefill" else None
         self._outputs = bus.create_output_writer() if self._transactions is None else None
         self._commits = OffsetCommitter()
         self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)))

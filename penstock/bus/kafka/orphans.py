@@ -13,7 +13,7 @@ from penstock.bus.contract import Delivery
 from penstock.bus.kafka.admin_lookups import CommittedOffsets, retry_during_election
 from penstock.bus.kafka.client import DAMAGED_BATCH_ERRORS, FETCH_LIMITS, DamagedBatches, bus_errors, parse_delivery
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets
-from penstock.names import Pipeline, PriorityClass, Stage
+from penstock.names import Pipeline, PriorityClass, WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def _parse_partition(part: str) -> Partition:
 class KafkaOrphanReader:
     """Implements `contract.OrphanReader`. It connects when it is first given a partition."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
+    def __init__(self, pipeline: Pipeline, stage: WorkerKind, clients: Mapping[str, Any]) -> None:
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
@@ -90,7 +90,7 @@ class KafkaOrphanReader:
                 continue
             offsets = self._offsets.get((topic, message.partition() or 0))  # None: fetched before another assignment
             if offsets is not None and offsets.note_delivered(offset):
-                found.append(replace(parse_delivery(message, self._classes[topic]), position="", is_held=False))
+                found.append(replace(parse_delivery(message, self._classes[topic]), is_held=False))
         return found
 
     def _pass_damaged(self, consumer: Consumer, partition: Partition, batch: int) -> None:

@@ -34,7 +34,7 @@ from penstock.bus.streams.client import (
 from penstock.bus.streams.member import StreamsMember
 from penstock.bus.upgrade import build_moved_message, old_workers_error
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import REDIS_TIMEOUT_S, execute_pipeline
 from penstock.redis.scripts import load_script
 from penstock.redis.urls import hide_password
@@ -111,7 +111,7 @@ class StreamsBus:
         """Return a publisher with a connection of its own."""
         return StreamsPublisher(self)
 
-    def join_group(self, stage: Stage, name: str) -> StreamsMember:
+    def join_group(self, stage: WorkerKind, name: str) -> StreamsMember:
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
         return StreamsMember(self.pipeline, self.url, self.settings, stage, name)
 

@@ -11,7 +11,7 @@ from redis.retry import Retry
 
 from penstock.bus.contract import Outgoing, as_bytes, as_text
 from penstock.errors import BusUnavailable
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, WorkerKind
 from penstock.redis.client import REDIS_TIMEOUT_S, connection_pool
 
 MAX_KEPT_ENTRIES = 50_000
@@ -40,7 +40,7 @@ def to_bus_unavailable(error: redis.RedisError) -> BusUnavailable:
     return unavailable
 
 
-def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
+def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: WorkerKind) -> None:
     """Create a stage's group on its streams where it is missing. It reads them from the beginning."""
     for topic in pipeline.input_topics(stage).values():
         try:

@@ -21,7 +21,7 @@ from penstock.bus.streams.client import (
 )
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
-from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import execute_once
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
 
@@ -47,7 +47,7 @@ class StreamsMember:
     considered dead, and within `MAX_BLOCK_S` another member with capacity takes over its deliveries.
     """
 
-    def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: Stage, name: str) -> None:
+    def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: WorkerKind, name: str) -> None:
         self._pipeline, self._stage = pipeline, stage
         self._group = pipeline.consumer_group(stage)
         self._token = uuid.uuid4().hex

@@ -102,7 +102,7 @@ class ResumePoint:
     def check_end(self, index: int, event: EndEvent) -> None:
         """Note the end of a choice. Raises `StreamDiverged` if the reader has seen a later token."""
         kind, position, _ = self._ranks[index]
-        if kind == 1 and event.usage.completion_tokens <= position:
+        if kind == 1 and event.num_events <= position:
             raise StreamDiverged(f"the stream ended before token {position}, which was seen")
 
     def advance_past(self, index: int, event: SseEvent) -> str | None:

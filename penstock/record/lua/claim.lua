@@ -5,7 +5,7 @@
 -- KEYS[2]  log       stream
 -- KEYS[3]  sessions  sorted set, a stage's: session ids, by the time in ms until which they last
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
--- ARGV     id, stage ('prefill' or 'decode'), session, job ('' in prefill), body hash ('' in decode), lease in ms,
+-- ARGV     id, stage ('prefill' or 'decode'), session, job ('' in prefill), body hash ('' with a job), lease in ms,
 --          the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
 --          message, what `held` keys look like (a set for each session: ids of requests)
 --
@@ -15,6 +15,9 @@
 --          {'down'}         without a session: it can be taken, or nobody has to
 --          {'bound'}        another message settles this request, and is durable
 --          {'conflict'}     the id was used for another body
+--
+-- A worker that asks an endpoint claims requests as decode claims jobs: a request's message has a name of its own, as job,
+-- and a body, which is compared as in prefill.
 --
 -- Crash    before: nothing happened. After: the session runs out, and the request is free, with the message that is kept
 --          here; or it is claimed with the delivery when that comes back. Either gets the next epoch. A decode claim has
@@ -34,7 +37,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 -- 1. The same id with another body is another request.
-if prefill and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
+if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
 -- 2. A job that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
 if prefill and was == 'handed' then return {'bound'} end
@@ -76,7 +79,8 @@ end
 epoch = math.max(epoch + 1, now)
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
   'tokens', tokens, 'hash', hash, 'message', ARGV[10])
-if prefill then redis.call('HSET', KEYS[1], 'body', body) else redis.call('HSET', KEYS[1], 'bound', job) end
+if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
+if not prefill then redis.call('HSET', KEYS[1], 'bound', job) end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if puts_down then return {'down'} end

@@ -30,7 +30,7 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
                 model=model,
                 finish_reason=event.finish_reason,
                 text="".join(texts),
-                token_ids=token_ids,
+                token_ids=token_ids if event.pieces is None else [],
                 logprobs=None if job.sampling.logprobs is None else logprobs,
                 prompt_tokens=prompt_tokens,
                 usage=event.usage,

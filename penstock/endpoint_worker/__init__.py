@@ -1,0 +1,1 @@
+"""Request → answer of a server with OpenAI's API → token stream, result."""

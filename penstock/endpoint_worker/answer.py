@@ -1,0 +1,343 @@
+"""The answer of an endpoint to one question, read on a thread and handed to the loop piece by piece.
+
+An answer ends in exactly one of: `Finished`; `Refused`, which is about the request; `Failed`, which is about the
+endpoint. Once `cut` was called nothing more of it is used.
+"""
+
+import contextlib
+import email.message
+import email.utils
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.endpoint_worker.endpoints import Endpoint
+from penstock.endpoint_worker.question import Question
+from penstock.errors import AnswerInterrupted, InvalidRequest, ModelError, PromptTooLong, RequestError, RequestTooLarge
+from penstock.messages import FinishReason, Usage, now_s
+
+CONNECT_TIMEOUT_S = 5.0
+MODELS_TIMEOUT_S = 5.0
+"""How long an endpoint may take to connect, and to list its models."""
+MAX_ERROR_BYTES = 65_536
+"""What is read of an endpoint's error."""
+MAX_LINE_BYTES = 2**24
+REFUSED_STATUSES = (400, 413, 422)
+"""HTTP statuses that are about the request. All others are about the endpoint."""
+BUSY_STATUSES = (429, 503)
+CONTINUING_OWNERS = ("vllm", "sglang")
+"""`owned_by` of the models of servers that have `continue_final_message`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that an answer has more."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of an answer."""
+
+    reason: FinishReason
+    usage: Usage | None
+    """The tokens that the endpoint has counted, if it tells."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The endpoint cannot answer this request."""
+
+    error: RequestError
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The endpoint did not answer, or not to the end."""
+
+    problem: str
+    may_have_begun: bool
+    """Whether it may have computed a part of the answer."""
+    is_lost: bool = False
+    """Whether the connection was lost in the middle."""
+    is_busy: bool = False
+    wait_s: float | None = None
+    """How long it asks to be left alone."""
+
+
+AnswerEvent = Piece | Finished | Refused | Failed
+
+
+class _FailedError(Exception):
+    """Ends the reading of an answer."""
+
+    def __init__(self, end: Failed | Refused) -> None:
+        super().__init__()
+        self.end = end
+
+
+class Answer:
+    """An answer that is being read. Only the loop calls its methods."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        question: Question,
+        key: str,
+        silence_s: float,
+        report: "Callable[[Answer, AnswerEvent], None]",
+    ) -> None:
+        """`report` is called on the answer's thread with each event."""
+        self.endpoint, self.question = endpoint, question
+        self.asked_s = time.monotonic()
+        self.is_cut = False
+        self._key, self._silence_s, self._report = key, silence_s, report
+        self._connection: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="answer", daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Close the connection, which tells the endpoint to stop."""
+        with self._lock:
+            self.is_cut = True
+            if self._connection is not None and self._connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread is over, for at most `timeout_s`."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._report(self, self._read())
+        except Exception as error:  # a bug: this answer's
+            self._report(self, Failed(f"{type(error).__name__}: {error}", may_have_begun=True))
+
+    def _read(self) -> Finished | Refused | Failed:
+        is_sent = False
+        try:
+            with contextlib.closing(open_connection(self.endpoint.url, CONNECT_TIMEOUT_S)) as connection:
+                if self.question.continues_chat:
+                    self._check_chat_continues()
+                connection.connect()
+                self._keep_connection(connection)
+                is_sent = True
+                headers = build_headers(self._key) | {"Content-Type": "application/json", "Accept": "text/event-stream"}
+                connection.request(
+                    "POST", find_path(self.endpoint.url, self.question.path), self.question.body, headers
+                )
+                response = connection.getresponse()
+                check_status(response)
+                return self._read_stream(read_events(response))
+        except _FailedError as failed:
+            return failed.end
+        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            return Failed(f"{type(error).__name__}: {error}".removesuffix(": "), is_sent, is_lost=is_sent)
+
+    def _keep_connection(self, connection: http.client.HTTPConnection) -> None:
+        connection.sock.settimeout(self._silence_s)
+        with self._lock:
+            if self.is_cut:
+                raise ConnectionAbortedError("the answer is not wanted any more")
+            self._connection = connection
+
+    def _check_chat_continues(self) -> None:
+        if self.endpoint.continues_chats is None:
+            owners = {str(one.get("owned_by")) for one in list_models(self.endpoint.url, self._key)}
+            self.endpoint.continues_chats = bool(owners.intersection(CONTINUING_OWNERS))
+        if not self.endpoint.continues_chats:
+            raise _FailedError(Refused(AnswerInterrupted("this endpoint cannot go on with the last turn of a chat")))
+
+    def _read_stream(self, events: Iterator[Mapping[str, Any]]) -> Finished:
+        """Report all text, and return the end. Raises `_FailedError` for an answer without one."""
+        reason: FinishReason | None = None
+        usage: Usage | None = None
+        for event in events:
+            usage = read_usage(event) or usage
+            for choice in (event.get("choices") or ())[:1]:
+                if text := read_text(choice):
+                    self._report(self, Piece(text))
+                reason = read_finish_reason(choice) or reason
+        if reason is None:
+            raise _FailedError(Failed("the answer was cut", may_have_begun=True, is_lost=True))
+        return Finished(reason, usage)
+
+
+def open_connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    """Return a connection to an endpoint, which connects when it is used."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+
+
+def find_path(url: str, path: str) -> str:
+    """Return the path of a POST or GET at an endpoint."""
+    return urlsplit(url).path + path
+
+
+def build_headers(key: str) -> dict[str, str]:
+    """Return the headers of everything that is sent to an endpoint."""
+    return {"User-Agent": "penstock"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def list_models(url: str, key: str) -> list[dict[str, Any]]:
+    """Return the models of an endpoint, as it describes them. Raises `OSError` where it does not."""
+    with contextlib.closing(open_connection(url, MODELS_TIMEOUT_S)) as connection:
+        try:
+            connection.request("GET", find_path(url, "/models"), headers=build_headers(key))
+            response = connection.getresponse()
+            content = response.read(MAX_LINE_BYTES)
+            if response.status != 200:
+                raise OSError(f"HTTP {response.status} to GET /models: {describe_error(content)}")
+            return [one for one in json.loads(content)["data"] if isinstance(one.get("id"), str)]
+        except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(f"its list of models cannot be read: {type(error).__name__}: {error}") from None
+
+
+def check_status(response: http.client.HTTPResponse) -> None:
+    """Raise `_FailedError` for an answer that is no stream."""
+    status = response.status
+    if status == 200:
+        if response.headers.get_content_type() == "text/event-stream":
+            return
+        raise _FailedError(Failed(f"it does not stream, but sends {response.headers.get_content_type()}", True))
+    text = describe_error(response.read(MAX_ERROR_BYTES))
+    if status in REFUSED_STATUSES:
+        raise _FailedError(Refused(to_refusal(status, text)))
+    wait_s = parse_retry_after(response.headers) if status in BUSY_STATUSES else None
+    is_busy = status == 429 or wait_s is not None
+    may_have_begun = status >= 500 and status != 503
+    raise _FailedError(Failed(f"HTTP {status}: {text}", may_have_begun, is_busy=is_busy, wait_s=wait_s))
+
+
+def to_refusal(status: int, text: str) -> RequestError:
+    """Return the typed error for an endpoint's refusal of a request."""
+    if status == 413:
+        return RequestTooLarge(f"the endpoint refuses it: {text}")
+    is_long = "context length" in text.lower() or "context_length" in text.lower()
+    return (PromptTooLong if is_long else InvalidRequest)(f"the endpoint refuses it: {text}")
+
+
+def describe_error(content: bytes) -> str:
+    """Return the message in an error's body, in any of the usual forms, else the beginning of the body."""
+    with contextlib.suppress(ValueError, AttributeError):
+        found = json.loads(content)
+        inner = found.get("error", found.get("detail", found))
+        message = inner.get("message") if isinstance(inner, dict) else inner
+        if isinstance(message, str):
+            code = inner.get("code") if isinstance(inner, dict) else None
+            return f"{message} ({code})" if isinstance(code, str) and code not in message else message
+    return content[:200].decode(errors="replace")
+
+
+def parse_retry_after(headers: email.message.Message) -> float | None:
+    """Return how many seconds an endpoint asks to be left alone; None where it does not say."""
+    with contextlib.suppress(ValueError):
+        return (
+            max(0.0, float(headers["retry-after-ms"]) / 1000) if headers.get("retry-after-ms") else _parse_date(headers)
+        )
+    return None
+
+
+def _parse_date(headers: email.message.Message) -> float | None:
+    text = headers.get("retry-after", "")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(text))
+    return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - now_s())
+
+
+def read_events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON of each event of a stream, up to `[DONE]` or the stream's end.
+
+    Raises `_FailedError` for an error in the stream.
+    """
+    rest = b""
+    while content := response.read1(65_536):
+        *lines, rest = (rest + content).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            raise _FailedError(Failed("a line of its stream does not end", may_have_begun=True))
+        for line in lines:
+            name, _, value = line.rstrip(b"\r").partition(b":")
+            if name != b"data":
+                continue
+            if value.strip() == b"[DONE]":
+                return
+            yield _parse_event(value)
+
+
+def _parse_event(value: bytes) -> Mapping[str, Any]:
+    try:
+        event = json.loads(value)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise _FailedError(Failed("its stream is not JSON", may_have_begun=True))
+    if event.get("error"):
+        text = describe_error(value)
+        code = event["error"].get("code") if isinstance(event["error"], dict) else None
+        if code in REFUSED_STATUSES:
+            raise _FailedError(Refused(to_refusal(code, text)))
+        raise _FailedError(Failed(f"it failed in the answer: {text}", may_have_begun=True))
+    return event
+
+
+def read_text(choice: Mapping[str, Any]) -> str:
+    """Return the text of a choice. Raises `_FailedError` for an answer that has something besides."""
+    delta = choice.get("delta")
+    found = choice if not isinstance(delta, Mapping) else delta
+    for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
+        if found.get(name):
+            error = ModelError(f"the endpoint's answer has {name!r} beside its text: start it without that parser")
+            raise _FailedError(Refused(error))
+    text = found.get("content") if found is delta else found.get("text")
+    # A character that was cut in two leaves half of a pair, which cannot be written.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(text, str) else ""
+
+
+def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
+    """Return why an answer ended. Raises `_FailedError` for an end that is none."""
+    reason = choice.get("finish_reason")
+    match reason:
+        case None | "":
+            return None
+        case "length":
+            return "length"
+        case "stop" | "eos_token" | "stop_sequence":
+            return "stop"
+        case "content_filter":
+            raise _FailedError(Refused(ModelError("the endpoint's content filter ended the answer")))
+    raise _FailedError(Failed(f"it ended the answer with {reason!r}", may_have_begun=True))
+
+
+def read_usage(event: Mapping[str, Any]) -> Usage | None:
+    """Return the tokens that an endpoint has counted; None where it does not say."""
+    usage = event.get("usage")
+    if not isinstance(usage, Mapping):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
+    numbers = [usage.get("prompt_tokens"), cached or 0, usage.get("completion_tokens")]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        return None
+    prompt, cached, completion = (int(number) for number in numbers if number is not None)
+    return Usage(prompt_tokens=prompt, cached_tokens=min(cached, prompt), completion_tokens=completion)

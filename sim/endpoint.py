@@ -1,0 +1,201 @@
+"""A server with OpenAI's API that counts instead of thinking, and fails as it is told.
+
+The answer to a prompt that ends with `|` is ` 0 1 2 …`, a number in each piece, as many as `max_tokens`. Asked to go on
+behind ` 0 1`, it continues with ` 2`: so a text in which a number is missing, or comes twice, tells what was lost. As a
+process: `python -m sim.endpoint PORT [PAUSE_S]`.
+"""
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal, Self
+
+MODEL = "counting"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request."""
+
+    kind: Literal["status", "cut", "hang", "error"]
+    """`status`: an HTTP error. After a number of pieces: `cut` closes the connection, `hang` sends nothing more,
+    `error` sends an error in the stream."""
+    after: int = 0
+    status: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+    message: str = "as told"
+
+
+class CountingEndpoint:
+    """The server, on a thread of this process."""
+
+    def __init__(self, port: int = 0, pause_s: float = 0.0, owner: str = "vllm") -> None:
+        """`pause_s` is the time before each piece, `owner` what it says that its model is `owned_by`."""
+        self.pause_s, self.owner = pause_s, owner
+        self.faults: deque[Fault] = deque()
+        """Faults of the next requests, one each."""
+        self.bodies: list[dict[str, Any]] = []
+        """What was asked, in order."""
+        self.headers: list[dict[str, str]] = []
+        self.gate = threading.Event()
+        """Pieces are sent while it is set."""
+        self.gate.set()
+        self.models = [MODEL]
+        self.with_usage = True
+        self.delta_fields: dict[str, Any] = {}
+        """What the first piece of a chat's answer has besides its text."""
+        self.num_under_way = self.max_under_way = 0
+        self.lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", port), _Handler)
+        self._server.endpoint = self
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def start(self) -> Self:
+        """Serve from now on."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Serve no more, and end the requests under way."""
+        self.gate.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @contextlib.contextmanager
+    def count_request(self) -> Iterator[None]:
+        """Count a request as under way."""
+        with self.lock:
+            self.num_under_way += 1
+            self.max_under_way = max(self.max_under_way, self.num_under_way)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.num_under_way -= 1
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+    endpoint: CountingEndpoint
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: readers close their connections."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    server: _Server
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        """List the models."""
+        endpoint = self.server.endpoint
+        models = [{"id": name, "object": "model", "owned_by": endpoint.owner} for name in endpoint.models]
+        self._send_json(200, {"object": "list", "data": models})
+
+    def do_POST(self) -> None:
+        """Count."""
+        endpoint = self.server.endpoint
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with endpoint.lock:
+            endpoint.bodies.append(body)
+            endpoint.headers.append({name.lower(): value for name, value in self.headers.items()})
+            fault = endpoint.faults.popleft() if endpoint.faults else None
+        self.close_connection = True
+        if fault is not None and fault.kind == "status":
+            self._send_json(fault.status, {"error": {"message": fault.message}}, fault.headers)
+            return
+        with endpoint.count_request(), contextlib.suppress(OSError):
+            self._stream(body, fault)
+
+    def _stream(self, body: dict[str, Any], fault: Fault | None) -> None:
+        endpoint, is_chat = self.server.endpoint, self.path.endswith("/chat/completions")
+        self.send_response(200)
+        for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
+            self.send_header(name, value)
+        self.end_headers()
+        first, count = _count_so_far(body), body.get("max_tokens") or 8
+        for index in range(count):
+            if fault is not None and index == fault.after:
+                self._fail(fault)
+                return
+            endpoint.gate.wait()
+            time.sleep(endpoint.pause_s)
+            delta = {"content": f" {first + index}"} | (endpoint.delta_fields if index == 0 else {})
+            self._send_event({"choices": [{"index": 0, "delta": delta} if is_chat else {"text": delta["content"]}]})
+        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}]})
+        if endpoint.with_usage and (body.get("stream_options") or {}).get("include_usage"):
+            prompt = len(str(body.get("prompt") or body.get("messages")).split())
+            details = {"prompt_tokens_details": {"cached_tokens": 1}}
+            usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+            self._send_event({"choices": [], "usage": usage | details})
+        self._send_chunk(b"data: [DONE]\n\n")
+        self._send_chunk(b"")
+
+    def _fail(self, fault: Fault) -> None:
+        """Do what a fault says. The connection ends then."""
+        if fault.kind == "error":
+            self._send_event({"error": {"message": fault.message, "code": fault.status}})
+        elif fault.kind == "hang":
+            self.connection.settimeout(60)
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)  # until the reader closes it
+
+    def _send_event(self, event: dict[str, Any]) -> None:
+        self._send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _send_chunk(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
+        self.wfile.flush()
+
+    def _send_json(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        encoded = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+
+def _count_so_far(body: dict[str, Any]) -> int:
+    """Return the number that comes next: how many stand behind the prompt, or in the turn to be continued."""
+    if "messages" in body:
+        return len(body["messages"][-1]["content"].split()) if body.get("continue_final_message") else 0
+    prompt = body["prompt"]
+    return len(prompt.partition("|")[2].split()) if isinstance(prompt, str) else 0
+
+
+def write_numbers(count: int) -> str:
+    """Return the whole answer of `count` pieces."""
+    return "".join(f" {number}" for number in range(count))
+
+
+def main() -> None:
+    """Serve until killed."""
+    port, pause_s = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    CountingEndpoint(port, pause_s).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Endpoint workers on real servers are lost in the middle of answers."""
+
+import pytest
+
+from sim.endpoint import CountingEndpoint, write_numbers
+from tests.endpoint.conftest import MakeEndpointPipeline
+
+
+@pytest.mark.parametrize("bus", ["embedded", "kafka"])
+def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpointPipeline, bus: str) -> None:
+    """Twenty requests, and their worker lost twice."""
+    pipeline = make_pipeline(bus)
+    with CountingEndpoint(pause_s=0.02) as endpoint:
+        worker = pipeline.add_worker(endpoint, max_requests=20)
+        sent = {pipeline.send(max_tokens=20).id for _ in range(20)}
+        for _ in range(2):
+            pipeline.run_until(lambda: any(task.log_events for task in worker.running.values()))  # noqa: B023
+            pipeline.kill(worker)
+            worker = pipeline.add_worker(endpoint, max_requests=20)
+        results = pipeline.run_until_results(20)
+        pipeline.run_until(worker.is_settled)
+    assert {result.id for result in results} == sent
+    assert len(pipeline.read_results()) == 20
+    assert {(result.text, result.error) for result in results} == {(write_numbers(20), None)}
