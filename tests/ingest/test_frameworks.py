@@ -135,11 +135,45 @@ def call_openai_stream(url: str, weather: Weather) -> str:
                 turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def call_langchain(url: str, weather: Weather) -> str:
+def call_openai_responses(url: str, weather: Weather) -> str:
+    """The SDK's own reader of a stream puts the items together, and their results follow on the response."""
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    given: Any = QUESTION
+    previous: str | None = None
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            with client.responses.stream(
+                model=MODEL, input=given, tools=[tool], temperature=0, previous_response_id=previous
+            ) as stream:
+                stream.until_done()
+                made = stream.get_final_response()
+            calls = [item for item in made.output if item.type == "function_call"]
+            if not calls:
+                return made.output_text
+            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
+            given, previous = (
+                [
+                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
+                    for call, result in zip(calls, results, strict=True)
+                ],
+                made.id,
+            )
+
+
+def call_langchain_responses(url: str, weather: Weather) -> str:
+    return call_langchain(url, weather, use_responses_api=True)
+
+
+def call_pydantic_ai_responses(url: str, weather: Weather) -> str:
+    return call_pydantic_ai(url, weather, "OpenAIResponsesModel")
+
+
+def call_langchain(url: str, weather: Weather, **options: Any) -> str:
     langchain = pytest.importorskip("langchain_openai")
     tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
     tool = tools.tool(weather.get_weather)
-    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0).bind_tools([tool])
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, **options)
+    model = chat.bind_tools([tool])
     turns = [messages.HumanMessage(QUESTION)]
     while (answer := model.invoke(turns)).tool_calls:
         turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
@@ -160,14 +194,14 @@ def call_langchain_stream(url: str, weather: Weather) -> str:
         turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
 
 
-def call_pydantic_ai(url: str, weather: Weather) -> str:
+def call_pydantic_ai(url: str, weather: Weather, kind: str = "OpenAIChatModel") -> str:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
 
     async def run_agent() -> Any:
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
-            model = models.OpenAIChatModel(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
             tool = pydantic_ai.Tool(weather.get_weather, strict=False)
             agent = pydantic_ai.Agent(model, tools=[tool], model_settings={"temperature": 0})
             return (await agent.run(QUESTION)).output
@@ -176,8 +210,12 @@ def call_pydantic_ai(url: str, weather: Weather) -> str:
 
 
 @pytest.mark.parametrize(
-    "call", [call_openai, call_openai_stream, call_langchain, call_langchain_stream, call_pydantic_ai]
-)
+    "call",
+    [
+        call_openai, call_openai_stream, call_openai_responses, call_langchain, call_langchain_stream,
+        call_langchain_responses, call_pydantic_ai, call_pydantic_ai_responses,
+    ],
+)  # fmt: skip
 def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(
     tool_url: str, call: Callable[[str, Weather], str]
 ) -> None:

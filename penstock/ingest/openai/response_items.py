@@ -114,15 +114,15 @@ class ChatTurns:
     def add_items(self, items: Iterable[InputItem]) -> None:
         """Add items. Raises `ApiError` 400 for content that is no text, and for the result of an unknown call."""
         for position, item in enumerate(items):
-            match item:
-                case InputReasoning():
+            match item.type:
+                case "reasoning":
                     param = f"input.{position}.content"
                     self._add_reasoning(join_text_parts(item.content, param, (REASONING_PART_TYPE,)))
-                case InputCall():
+                case "function_call":
                     self._add_call(item)
-                case InputCallOutput():
+                case "function_call_output":
                     self._add_result(item, join_text_parts(item.output, f"input.{position}.output", TEXT_PART_TYPES))
-                case InputMessage():
+                case "message" | None:
                     text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
                     self._add_message(ROLES[item.role], text)
 

@@ -150,7 +150,8 @@ class ResponseBody(Body):
 
     def add_history(self, history: Sequence[dict[str, Any]]) -> "ResponseBody":
         """Return the body with these items, inputs and outputs of earlier responses, before its own."""
-        return self.model_copy(update={"input": ITEMS.validate_python([*history, *self.make_items()])})
+        own = ITEMS.validate_python(self.make_items()) if isinstance(self.input, str) else self.input
+        return self.model_copy(update={"input": [*ITEMS.validate_python(history), *own]})
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""

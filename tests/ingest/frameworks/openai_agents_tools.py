@@ -2,13 +2,22 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai-agents==0.24.0"]
 # ///
-"""An agent of openai-agents calls a tool and answers from its results, whole and streamed."""
+"""An agent of openai-agents calls a tool and answers from its results: whole and streamed, chats and responses."""
 
 import asyncio
 import sys
 
 import openai
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    Model,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 
 url, model = sys.argv[1:]
 cities: list[str] = []
@@ -21,22 +30,26 @@ def get_weather(city: str) -> dict[str, str]:
     return {"weather": "red"}
 
 
-async def run_agent() -> None:
+async def run_agent(model: Model) -> None:
     """Ask the agent twice."""
+    agent = Agent("weather", tools=[get_weather], model=model, model_settings=ModelSettings(temperature=0))
+    question = "What is the weather of Lisbon and Porto?"
+    cities.clear()
+    assert (await Runner.run(agent, question)).final_output
+    assert cities == ["Lisbon", "Porto"], cities
+    streamed = Runner.run_streamed(agent, question)
+    async for _ in streamed.stream_events():
+        pass
+    assert streamed.final_output
+    assert cities[2:] == ["Lisbon", "Porto"], cities
+
+
+async def run_agents() -> None:
+    """Ask an agent at each endpoint."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-        agent = Agent(
-            "weather", tools=[get_weather], model=OpenAIChatCompletionsModel(model, client),
-            model_settings=ModelSettings(temperature=0),
-        )  # fmt: skip
-        question = "What is the weather of Lisbon and Porto?"
-        assert (await Runner.run(agent, question)).final_output
-        assert cities == ["Lisbon", "Porto"], cities
-        streamed = Runner.run_streamed(agent, question)
-        async for _ in streamed.stream_events():
-            pass
-        assert streamed.final_output
-        assert cities[2:] == ["Lisbon", "Porto"], cities
+        await run_agent(OpenAIChatCompletionsModel(model, client))
+        await run_agent(OpenAIResponsesModel(model, client))
 
 
 set_tracing_disabled(True)
-asyncio.run(run_agent())
+asyncio.run(run_agents())
