@@ -29,6 +29,8 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
 | `penstock:<pipeline>:responses`        | hash   | until in the object store: kept responses | gateway        |
 | `penstock:<pipeline>:responses:lease`  | string | three rounds: who moves them              | gateway        |
+| `penstock:webhooks`                    | set    | for good: tenants that have had events    | `ingest/webhooks` |
+| `penstock:webhooks:<tenant>`           | zset   | until delivered or given up: events       | `ingest/webhooks` |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
@@ -260,6 +262,15 @@ def card_key(stream_id: str) -> str:
 
 GATEWAY_SECRET_KEY = "penstock:gateway:secret"
 """The key of the secret with which gateways derive the ids of requests that have an `Idempotency-Key`."""
+
+
+WEBHOOKS_KEY = "penstock:webhooks"
+"""The key of the tenants that have had events for a webhook."""
+
+
+def webhook_events_key(tenant: str) -> str:
+    """Return the key of a tenant's events that are not delivered."""
+    return f"{WEBHOOKS_KEY}:{tenant}"
 
 
 def batch_lease_key(batch_id: str) -> str:

@@ -1,5 +1,6 @@
 """`penstock doctor`: check that everything a pipeline needs is here, and say what to do about what is missing."""
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -18,7 +19,7 @@ from rich.markup import escape
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, EngineSettings, load_settings
+from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
@@ -71,6 +72,7 @@ def run_checks() -> Iterator[Finding]:
         lambda: _check_kv_redis(addresses),
         lambda: _check_bus(addresses),
         lambda: _check_workers(addresses),
+        _check_webhooks,
     ]
     for check in checks:
         yield from check()
@@ -301,3 +303,23 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
                 yield Finding("note", f"{stage} worker", f"{worker['name']} is degraded: {worker['reason']}")
         advice = "" if ready else f"penstock worker {stage} (or penstock up)"
         yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)
+
+
+def _check_webhooks() -> Iterator[Finding]:
+    """Check that gateways would send events to the URL that is set."""
+    settings = load_settings(WebhookSettings)
+    if not settings.url:
+        return
+    from penstock.ingest.webhooks import find_addresses
+
+    try:
+        addresses = asyncio.run(find_addresses(settings.url, settings.allowed_hosts))
+    except ValueError as error:
+        advice = "set PENSTOCK_WEBHOOK_URL to https:// and a public host, or name the host in PENSTOCK_WEBHOOK_HOSTS"
+        yield Finding("fail", "webhook", f"events are not sent: {error}", advice)
+    except OSError as error:
+        yield Finding(
+            "fail", "webhook", f"events are not sent: {error}", "does the host in PENSTOCK_WEBHOOK_URL exist?"
+        )
+    else:
+        yield Finding("ok", "webhook", f"events go to {', '.join(addresses)}")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import AdmissionSettings, load_settings
+from penstock.config.settings import AdmissionSettings, WebhookSettings, load_settings
 from penstock.errors import SettingsError
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
@@ -97,6 +97,10 @@ def set_tenant(
     tokens_per_min: Annotated[int | None, typer.Option(help="Prompt and output together. 0: no limit.")] = None,
     max_request_tokens: Annotated[int | None, typer.Option(help="Output that one may ask for. 0: no limit.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Of all its open batches. 0: no limit.")] = None,
+    webhook_url: Annotated[
+        str | None,
+        typer.Option(help="Where its events go; its secret is printed. '': where PENSTOCK_WEBHOOK_URL says."),
+    ] = None,
 ) -> None:
     """Set what a tenant may do; what is not given stays as it is."""
     from penstock.ingest.tenants import TenantEntry
@@ -111,6 +115,8 @@ def set_tenant(
     given: dict[str, Any] = {name: limit or None for name, limit in limits.items() if limit is not None}
     given |= {"weight": weight} if weight is not None else {}
     given |= {"classes": class_} if class_ else {}
+    given |= {"webhook_url": webhook_url} if webhook_url is not None else {}
+    secret = _check_webhook(tenant, webhook_url) if webhook_url else ""
     try:
         entry = TenantEntry.model_validate(_read_book().tenants.get(tenant, TenantEntry()).model_dump() | given)
     except ValidationError as error:
@@ -119,7 +125,25 @@ def set_tenant(
     def set_entry(book: "KeyBook") -> None:
         book.tenants[tenant] = entry
 
-    _change_keys(set_entry, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json()))
+    _change_keys(
+        set_entry, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json(exclude_defaults=True))
+    )
+    if secret:
+        print(secret)  # noqa: T201
+
+
+def _check_webhook(tenant: str, url: str) -> str:
+    """Return the secret that the tenant's receiver must have."""
+    from penstock.ingest.webhooks import check_url, derive_tenant_secret
+
+    settings = load_settings(WebhookSettings)
+    if not settings.secret:
+        raise SettingsError("there are no webhooks: set PENSTOCK_WEBHOOK_SECRET, here and for the gateways")
+    try:
+        check_url(url, settings.allowed_hosts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return derive_tenant_secret(settings.secret, tenant)
 
 
 def _check_tenant(name: str) -> None:

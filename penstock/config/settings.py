@@ -4,6 +4,7 @@ A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error na
 """
 
 import os
+from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
@@ -304,6 +305,38 @@ class ResponsesSettings(BaseSettings):
     """The most responses of a tenant that are kept: its oldest are deleted, once an hour."""
 
 
+class WebhookSettings(BaseSettings):
+    """Webhooks: who is told when a response with `background` or a batch has ended."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WEBHOOK_", extra="forbid")
+
+    secret: str = Field(default="", repr=False)
+    """What signs events: `whsec_` and 24 to 64 bytes in base64, the same for all gateways. Empty: there are no
+    webhooks."""
+    url: str = Field(default="", repr=False)
+    """Where the events of tenants go that have no webhook of their own. Empty: nowhere."""
+    hosts: str = ""
+    """Hosts, separated by commas, whose URLs may be `http`, and whose addresses may be private ones."""
+    retry_s: float = Field(default=3 * 86400.0, ge=0)
+    """How long after its response or batch ended an event may be tried again: after 5 seconds at first, then after
+    longer and longer waits, up to an hour."""
+
+    @model_validator(mode="after")
+    def _check_secret(self) -> Self:
+        if self.url and not self.secret:
+            raise ValueError("PENSTOCK_WEBHOOK_URL needs PENSTOCK_WEBHOOK_SECRET")
+        with suppress(ValueError):
+            key = b64decode(self.secret.removeprefix("whsec_"), validate=True)
+            if not self.secret or (self.secret.startswith("whsec_") and 24 <= len(key) <= 64):
+                return self
+        raise ValueError("PENSTOCK_WEBHOOK_SECRET is not `whsec_` and 24 to 64 bytes in base64")
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The hosts of `hosts`."""
+        return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
+
+
 class FaultSettings(BaseSettings):
     """Deliberate failures, for tests."""
 
@@ -317,7 +350,7 @@ SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, TraceSettings,
     TelemetrySettings,
     AdmissionSettings, GuardSettings,
-    GatewaySettings, BatchSettings, ResponsesSettings, FaultSettings,
+    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)

@@ -52,10 +52,14 @@ class TenantEntry(BaseModel):
     tokens_per_min: int | None = Field(default=None, ge=1)
     max_request_tokens: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(default=None, ge=1)
+    webhook_url: str = Field(default="", repr=False)
+    """Where its events go; empty: where PENSTOCK_WEBHOOK_URL says."""
 
     def make_caller(self, tenant: str) -> Caller:
         """Return the caller that this tenant is."""
-        return Caller(tenant, **{name: getattr(self, name) for name in type(self).model_fields})
+        return Caller(
+            tenant, **{name: getattr(self, name) for name in type(self).model_fields if name != "webhook_url"}
+        )
 
 
 class KeyEntry(BaseModel):

@@ -178,5 +178,14 @@ GATEWAY_STREAMS = Metric(
     "Streams that are being read now.", "gateway",
 )  # fmt: skip
 
+WEBHOOK_ATTEMPTS = Metric(
+    "penstock.webhook.attempts", "counter", "{attempt}", ("outcome",),
+    "Attempts to deliver an event to a webhook. outcome: delivered; failed, which is tried again; given_up.", "gateway",
+)  # fmt: skip
+WEBHOOK_WAITING = Metric(
+    "penstock.webhook.waiting", "gauge", "{event}", (),
+    "Events of all tenants that no webhook has accepted yet.", "gateway",
+)  # fmt: skip
+
 CATALOG: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All of them, in the order above."""

@@ -215,6 +215,7 @@ async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
     ends = [BatchState(status="cancelled", cancelled_at=7), BatchState(status="completed", completed_at=8)]
     assert [await batches.end_batch(birth, end) for end in ends] == [True, False]
     assert (await batches.find_batch("t", made.id)).status == "cancelled"
+    await batches.clear_batch(birth)
     assert (await batches.list_open_ids(), await objects.list_names(f"tenants/t/batches/{made.id}/parts")) == ([], [])
     assert await objects.get_size(f"tenants/t/batches/{made.id}/input") is None
 

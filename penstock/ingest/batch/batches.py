@@ -11,10 +11,12 @@
         end.json                           its final state; written once, by the first gateway that ends it
 
 Creating:  1  the mark in `open/`     2  `input`     3  `birth.json`: now the batch exists Ending:    4  `end.json`:
-now it has ended     5  parts and `input` are deleted     6  the mark is deleted
+now it has ended     5  a webhook's event is due (`penstock/ingest/webhooks.py`)     6  parts and `input` are deleted
+7  the mark is deleted
 
 A crash in between leaves the mark, and the gateway that finds it goes on: after 1 or 2 the client has no answer yet,
-so the rest is deleted an hour later; after 3 the batch is worked on; after 4 or 5 the remaining objects are deleted.
+so the rest is deleted an hour later; after 3 the batch is worked on; after 4, 5 or 6 the rest is done. The
+event of step 5 is the same each time: one that was delivered before a crash after 5 or 6 is delivered again.
 
 A part has one line for each finished row: its number, `o` (output) or `e` (error file), and the row. Each holder of
 a batch names its parts after itself, so two holders never write the same object. A row that two holders finished,
@@ -173,13 +175,11 @@ class BatchStore:
         await self._objects.put(object_path(spec, "progress.json"), state.model_dump_json().encode())
 
     async def end_batch(self, spec: BatchSpec, state: BatchState) -> bool:
-        """End a batch, steps 4 to 6. Return False if it had ended already."""
-        is_first = await self._objects.put_if_absent(object_path(spec, "end.json"), state.model_dump_json().encode())
-        await self.clear_batch(spec)
-        return is_first
+        """End a batch, step 4. Return False if it had ended already."""
+        return await self._objects.put_if_absent(object_path(spec, "end.json"), state.model_dump_json().encode())
 
     async def clear_batch(self, spec: BatchSpec) -> None:
-        """Delete the parts and copies of an ended batch, and its mark: steps 5 and 6."""
+        """Delete the parts and copies of an ended batch, and its mark: steps 6 and 7."""
         for name in await self._objects.list_names(object_path(spec, "parts")):
             await self._objects.delete(object_path(spec, f"parts/{name}"))
         await self._objects.delete(object_path(spec, "input"))

@@ -29,6 +29,7 @@ from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
+from penstock.ingest.webhooks import Webhooks
 from penstock.names import batch_lease_key
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
@@ -88,8 +89,9 @@ class BatchRunner:
         client: "redis.asyncio.Redis",
         find_pipeline: FindPipeline,
         settings: BatchSettings,
+        webhooks: Webhooks | None = None,
     ) -> None:
-        self._objects, self._settings = objects, settings
+        self._objects, self._settings, self._webhooks = objects, settings, webhooks
         self._batches, self._files = BatchStore(objects), FileStore(objects)
         self._leases = _BatchLeases(client, settings.lease_s)
         self._pipelines = Pipelines(find_pipeline, settings.rows_in_flight)
@@ -176,7 +178,7 @@ class BatchRunner:
         return spec
 
     def _start_work(self, spec: BatchSpec) -> None:
-        work = BatchWork(self._objects, spec, self._pipelines, self._settings)
+        work = BatchWork(self._objects, spec, self._pipelines, self._settings, self._webhooks)
         task = asyncio.create_task(self._work_under_lease(spec, work))
         self._held[spec.id] = _HeldBatch(spec, work, task)
         task.add_done_callback(lambda _: self._forget_batch(spec.id))
@@ -222,11 +224,13 @@ def _choose_batch_to_release(held: list[_HeldBatch], num_held: Counter[str], ten
 class BatchService:
     """The store of files and batches, and the runner over it. Created and closed within its event loop."""
 
-    def __init__(self, client: "redis.asyncio.Redis", find_pipeline: FindPipeline, settings: BatchSettings) -> None:
+    def __init__(
+        self, client: "redis.asyncio.Redis", find_pipeline: FindPipeline, settings: BatchSettings, webhooks: Webhooks
+    ) -> None:
         self.objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
         self.files, self.batches = FileStore(self.objects), BatchStore(self.objects)
-        self.runner = BatchRunner(self.objects, client, find_pipeline, settings)
+        self.runner = BatchRunner(self.objects, client, find_pipeline, settings, webhooks)
         self.runner.start()
 
     async def close(self) -> None:

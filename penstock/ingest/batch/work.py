@@ -5,10 +5,10 @@
     3  answer      the others (`answer.py`); finished lines are written in a part, then the counts
     4  finalize    lines that were not answered before the cancellation or the end of the window get an error line
     5  collect     output and error file are made of the parts
-    6  end         the batch names them; parts and input are deleted
+    6  end         the batch names them; the webhook's event is due; parts and input are deleted
 
 A crash after 1 costs nothing. One in 3 or 4 costs what `answer.py` says. A crash after 5 costs a second pair of files
-that the batch does not name; they expire.
+that the batch does not name; they expire. One in 6 costs what `batches.py` says.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from penstock.ingest.batch.lines import check_lines, estimate_row_tokens, parse_
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore
+from penstock.ingest.webhooks import Webhooks
 
 FLUSH_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 1.0
@@ -32,8 +33,15 @@ STALLED_AFTER_S = 60.0
 class BatchWork:
     """The work of one process on one batch."""
 
-    def __init__(self, objects: ObjectStorage, spec: BatchSpec, pipelines: Pipelines, settings: BatchSettings) -> None:
-        self._objects, self._spec, self._settings = objects, spec, settings
+    def __init__(
+        self,
+        objects: ObjectStorage,
+        spec: BatchSpec,
+        pipelines: Pipelines,
+        settings: BatchSettings,
+        webhooks: Webhooks | None = None,
+    ) -> None:
+        self._objects, self._spec, self._settings, self._webhooks = objects, spec, settings, webhooks
         self._batches, self._files, self._parts = BatchStore(objects), FileStore(objects), FinishedParts(objects, spec)
         self._state = BatchState()
         self._progress_at = time.monotonic()
@@ -60,7 +68,7 @@ class BatchWork:
         If this is cancelled, finished lines and the counts are written first, for another process to continue.
         """
         if await self._batches.has_ended(self._spec):
-            await self._batches.clear_batch(self._spec)
+            await self._leave_batch()
             return
         self._state = await self._batches.read_state(self._spec)
         if self._state.status == "validating" and not await self._validate_input():
@@ -90,7 +98,7 @@ class BatchWork:
         now = int(time.time())
         if errors:
             failed = BatchState(status="failed", errors=LineErrors(data=errors), failed_at=now)
-            await self._batches.end_batch(self._spec, failed)
+            await self._end_batch(failed)
             return False
         counts = RequestCounts(total=total)
         self._state = BatchState(status="in_progress", in_progress_at=now, request_counts=counts)
@@ -144,10 +152,24 @@ class BatchWork:
         end = self._state.model_copy(update={"status": status, f"{status}_at": int(time.time())})
         end.output_file_id = await self._save_output_file("output", ok=True)
         end.error_file_id = await self._save_output_file("error", ok=False)
-        if not await self._batches.end_batch(self._spec, end):
+        if not await self._end_batch(end):
             for file_id in (end.output_file_id, end.error_file_id):
                 if file_id is not None:
                     await self._files.delete_file(self._spec.tenant, file_id)
+
+    async def _end_batch(self, end: BatchState) -> bool:
+        """Step 6. Return False if another process had ended the batch."""
+        is_first = await self._batches.end_batch(self._spec, end)
+        await self._leave_batch()
+        return is_first
+
+    async def _leave_batch(self) -> None:
+        """Do what comes after the end, as it was written."""
+        end = await self._batches.read_state(self._spec)
+        if self._webhooks is not None:
+            ended_at: int = getattr(end, f"{end.status}_at")
+            await self._webhooks.add_event(self._spec.tenant, f"batch.{end.status}", self._spec.id, ended_at)
+        await self._batches.clear_batch(self._spec)
 
     async def _save_output_file(self, name: str, *, ok: bool) -> str | None:
         """Step 5, for one of the two files; None if it would be empty."""

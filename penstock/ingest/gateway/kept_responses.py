@@ -4,17 +4,19 @@
 
 Keeping:   1  the metadata is written to Redis, with what was asked       2  it is marked as open in
 `penstock:<pipeline>:responses`      3  its request is published: now the response exists      4  it has ended: any
-gateway writes the object      5  the mark is removed
+gateway writes the object      5  with `background`: a webhook's event is due (`penstock/ingest/webhooks.py`)
+6  the mark is removed
 
-Deleting:  6  it is marked as deleted: now it is gone      7  the metadata is deleted      8  the object is deleted
-9  an hour later a gateway deletes the object again, and removes the mark
+Deleting:  7  it is marked as deleted: now it is gone      8  the metadata is deleted      9  the object is deleted
+10  an hour later a gateway deletes the object again, and removes the mark
 
 A crash after 1 or 2 leaves metadata that nobody was told of: it expires, or is renewed for `pending_keep_s`. After 3
 the request is an accepted one as any other; its metadata is renewed by whoever has the lease of step 4. After 4 the
-object is written again, with the same content. A gateway that was before 4 when the response was deleted looks at the
-mark after 4, and deletes what it wrote; if it dies there, 9 does that, and until then the mark hides the object. After
-6 or 7 the rest is done by 9. No mark after 4 means that another gateway has done 5: gateways stand still for less than
-the hour for which a response is marked as deleted. Steps 5 and 9 remove a mark only if it is the one that they saw.
+object is written again, with the same content. After 5 the event is made due again: one that was delivered meanwhile is
+delivered twice, with the same id. A gateway that was before 4 when the response was deleted looks at the
+mark after 4, and deletes what it wrote; if it dies there, 10 does that, and until then the mark hides the object. After
+7 or 8 the rest is done by 10. No mark after 4 means that another gateway has done 6: gateways stand still for less than
+the hour for which a response is marked as deleted. Steps 6 and 10 remove a mark only if it is the one that they saw.
 
 While it is marked as open, a response is read from Redis; without a mark from the object store. The log must be moved
 before it expires: `PENSTOCK_RECORD_KEEP_S` after its end, of which a round of all marks takes a quarter at most. The
@@ -40,6 +42,8 @@ from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
 from penstock.ingest.gateway.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.openai import RESPONSES, StreamMeta
+from penstock.ingest.openai.responses import make_response
+from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
 from penstock.record.log import parse_event
@@ -51,6 +55,8 @@ log = logging.getLogger(__name__)
 REMOVE_MARK = load_script("penstock.ingest", "remove_mark")
 MAX_MARKS_PER_TRIP = 500
 MAX_MOVED_AT_ONCE = 8
+EVENT_ROUND_S = 5.0
+"""The longest round where webhooks are told when a response has ended."""
 NUM_LEASE_ROUNDS = 3
 """A gateway that takes no part in this many rounds has lost the lease."""
 EXPIRY_CHECK_S = 3600.0
@@ -91,10 +97,13 @@ class ResponseKeeper:
         read_events: ReadEvents,
         settings: ResponsesSettings,
         record: RecordSettings,
+        webhooks: Webhooks,
     ) -> None:
         self._client, self._metas, self._objects, self._read_events = client, metas, objects, read_events
+        self._webhooks = webhooks
         self._keep_s, self._max_per_tenant = settings.keep_days * DAY_S, settings.max_per_tenant
-        self._round_s, self._pending_s = min(RENEW_INTERVAL_S, record.keep_s / 4), record.pending_keep_s
+        longest_round_s = EVENT_ROUND_S if webhooks.is_on else RENEW_INTERVAL_S
+        self._round_s, self._pending_s = min(longest_round_s, record.keep_s / 4), record.pending_keep_s
         self._holder = uuid.uuid4().hex
         self._task: asyncio.Task[None] | None = None
         # Python 3.11 may lose a cancellation in `asyncio.wait_for`, which redis-py calls: the loop looks at this too.
@@ -130,7 +139,7 @@ class ResponseKeeper:
         return found
 
     async def delete_response(self, meta: StreamMeta) -> None:
-        """Delete a response, steps 6 to 8."""
+        """Delete a response, steps 7 to 9."""
         await self._write_mark(meta, _Mark(True, int(time.time()), meta.tenant))
         await self._metas.delete_meta(meta)
         await self._objects.delete(_object_path(meta.tenant, meta.id))
@@ -164,7 +173,7 @@ class ResponseKeeper:
                 await asyncio.sleep(self._round_s)
 
     async def move_ended(self, pipeline: Pipeline) -> None:
-        """Go once through all marks of a pipeline: renew what has not ended, and do steps 4, 5 and 9 for the rest."""
+        """Go once through a pipeline's marks: renew what has not ended, and do steps 4 to 6 and 10 for the rest."""
         slots, failures = asyncio.Semaphore(MAX_MOVED_AT_ONCE), list[BaseException]()
 
         async def settle_one(response_id: str, mark: _Mark, *, has_ended: bool) -> None:
@@ -214,7 +223,7 @@ class ResponseKeeper:
         return bool(await RENEW_LEASE.run_async(self._client, [pipeline.responses_lease_key], args))
 
     async def _move_response(self, response_id: str) -> None:
-        """Write the object of a response that has ended, unless it was deleted meanwhile or is lost."""
+        """Write the object of a response that has ended, unless it was deleted meanwhile or is lost; steps 4 and 5."""
         meta = await self._metas.find_meta(response_id)
         if meta is None:
             log.warning("%s is not kept: its metadata is gone", response_id)
@@ -230,6 +239,10 @@ class ResponseKeeper:
         now_marked = await self._read_mark(meta)
         if now_marked is not None and now_marked.is_deleted:
             await self._objects.delete(_object_path(meta.tenant, response_id))
+        elif meta.options.get("background"):
+            response = await asyncio.to_thread(make_response, meta, events)
+            ended_at = _read_end_time(meta, cast("EndEvent", events[-1]))
+            await self._webhooks.add_event(meta.tenant, f"response.{response.status}", response_id, ended_at)
 
     async def _read_object(self, tenant: str, response_id: str) -> KeptResponse | None:
         found = await self._objects.get(_object_path(tenant, response_id))
@@ -237,7 +250,7 @@ class ResponseKeeper:
 
     def _is_expired(self, found: KeptResponse) -> bool:
         end = None if found.events is None else found.events[-1]
-        return isinstance(end, EndEvent) and (end.timings.finished or found.meta.created) + self._keep_s < time.time()
+        return isinstance(end, EndEvent) and _read_end_time(found.meta, end) + self._keep_s < time.time()
 
     async def _read_mark(self, meta: StreamMeta) -> _Mark | None:
         with translate_outages():
@@ -270,6 +283,11 @@ async def read_whole_log(streams: list[AsyncGenerator[list[Event], None]]) -> li
     (stream,) = streams
     async with aclosing(stream):
         return [event async for events in stream for event in events]
+
+
+def _read_end_time(meta: StreamMeta, end: EndEvent) -> int:
+    """Return when a response ended, in seconds since the epoch; where nobody noted that, when it was created."""
+    return int(end.timings.finished or meta.created)
 
 
 def _parse_mark(value: bytes) -> _Mark:

@@ -19,6 +19,7 @@ from penstock.config.settings import (
     GatewaySettings,
     RecordSettings,
     ResponsesSettings,
+    WebhookSettings,
     load_settings,
 )
 from penstock.errors import PenstockError
@@ -37,6 +38,7 @@ from penstock.ingest.models import ServedModels
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
 from penstock.ingest.tokenizer import ModelTokenizers
+from penstock.ingest.webhooks import Webhooks
 from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
@@ -63,7 +65,9 @@ class Gateway:
         self.metrics = GatewayMetrics(meters, addresses, self.bus_settings)
         self.stream_metas = StreamMetaStore(self.servers, self._record_settings)
         admission = load_settings(AdmissionSettings)
-        self.keyring = Keyring(open_key_source(admission, settings.host, self.redis))
+        self._key_source = open_key_source(admission, settings.host, self.redis)
+        self.keyring = Keyring(self._key_source)
+        self._webhook_settings = load_settings(WebhookSettings)
         self.admission = Admission(self.redis, self._fetch_lag, admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.tokenizers = ModelTokenizers()
@@ -79,7 +83,9 @@ class Gateway:
         """Start what runs in the background. Call it before the first request."""
         self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
-        self.batch_service = BatchService(self.redis, self.find_pipeline, load_settings(BatchSettings))
+        self.webhooks = Webhooks(self.redis, self._key_source, self._webhook_settings, self.metrics.meters)
+        self.webhooks.start()
+        self.batch_service = BatchService(self.redis, self.find_pipeline, load_settings(BatchSettings), self.webhooks)
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
@@ -87,6 +93,7 @@ class Gateway:
             self.read_events,
             load_settings(ResponsesSettings),
             self._record_settings,
+            self.webhooks,
         )
         self.responses.start(self._list_pipelines)
 
@@ -104,6 +111,7 @@ class Gateway:
         await self.responses.close()
         await self.tokenizers.close()
         await self.batch_service.close()
+        await self.webhooks.close()
         for client in self._clients.values():
             await client.close()
         for server in self.servers.parts:

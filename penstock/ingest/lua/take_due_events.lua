@@ -1,0 +1,12 @@
+-- Take a tenant's events that are due: nobody else takes them before a set time.
+--
+-- KEYS[1]  events  sorted set: bodies, by when each is due
+-- ARGV     now, the time until which they are taken, how many at most
+--
+-- Replies  the events that were taken, the one that has been due longest first
+
+local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[1], 'LIMIT', 0, ARGV[3])
+for _, event in ipairs(due) do
+  redis.call('ZADD', KEYS[1], ARGV[2], event)
+end
+return due
