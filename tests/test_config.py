@@ -183,6 +183,8 @@ def test_all_that_may_be_secret_may_come_from_a_file() -> None:
         "PENSTOCK_KAFKA_PASSWORD",
         "PENSTOCK_KV_STORE_SALT_SECRET",
         "PENSTOCK_ENDPOINT_KEY",
+        "PENSTOCK_WEBHOOK_SECRET",
+        "PENSTOCK_WEBHOOK_URL",
     }
 
 

@@ -13,13 +13,15 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings
+from penstock.config.settings import BusSettings, WebhookSettings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.metrics import REFUSAL_KEY, GatewayMetrics
+from penstock.ingest.webhooks import Webhooks
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
 from penstock.ops.live import Json, LiveWatch
+from penstock.redis.client import async_redis_client
 from penstock.telemetry import catalog, otlp
 from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
@@ -163,6 +165,8 @@ def meters() -> Meters:
     gateway._watches["p"] = FixedWatch(addresses, BusSettings())
     gateway.count_answer({"type": "http"}, 404)
     gateway.count_answer({"type": "http", REFUSAL_KEY: "overloaded"}, 429)
+    Webhooks(async_redis_client("redis://127.0.0.1:1/0"), None, WebhookSettings(), made)
+    made.get_counter(catalog.WEBHOOK_ATTEMPTS, "delivered").add()
     return made
 
 
@@ -198,6 +202,8 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     assert found["penstock_itl_seconds_bucket", "0.016", "p"] == 0
     assert found["penstock_itl_seconds_bucket", "0.024", "p"] == found["penstock_itl_seconds_count", "p"] == 2
     assert found["penstock_gateway_refused_total", "overloaded"] == 1
+    assert found["penstock_webhook_attempts_total", "delivered"] == 1
+    assert found["penstock_webhook_waiting",] == 0
     ttft = "gen_ai_server_time_to_first_token_seconds"
     assert found[f"{ttft}_bucket", "chat", "penstock", "demo", "0.25"] == 0
     assert found[f"{ttft}_count", "chat", "penstock", "demo"] == 2
