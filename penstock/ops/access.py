@@ -20,6 +20,7 @@ from penstock.names import (
     KEYS_KEY,
     KV_INDEX,
     TENANTS_KEY,
+    WEBHOOKS_KEY,
     WORKERS_KEY,
     Pipeline,
     Role,
@@ -27,6 +28,7 @@ from penstock.names import (
     card_key,
     kv_key,
     rate_key,
+    webhook_events_key,
 )
 from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
@@ -69,7 +71,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
     if role == "gateway":
         own = (
             rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
-            GATEWAY_SECRET_KEY, pipeline.responses_key,
+            GATEWAY_SECRET_KEY, pipeline.responses_key, WEBHOOKS_KEY, webhook_events_key("x"),
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:

@@ -177,6 +177,7 @@ def test_each_right_is_asked_for_at_start(servers: SecureServers, user: str, rol
         ("HGET", "penstock:keys", "x"),
         ("HGET", "penstock:tenants", "x"),
         ("GET", "penstock:gateway:secret"),
+        ("ZADD", "penstock:webhooks:acme", "0", "x"),
         ("XADD", "penstock:demo:{x}:log", "*", "e", "x"),
         ("DEL", "penstock:demo:{x}:record"),
         ("XADD", "penstock:bus:{demo}:penstock.demo.results", "*", "value", "x"),
