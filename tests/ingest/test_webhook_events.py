@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings, WebhookSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.batch.answer import Pipelines
@@ -214,10 +213,7 @@ async def hooks(redis_url: str, receiver: WebhookReceiver) -> AsyncIterator[Webh
 def make_work(objects: ObjectStorage, hooks: Webhooks) -> MakeWork:
     client = ScriptedClient()
 
-    async def find_client(_: str) -> AsyncClient:
-        return client
-
-    return lambda spec: BatchWork(objects, spec, Pipelines(find_client, 4), BatchSettings(), hooks)
+    return lambda spec: BatchWork(objects, spec, Pipelines(client.find, 4), BatchSettings(), hooks)
 
 
 @pytest.mark.parametrize("status", ["completed", "expired"])

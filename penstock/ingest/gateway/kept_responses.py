@@ -42,7 +42,7 @@ from penstock.ingest.batch.shapes import DAY_S
 from penstock.ingest.errors import not_found_error
 from penstock.ingest.gateway.stream_meta import RENEW_INTERVAL_S, StreamMetaStore
 from penstock.ingest.openai import RESPONSES, StreamMeta
-from penstock.ingest.openai.responses import make_response
+from penstock.ingest.openai.responses import read_final_status
 from penstock.ingest.webhooks import Webhooks
 from penstock.messages import EndEvent
 from penstock.names import Pipeline, is_request_id
@@ -240,9 +240,9 @@ class ResponseKeeper:
         if now_marked is not None and now_marked.is_deleted:
             await self._objects.delete(_object_path(meta.tenant, response_id))
         elif meta.options.get("background"):
-            response = await asyncio.to_thread(make_response, meta, events)
-            ended_at = _read_end_time(meta, cast("EndEvent", events[-1]))
-            await self._webhooks.add_event(meta.tenant, f"response.{response.status}", response_id, ended_at)
+            end = cast("EndEvent", events[-1])
+            kind, ended_at = f"response.{read_final_status(end)}", _read_end_time(meta, end)
+            await self._webhooks.add_event(meta.tenant, kind, response_id, ended_at)
 
     async def _read_object(self, tenant: str, response_id: str) -> KeptResponse | None:
         found = await self._objects.get(_object_path(tenant, response_id))

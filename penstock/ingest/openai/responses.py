@@ -314,14 +314,19 @@ def make_response(meta: StreamMeta, events: Sequence[Event]) -> Response:
     assert isinstance(end, EndEvent), "the log is whole"
     if end.error is None:
         return RESPONSES.make_answer(meta, [build_answer(meta.id, events)])
-    if end.error.code == "cancelled":
-        response = _make_response(meta, "cancelled")
-    else:
-        response = _make_response(meta, "failed")
+    response = _make_response(meta, read_final_status(end))
+    if end.error.code != "cancelled":
         detail = to_api_error(end.error.to_exception(), ResponsesEndpoint.prompt_field).body.error
         response.error = ResponseError(code=detail.code or "server_error", message=detail.message)
     response.usage = _make_usage(end.usage, 0)
     return response
+
+
+def read_final_status(end: EndEvent) -> Literal["completed", "incomplete", "cancelled", "failed"]:
+    """Return the status of a response that ended so."""
+    if end.error is None:
+        return "incomplete" if finish_reason(end) == "length" else "completed"
+    return "cancelled" if end.error.code == "cancelled" else "failed"
 
 
 def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
