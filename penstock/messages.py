@@ -47,7 +47,7 @@ MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 MAX_SOURCE_BYTES = 256 * 1024
 """The largest schema, regular expression, grammar or list of choices."""
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "tools"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -124,7 +124,9 @@ class GrammarSpec(Wire):
 
     kind: GrammarKind
     source: str = ""
-    """JSON for `json_schema` (the schema) and `choice` (a list of texts); empty for `json_object`."""
+    """JSON for `json_schema` (the schema), `choice` (a list of texts) and `tools` (`penstock.grammar.tools`); empty for
+    `json_object`.
+    """
     engine: str = Field(default="", max_length=64)
     """In a job, the name and version of the engine that has checked it, as `llguidance 1.9.1`. In a request it says
     nothing: a prefill worker checks every grammar.

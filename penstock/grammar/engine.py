@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from penstock.errors import InvalidRequest, ModelLoadError, UnsupportedSchema
 from penstock.grammar.schema import Node, PreparedSchema, escape_pointer, iterate_children, prepare_schema
 from penstock.grammar.spec import ENGINE
+from penstock.grammar.tools import HeldCalls, write_lark
 from penstock.messages import GrammarSpec
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class GrammarTokenizer:
     vocab_size: int
     """The width of the model's logits."""
     eos_token_ids: frozenset[int]
+    has_marks: bool = True
+    """Whether its words are a model's, with tokens that stand for marks."""
 
     @classmethod
     def from_json(cls, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Self:
@@ -72,7 +75,7 @@ class GrammarTokenizer:
     def make_bytes(cls) -> Self:
         """Return a tokenizer of the 256 bytes, for checking a grammar where no model is known."""
         engine = LLTokenizer("byte")
-        return cls(engine, engine.vocab_size, frozenset([engine.eos_token]))
+        return cls(engine, engine.vocab_size, frozenset([engine.eos_token]), has_marks=False)
 
     @property
     def num_mask_words(self) -> int:
@@ -103,19 +106,33 @@ class CompiledGrammar:
 
     def _compile(self) -> LLMatcher:
         if self.spec.kind == "json_schema":
-            prepared = prepare_schema(_read_schema(self.spec.source))
-            matcher = _compile_schema(prepared.schema, self.tokenizer.engine)
-            if refusal := _get_refusal(matcher):
-                raise _locate_refusal(prepared, refusal, self.tokenizer.engine)
-            return matcher
+            return self._compile_schema(_read_schema(self.spec.source))[1]
         try:
-            grammar = _write_grammar(self.spec)
+            grammar = self._write_tools() if self.spec.kind == "tools" else _write_grammar(self.spec)
         except ValueError as error:
             raise InvalidRequest(f"the grammar cannot be read: {_cut(str(error))}") from None
         matcher = LLMatcher(self.tokenizer.engine, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_cut(matcher.get_error())}")
         return matcher
+
+    def _compile_schema(self, schema: Any) -> tuple[dict[str, Any], LLMatcher]:
+        prepared = prepare_schema(schema)
+        matcher = _compile_schema(prepared.schema, self.tokenizer.engine)
+        if refusal := _get_refusal(matcher):
+            raise _locate_refusal(prepared, refusal, self.tokenizer.engine)
+        return prepared.schema, matcher
+
+    def _write_tools(self) -> str:
+        calls, schemas = HeldCalls.decode(self.spec.source), []
+        for number, tool in enumerate(calls.tools):
+            try:
+                schema = _ANY_OBJECT if tool.parameters is None else self._compile_schema(tool.parameters)[0]
+            except UnsupportedSchema as error:
+                path = f"#/tools/{number}/function/parameters{error.path.removeprefix('#')}"
+                raise UnsupportedSchema.at_keyword(error.keyword, path, error.reason) from None
+            schemas.append({**schema, "x-guidance": _SCHEMA_OPTIONS})
+        return str(grammar_from("grammar", write_lark(calls, schemas, has_marks=self.tokenizer.has_marks)))
 
 
 class GrammarCache:

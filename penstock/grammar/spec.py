@@ -23,7 +23,7 @@ def make_schema_spec(schema: object, param: str) -> GrammarSpec:
         source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{param} is not valid JSON") from None
-    return _make_spec("json_schema", source, param)
+    return make_spec("json_schema", source, param)
 
 
 def from_response_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
@@ -59,22 +59,6 @@ def from_guided_fields(body: Mapping[str, Any]) -> GrammarSpec | None:
     )
 
 
-def from_tool(tool: Mapping[str, Any]) -> GrammarSpec | None:
-    """Return the grammar of a strict tool's arguments; None for a tool that is not strict.
-
-    It takes the form of chat completions, `{"type": "function", "function": {...}}`, and the flat one of responses.
-    """
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping):
-        raise InvalidRequest("tools.function is not an object")
-    if function.get("strict") is not True:
-        return None
-    parameters = function.get("parameters")
-    if parameters is None:  # a function without parameters
-        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    return make_schema_spec(parameters, f"tools.{function.get('name')}.parameters")
-
-
 def choose_grammar(given: Mapping[str, GrammarSpec | None]) -> GrammarSpec | None:
     """Return the one grammar among those of several fields. Raises `InvalidRequest` if two fields have one."""
     found = {name: spec for name, spec in given.items() if spec is not None}
@@ -96,13 +80,14 @@ def _from_field(name: str, value: Any, param: str) -> GrammarSpec:
         case "choice":
             if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
                 raise InvalidRequest(f"{param} must be a list of texts")
-            return _make_spec("choice", json.dumps(value, ensure_ascii=False), param)
+            return make_spec("choice", json.dumps(value, ensure_ascii=False), param)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{param} must be a text")
-    return _make_spec("regex" if name == "regex" else "lark", value, param)
+    return make_spec("regex" if name == "regex" else "lark", value, param)
 
 
-def _make_spec(kind: GrammarKind, source: str, param: str) -> GrammarSpec:
+def make_spec(kind: GrammarKind, source: str, param: str) -> GrammarSpec:
+    """Return a grammar. Raises `InvalidRequest` if it is too large."""
     try:
         size = len(source.encode())
     except UnicodeEncodeError:

@@ -20,6 +20,7 @@ from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
+from penstock.grammar.tools import begin_in_answer
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.backpressure import DecodeBackpressure
@@ -99,7 +100,8 @@ class PrefillRole:
                 raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
             task.token_ids = self.prompt_reader.tokenize_prompt(request)
             if (grammar := request.sampling.grammar) is not None:
-                checked = self.grammars.check_grammar(grammar)
+                start = self.prompt_reader.find_answer_start(task.token_ids) if grammar.kind == "tools" else ""
+                checked = self.grammars.check_grammar(begin_in_answer(grammar, start))
                 task.grammar = self.grammars.compile_grammar(checked)
                 sampling = request.sampling.model_copy(update={"grammar": checked})
                 task.message = request.model_copy(update={"sampling": sampling})

@@ -13,7 +13,6 @@ from penstock.grammar.spec import (
     from_response_format,
     from_structured_outputs,
     from_text_format,
-    from_tool,
 )
 from penstock.messages import MAX_SOURCE_BYTES, GrammarSpec, decode_message
 
@@ -28,9 +27,6 @@ def test_every_field_with_a_schema_gives_the_same_grammar() -> None:
     assert from_guided_fields({"guided_json": SCHEMA, "model": "m"}) == SPEC
     assert from_guided_fields({"guided_json": json.dumps(SCHEMA)}) == SPEC
     assert from_structured_outputs({"json": SCHEMA, "regex": None, "disable_fallback": False}) == SPEC
-    function = {"name": "f", "parameters": SCHEMA, "strict": True}
-    assert from_tool({"type": "function", "function": function}) == SPEC
-    assert from_tool({"type": "function", **function}) == SPEC
 
 
 def test_the_other_kinds_are_read() -> None:
@@ -48,13 +44,6 @@ def test_what_asks_for_no_grammar_gives_none() -> None:
     assert from_text_format({"type": "text"}) is None
     assert from_guided_fields({"guided_json": None}) is None
     assert from_structured_outputs({}) is None
-    assert from_tool({"type": "function", "function": {"name": "f", "parameters": SCHEMA}}) is None
-
-
-def test_a_strict_tool_without_parameters_takes_none() -> None:
-    spec = from_tool({"type": "function", "function": {"name": "f", "strict": True}})
-    assert spec is not None
-    assert json.loads(spec.source)["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(

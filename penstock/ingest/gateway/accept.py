@@ -118,7 +118,7 @@ async def accept_request(
     check_prompt_sizes(submit_args)
     ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
-        await _check_grammar(gateway, body)
+        await _check_grammar(gateway, body, submit_args)
         requests, bodies = await _make_requests(submit_args)
         meta = meta.model_copy(update={"bodies": bodies})
         found = await gateway.stream_metas.put(meta)
@@ -154,12 +154,12 @@ def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
             )
 
 
-async def _check_grammar(gateway: Gateway, body: Body) -> None:
+async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[SubmitArgs]) -> None:
     """Have the answer's grammar checked. Raises `ApiError` 400 if it cannot be enforced exactly."""
-    found = body.find_grammar()
-    if found is None:
+    if (spec := submit_args[0].get("grammar")) is None:
         return
-    param, spec = found
+    found = body.find_grammar()
+    param = "tools" if found is None else found[0]
     try:
         await gateway.check_grammar(spec)
     except (UnsupportedSchema, InvalidRequest) as error:

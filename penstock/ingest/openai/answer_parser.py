@@ -79,12 +79,19 @@ def _make_text_part(kind: Literal["content", "reasoning"], text: str) -> AnswerP
 class AnswerParser:
     """Parses one answer, piece by piece."""
 
-    def __init__(self, template: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
-        """`tools` are those that were offered: templates without types take them from their schemas."""
+    def __init__(
+        self, template: dict[str, Any], tools: Sequence[dict[str, Any]], *, are_calls_held: bool = False
+    ) -> None:
+        """`tools` are those that were offered: templates without types take them from their schemas.
+
+        With `are_calls_held` calls follow a grammar: they are valid JSON, and a mark inside of a text ends none.
+        """
         # A missing field is no reason to refuse what is there.
         fields = {name: {**one, "optional": True} for name, one in template.get("fields", {}).items()}
         self._template: dict[str, Any] = {**template, "fields": fields}
         self._tools: list[Any] = list(tools)
+        self._mark = template["fields"][CALLS_FIELD]["close"][0] if are_calls_held else ""
+        """The first character of what ends a call, if that may stand in a text inside of it."""
         self.num_calls = 0
         """How many calls were returned."""
         self._begin_anew()
@@ -95,6 +102,8 @@ class AnswerParser:
         """All that this parser was given."""
         self._body = ""
         """The text of the open region, if it is a call's."""
+        self._is_in_text, self._is_escaped = False, False
+        """Whether the call's JSON is inside of a text, and its next character is escaped; if calls are held."""
 
     def add_text(self, text: str) -> AnswerPart:
         """Return what a piece of text adds."""
@@ -113,11 +122,24 @@ class AnswerParser:
             text = self._text
             self._begin_anew()
             self._take_events(self._parser.feed(text + NO_MARK))
-            last = _make_text_part("content", self._body.removesuffix(NO_MARK))
+            last = _make_text_part("content", self._read_body().removesuffix(NO_MARK))
         self.num_calls += len(last.calls)
         return told + last
 
     def _add_piece(self, piece: str) -> AnswerPart:
+        if not self._mark or self._mark not in piece:
+            return self._feed_piece(piece)
+        told = AnswerPart()
+        for character in piece:
+            is_text = character == self._mark and self._is_in_text
+            told += self._feed_piece(_escape(character) if is_text else character)
+        return told
+
+    def _read_body(self) -> str:
+        """Return the call's text as the model wrote it. Calls that follow a grammar have no such escapes themselves."""
+        return self._body.replace(_escape(self._mark), self._mark) if self._mark else self._body
+
+    def _feed_piece(self, piece: str) -> AnswerPart:
         try:
             events = self._parser.feed(piece)
         except Exception:
@@ -135,7 +157,7 @@ class AnswerParser:
             try:
                 events = self._parser.feed(character)
             except Exception:
-                told += _make_text_part("content", self._body)
+                told += _make_text_part("content", self._read_body())
                 self._begin_anew()
                 continue
             self._text += character
@@ -148,18 +170,34 @@ class AnswerParser:
             is_call = event["field"] == CALLS_FIELD
             match event["type"]:
                 case "region_open":
-                    self._body = ""
+                    self._body, self._is_in_text, self._is_escaped = "", False, False
                 case "region_chunk" if is_call:
                     self._body += event["text"]
+                    self._follow_json(event["text"])
                 case "region_chunk" if event["field"] in REASONING_FIELDS:
                     told += _make_text_part("reasoning", event["text"])
                 case "region_chunk":
                     told += _make_text_part("content", event["text"])
                 case "region_close" if is_call:
                     calls = _list_calls(event["value"]) if self._tools else None
-                    told += _make_text_part("content", self._body) if calls is None else AnswerPart(calls)
+                    told += _make_text_part("content", self._read_body()) if calls is None else AnswerPart(calls)
                     self._body = ""
         return told
+
+    def _follow_json(self, text: str) -> None:
+        if not self._mark:
+            return
+        for character in text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == '"':
+                self._is_in_text = not self._is_in_text
+            elif character == "\\":
+                self._is_escaped = self._is_in_text
+
+
+def _escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
 
 
 def _list_calls(value: Any) -> list[AnswerPiece] | None:

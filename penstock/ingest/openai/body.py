@@ -186,6 +186,10 @@ class Body(StrictModel):
         """How many requests of the pipeline are needed."""
         return 1
 
+    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
+        """Return the grammar of answers with calls; None where they are free, or there are none."""
+        return None
+
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
         return {

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
 
 from penstock.client.core import Answer
+from penstock.grammar.tools import HeldTool, hold_calls
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.ingest.openai.body import (
     Body,
@@ -24,12 +25,13 @@ from penstock.ingest.openai.completions import ChoicesAnswer, CompletionChunks, 
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.sse import SseEvent
 from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
-from penstock.messages import EndEvent, Logprobs, TokenEvent
+from penstock.messages import EndEvent, GrammarSpec, Logprobs, TokenEvent
 
 ROLES: Mapping[str, str] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
 MAX_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]{1,64}$")]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateVariables = Annotated[dict[ToolName, Any], Field(max_length=64)]
@@ -62,14 +64,27 @@ class ToolFunction(StrictModel):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments. The model sees it; the arguments are not held to it."""
-    strict: allow_only(False) = None  # type: ignore[valid-type]
+    """A JSON schema of the arguments. The model sees it."""
+    strict: bool | None = None
+    """Whether the arguments follow the schema token by token; else they are any object."""
 
 
 class FunctionKind(StrictModel):
     """That a tool is a function."""
 
     type: Literal["function"]
+
+
+class FunctionName(StrictModel):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(FunctionKind):
+    """The tool that is to be called."""
+
+    function: FunctionName
 
 
 class Tool(FunctionKind):
@@ -117,10 +132,10 @@ class ChatBody(CompletionsBody):
     """Return as well the log probabilities of this many likeliest tokens."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """`none`: the model is not told of the tools. It cannot be made to call one."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once."""
     parallel_tool_calls: bool | None = None
-    """`false` is not supported together with tools: the model may call several at once."""
+    """`false`: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
     """Variables of the model's chat template; one that it does not have is an error."""
     functions: Refused = None
@@ -150,8 +165,21 @@ class ChatBody(CompletionsBody):
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' cannot both be given")
-        check_tool_options(self.offered_tools, self.parallel_tool_calls, self.chat_template_kwargs)
+        names = [tool.function.name for tool in self.offered_tools]
+        check_tool_options(names, self.tool_choice, self.named_tool, self.chat_template_kwargs)
         return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that is to be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
+        """Return the grammar of answers with calls, by the model's response template; None where they are free."""
+        functions = [tool.function for tool in self.offered_tools]
+        return hold_functions(
+            template, functions, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
+        )
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -239,12 +267,47 @@ class ChatEndpoint(Endpoint[ChatBody]):
 CHAT = ChatEndpoint()
 
 
-def check_tool_options(tools: Sequence[BaseModel], parallel: bool | None, variables: Mapping[str, Any] | None) -> None:
-    """Raise `ValueError` for `parallel_tool_calls` and `chat_template_kwargs` that do not go with these tools."""
-    if tools and parallel is False:
-        raise ValueError("'parallel_tool_calls' cannot be false: the model may call several tools at once")
+def check_tool_options(
+    names: Sequence[str], choice: object, named: str | None, variables: Mapping[str, Any] | None
+) -> None:
+    """Raise `ValueError` for `tool_choice` and `chat_template_kwargs` that do not go with tools of these names."""
+    if choice == "required" and not names:
+        raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
+    if named is not None and named not in names:
+        raise ValueError(f"'tool_choice' names {named!r}, which is not in 'tools'")
     if "tools" in (variables or {}):
         raise ValueError("'tools' are given beside 'chat_template_kwargs'")
+
+
+def hold_functions(
+    template: Mapping[str, Any],
+    functions: Sequence[ToolFunction],
+    is_required: bool,
+    named: str | None,
+    is_parallel: bool | None,
+) -> GrammarSpec | None:
+    """Return the grammar of answers that may call these functions; None where nothing holds the model.
+
+    With a name there is one call of that function. Raises `InvalidRequest` if the model's calls cannot be held.
+    """
+    if named is not None:
+        functions = [function for function in functions if function.name == named]
+    is_required = is_required or named is not None
+    if not functions or not (is_required or is_parallel is False or any(function.strict for function in functions)):
+        return None
+    tools = [
+        HeldTool(function.name, (function.parameters or NO_PARAMETERS) if function.strict else None)
+        for function in functions
+    ]
+    is_parallel = is_parallel is not False and named is None
+    return hold_calls(template, tools, is_required=is_required, is_parallel=is_parallel)
+
+
+def are_calls_held(options: Mapping[str, Any]) -> bool:
+    """Return whether a body's calls follow a grammar, as `hold_functions` decides."""
+    tools = [tool.get("function", tool) for tool in _list_offered(options)]
+    is_free = options.get("tool_choice") in (None, "auto") and options.get("parallel_tool_calls") is not False
+    return bool(tools) and not (is_free and not any(tool.get("strict") for tool in tools))
 
 
 def refuse_grammar_with_tools(body: Body, tools: Sequence[BaseModel]) -> None:
@@ -312,7 +375,8 @@ def make_parser(meta: StreamMeta) -> AnswerParser | None:
     """Return the parser of an answer; None where all of it is content."""
     if meta.response_template is None:
         return None
-    return AnswerParser(meta.response_template, _list_offered(meta.options))
+    held = are_calls_held(meta.options)
+    return AnswerParser(meta.response_template, _list_offered(meta.options), are_calls_held=held)
 
 
 def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:

@@ -17,8 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
+from penstock.errors import InvalidRequest
 from penstock.ingest.errors import ApiError, ErrorBody
-from penstock.ingest.openai.body import Body, parse_body, unsupported_value
+from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
 
@@ -171,16 +172,29 @@ def use_response_template(
 ) -> dict[str, Any] | None:
     """Return by what a body's answers are parsed, of the model's `template`, and have its requests tell all marks.
 
+    Where calls are held to a grammar, the requests get it.
+
     It is None where answers are text, and where a grammar says what they are. Raises `ApiError` 400 where tools were
-    given to a model without one.
+    given to a model without one, or calls cannot be held.
     """
     if not endpoint.parses_answers or body.find_grammar() is not None:
         return None
     if template is None and getattr(body, "tools", None):
         raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
-    if template is not None:
-        for args in requests:
-            args["special_text"] = True
+    if template is None:
+        return None
+    try:
+        grammar = body.make_calls_grammar(template)
+    except InvalidRequest as error:
+        raise invalid_value("tools", str(error)) from None
+    if grammar is not None and body.ignore_eos:
+        raise invalid_value(
+            "ignore_eos", "it cannot be used where calls follow a grammar: after its end nothing follows"
+        )
+    for args in requests:
+        args["special_text"] = True
+        if grammar is not None:
+            args["grammar"] = grammar
     return template
 
 

@@ -1,6 +1,6 @@
 """`/v1/responses`. Who keeps responses for later turns puts those turns into the body."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,9 @@ from penstock.ingest.openai.chat import (
     ReasoningEffort,
     TemplateVariables,
     ToolFunction,
+    ToolName,
     check_tool_options,
+    hold_functions,
     make_template_variables,
     refuse_grammar_with_tools,
 )
@@ -49,7 +51,7 @@ from penstock.ingest.openai.sse import (
     make_token_positions,
 )
 from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
-from penstock.messages import EndEvent, TokenEvent, Usage
+from penstock.messages import EndEvent, GrammarSpec, TokenEvent, Usage
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -57,6 +59,12 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 class ResponseTool(ToolFunction, FunctionKind):
     """A function that the model may call."""
+
+
+class NamedResponseTool(FunctionKind):
+    """The tool that is to be called."""
+
+    name: ToolName
 
 
 class ReasoningConfig(StrictModel):
@@ -103,10 +111,10 @@ class ResponseBody(Body):
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """`none`: the model is not told of the tools. It cannot be made to call one."""
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once."""
     parallel_tool_calls: bool | None = None
-    """`false` is not supported together with tools: the model may call several at once."""
+    """`false`: at most one call."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted; it limits the tools that OpenAI's servers call."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -124,8 +132,20 @@ class ResponseBody(Body):
             raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
         if self.background and self.store is False:
             raise ValueError("'background' needs 'store'")
-        check_tool_options(self.offered_tools, self.parallel_tool_calls, self.chat_template_kwargs)
+        names = [tool.name for tool in self.offered_tools]
+        check_tool_options(names, self.tool_choice, self.named_tool, self.chat_template_kwargs)
         return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that is to be called."""
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedResponseTool) else None
+
+    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
+        """Return the grammar of answers with calls, by the model's response template; None where they are free."""
+        return hold_functions(
+            template, self.offered_tools, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
+        )
 
     @property
     def offered_tools(self) -> list[ResponseTool]:
@@ -226,7 +246,7 @@ class Response(BaseModel):
     store: bool = False
     temperature: float
     text: dict[str, dict[str, Any]] = {"format": {"type": "text"}}
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool = "auto"
     tools: list[ResponseTool] = []
     top_logprobs: int = 0
     top_p: float

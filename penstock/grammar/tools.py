@@ -1,0 +1,145 @@
+"""Calls of tools that follow a grammar: which tool, its arguments, how many calls, and whether there must be one.
+
+    reasoning?  call (call …)            where there must be a call
+    text? (call text? …)                 where the model may call, or not
+
+A call is written as the model's response template reads it: JSON with `name` and `arguments` between two marks. Marks
+are tokens, so that text cannot end a call. Only such templates can be held to a grammar.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from penstock.errors import InvalidRequest
+from penstock.grammar.spec import make_spec
+from penstock.messages import GrammarSpec
+
+_PLAIN_CALL = {"type": "function", "function": "{content}"}
+"""How a template makes a call of JSON that has a name and arguments."""
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class HeldTool:
+    """A tool; its arguments follow a JSON schema, or are any object."""
+
+    name: str
+    parameters: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class HeldCalls:
+    """What calls an answer may have."""
+
+    open: str
+    close: str
+    think_open: str
+    """The marks of reasoning; empty where the model has none."""
+    think_close: str
+    tools: tuple[HeldTool, ...]
+    is_required: bool
+    """Whether there is at least one call, and no text."""
+    is_parallel: bool
+    """Whether there may be several calls."""
+    is_thinking: bool = False
+    """Whether the prompt has opened the reasoning."""
+
+    @classmethod
+    def decode(cls, source: str) -> Self:
+        """Read the source of a grammar of kind `tools`. Raises `InvalidRequest`."""
+        try:
+            fields = json.loads(source)
+            tools = tuple(HeldTool(**tool) for tool in fields.pop("tools"))
+            return cls(tools=tools, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise InvalidRequest("the grammar of tools cannot be read") from None
+
+    def make_spec(self) -> GrammarSpec:
+        """Return the grammar. Raises `InvalidRequest` if it is too large."""
+        source = json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        return make_spec("tools", source, "tools")
+
+
+def hold_calls(
+    template: Mapping[str, Any], tools: Sequence[HeldTool], *, is_required: bool, is_parallel: bool
+) -> GrammarSpec:
+    """Return the grammar of answers that call tools, by a response template.
+
+    Raises `InvalidRequest` for a template whose calls have another form, and for two tools of one name.
+    """
+    fields = template.get("fields", {})
+    calls = fields.get("tool_calls", {})
+    marks = _read_marks(calls)
+    if marks is None or calls.get("content") != "json" or calls.get("content_args"):
+        raise InvalidRequest("the model writes calls in a form that cannot be held to a grammar")
+    if calls.get("transform") != _PLAIN_CALL or calls.get("transform_each"):
+        raise InvalidRequest("the model writes calls in a form that cannot be held to a grammar")
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidRequest("two tools have the same name")
+    thoughts = [found for name in _REASONING_FIELDS if (found := _read_marks(fields.get(name, {}))) is not None]
+    think_open, think_close = thoughts[0] if thoughts else ("", "")
+    return HeldCalls(
+        *marks, think_open, think_close, tuple(tools), is_required=is_required, is_parallel=is_parallel
+    ).make_spec()
+
+
+def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:
+    """Return a grammar of tools for answers whose first part, `start`, the prompt has already. Others stay."""
+    if spec.kind != "tools":
+        return spec
+    calls = HeldCalls.decode(spec.source)
+    is_thinking = bool(calls.think_open) and calls.think_open in start and calls.think_close not in start
+    return replace(calls, is_thinking=is_thinking).make_spec()
+
+
+def write_lark(calls: HeldCalls, schemas: Sequence[Mapping[str, Any]], *, has_marks: bool) -> str:
+    """Return the engine's form; `schemas` are those of the tools' arguments, prepared, with the engine's options.
+
+    Without `has_marks` the tokenizer is one of bytes, and marks are text: good enough to check a grammar.
+    """
+
+    def write_mark(mark: str) -> str:
+        return mark if has_marks else json.dumps(mark)
+
+    def write_text_without(mark: str) -> str:
+        pattern = re.escape(mark).replace("/", r"\/")
+        return f"/(?s:.+)/ & ~/(?s:.*){pattern}(?s:.*)/"
+
+    thought = (
+        f"{'' if calls.is_thinking else write_mark(calls.think_open)} THOUGHT? {write_mark(calls.think_close)} WS?"
+    )
+    if not calls.think_open:
+        thought = ""
+    optional_thought = thought and (thought if calls.is_thinking else f"({thought})?")
+    many = "(WS? call)* WS?" if calls.is_parallel else "WS?"
+    free = "TEXT? (call TEXT?)*" if calls.is_parallel else "TEXT? (call WS?)?"
+    lines = [
+        f"start: {optional_thought} " + (f"WS? call {many}" if calls.is_required else free),
+        f"call: {write_mark(calls.open)} WS? body WS? {write_mark(calls.close)}",
+        'body: "{" WS? "\\"name\\"" WS? ":" WS? chosen WS? "}"',
+        "chosen: " + " | ".join(f"chosen{number}" for number in range(len(calls.tools))),
+        "WS: /[ \\n]{1,2}/",
+        f"TEXT: {write_text_without(calls.open)}",
+    ]
+    if thought:
+        lines.append(f"THOUGHT: {write_text_without(calls.think_close)}")
+    for number, (tool, schema) in enumerate(zip(calls.tools, schemas, strict=True)):
+        name = json.dumps(json.dumps(tool.name))
+        lines.append(f'chosen{number}: {name} WS? "," WS? "\\"arguments\\"" WS? ":" WS? arguments{number}')
+        lines.append(f"arguments{number}: %json {json.dumps(schema)}")
+    return "\n".join(lines)
+
+
+def _read_marks(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the texts that open and close a template's field; None where they are patterns.
+
+    Blanks before the opening mark, which a pattern may swallow, are no part of it.
+    """
+    begin, close = field.get("open"), field.get("close")
+    pattern = str(field.get("open_pattern", "")).removeprefix(r"\s*")
+    if begin is None and pattern and re.escape(pattern) == pattern:
+        begin = pattern
+    return (begin, close) if isinstance(begin, str) and isinstance(close, str) else None

@@ -1,0 +1,181 @@
+"""Calls that follow a grammar: whatever is drawn, the answer's parser finds calls that are valid."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from penstock.errors import InvalidRequest, UnsupportedSchema
+from penstock.grammar.checker import GrammarChecker
+from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
+from penstock.grammar.state import GrammarState
+from penstock.grammar.tools import HeldTool, begin_in_answer, hold_calls
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
+from penstock.messages import GrammarSpec
+from tools.train_tools import TOOL_MODEL
+
+TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SHAPE = {"$defs": {"n": {"enum": ["a", "b"]}}, "type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}
+SHAPE |= {"required": ["n"], "additionalProperties": False}
+TOOLS = [HeldTool("get-weather", WEATHER), HeldTool("shape", SHAPE)]
+OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
+MAX_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def text_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TOOL_MODEL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_tokenizer: Any) -> GrammarTokenizer:
+    text = (TOOL_MODEL / "tokenizer.json").read_text()
+    return GrammarTokenizer.from_json(text, vocab_size=len(text_tokenizer), eos_token_ids=[text_tokenizer.eos_token_id])
+
+
+def hold(*, required: bool = True, parallel: bool = True, template: Mapping[str, Any] = TEMPLATE) -> GrammarSpec:
+    return hold_calls(template, TOOLS, is_required=required, is_parallel=parallel)
+
+
+def draw_answer(spec: GrammarSpec, tokenizer: GrammarTokenizer, seed: int) -> tuple[list[int], bool]:
+    """Return tokens that are drawn from those allowed, and whether the answer has ended by itself."""
+    state, chance = GrammarState(CompiledGrammar(spec, tokenizer)), random.Random(seed)
+    row = np.zeros(tokenizer.num_mask_words, np.int32)
+    while len(state.token_ids) < MAX_TOKENS:
+        state.fill_mask(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+        marks = [token for token in allowed if tokenizer.engine.is_special_token(token)]
+        # Else marks, and the ends of texts, would be drawn too seldom among so many words.
+        token = chance.choice(marks if marks and chance.random() < 0.2 else allowed)
+        if token in tokenizer.eos_token_ids:
+            return state.token_ids, True
+        state.advance([token])
+    return state.token_ids, False
+
+
+def parse(text: str) -> AnswerPart:
+    whole = AnswerParser(TEMPLATE, OFFERED, are_calls_held=True).end(text)
+    parser, told = AnswerParser(TEMPLATE, OFFERED, are_calls_held=True), AnswerPart()
+    for character in text:
+        told += parser.add_text(character)
+    assert told + parser.end("") == whole
+    return whole
+
+
+def check_calls(part: AnswerPart) -> None:
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    for name, arguments in part.calls:
+        schema = schemas[name]
+        assert schema is not None
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("start", ["", "<think>"])
+def test_where_a_call_is_required_there_is_one_and_it_is_valid(
+    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool, start: str
+) -> None:
+    spec = begin_in_answer(hold(parallel=parallel), start)
+    num_ended, num_calls = 0, set()
+    for seed in range(60):
+        tokens, has_ended = draw_answer(spec, tokenizer, seed)
+        part = parse(start + text_tokenizer.decode(tokens))
+        check_calls(part)
+        if has_ended:
+            num_ended += 1
+            num_calls.add(len(part.calls))
+            assert not part.content.strip()
+    assert num_ended > 30
+    assert min(num_calls) == 1
+    assert (max(num_calls) > 1) == parallel
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_where_the_model_may_call_its_calls_are_valid(
+    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool
+) -> None:
+    spec, found = hold(required=False, parallel=parallel), list[AnswerPart]()
+    for seed in range(80):
+        tokens, has_ended = draw_answer(spec, tokenizer, seed)
+        if has_ended:
+            found.append(parse(text_tokenizer.decode(tokens)))
+            check_calls(found[-1])
+    numbers = {len(part.calls) for part in found}
+    assert {0, 1} <= numbers
+    assert (max(numbers) > 1) == parallel
+    assert any(part.content for part in found)
+
+
+def test_a_mark_in_a_text_does_not_end_the_call(tokenizer: GrammarTokenizer, text_tokenizer: Any) -> None:
+    state = GrammarState(CompiledGrammar(hold(), tokenizer))
+    close = text_tokenizer.convert_tokens_to_ids("</tool_call>")
+    pieces = ["<tool_call>", '{"name": "get-weather", "arguments": {"city": "', "<", "/t", '\\"', '"}}']
+    for piece in pieces:
+        state.advance(text_tokenizer.encode(piece, add_special_tokens=False))
+    state.advance([close])
+    text = '<tool_call>{"name": "get-weather", "arguments": {"city": "</tool_call>\\"<"}}</tool_call>'
+    assert parse(text).calls == [("get-weather", '{"city": "</tool_call>\\"<"}')]
+    cut = text.partition("\\")[0]
+    assert (parse(cut).calls, parse(cut).content) == ([], cut.removeprefix("<tool_call>"))
+
+
+def test_what_is_free_stays_free_but_for_the_mark_as_text(tokenizer: GrammarTokenizer, text_tokenizer: Any) -> None:
+    def allows(text: str) -> bool:
+        state = GrammarState(CompiledGrammar(hold(required=False), tokenizer))
+        ids = [token for piece in text.split("|") for token in text_tokenizer.encode(piece, add_special_tokens=False)]
+        return state.count_allowed(ids) == len(ids)
+
+    assert allows("Hello <b> \n there")
+    assert allows("<think>|so|</think>|Hello")
+    assert allows('Now|<tool_call>|{"name": "shape", "arguments": {"n": "a"}}|</tool_call>| done')
+    assert not allows('<tool_call>|{"name": "shape", "arguments": {"n": "c"}}')
+    assert not allows('<tool_call>|{"name": "other"')
+    assert not allows("<|t|o|o|l|_|c|a|l|l|>")
+
+
+def test_a_gateway_without_the_models_words_can_check_it() -> None:
+    with GrammarChecker() as checker:
+        assert checker.check_grammar(hold()).kind == "tools"
+        deep: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": False}
+        wrong = hold_calls(TEMPLATE, [TOOLS[0], HeldTool("f", deep)], is_required=False, is_parallel=True)
+        with pytest.raises(UnsupportedSchema, match="'not' at #/tools/1/function/parameters/properties/a/not"):
+            checker.check_grammar(wrong)
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            checker.check_grammar(GrammarSpec(kind="tools", source="{}"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "xml-inline"}, {"content_args": {"unquoted_keys": True}}, {"open_pattern": "<call (?P<name>.*)>"},
+        {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}},
+    ],
+)  # fmt: skip
+def test_calls_of_another_form_are_not_held(change: dict[str, Any]) -> None:
+    calls = {**TEMPLATE["fields"]["tool_calls"], **change}
+    if "open_pattern" in change:
+        del calls["open"]
+    with pytest.raises(InvalidRequest, match="cannot be held to a grammar"):
+        hold(template={**TEMPLATE, "fields": {**TEMPLATE["fields"], "tool_calls": calls}})
+
+
+def test_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the same name"):
+        hold_calls(TEMPLATE, [TOOLS[0], TOOLS[0]], is_required=True, is_parallel=True)
+
+
+def test_blanks_before_a_mark_may_be_swallowed() -> None:
+    calls = {**TEMPLATE["fields"]["tool_calls"], "open_pattern": r"\s*<tool_call>"}
+    del calls["open"]
+    assert hold(template={**TEMPLATE, "fields": {**TEMPLATE["fields"], "tool_calls": calls}}) == hold()
