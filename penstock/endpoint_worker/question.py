@@ -42,6 +42,7 @@ def check_request(request: Request, klass: PriorityClass, model: str) -> None:
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "special_text": sampling.special_text is not None,
+        "a grammar of calls": sampling.grammar is not None and sampling.grammar.kind == "tools",
     }
     for name, is_given in refused.items():
         if is_given:
@@ -114,6 +115,8 @@ def map_grammar(spec: GrammarSpec) -> dict[str, Any]:
             return {"structured_outputs": {"regex": spec.source}}
         case "lark":
             return {"structured_outputs": {"grammar": spec.source}}
+        case "tools":
+            raise InvalidRequest("a grammar of calls is not supported where an endpoint answers")
 
 
 def estimate_prompt_tokens(request: Request) -> int:

@@ -26,7 +26,11 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-SHAPE = {"$defs": {"n": {"enum": ["a", "b"]}}, "type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}
+SHAPE: dict[str, Any] = {
+    "$defs": {"n": {"enum": ["a", "b"]}},
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/n"}},
+}
 SHAPE |= {"required": ["n"], "additionalProperties": False}
 TOOLS = [HeldTool("get-weather", WEATHER), HeldTool("shape", SHAPE)]
 OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]

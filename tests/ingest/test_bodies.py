@@ -28,14 +28,8 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
     "a turn without anything": (
         CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content", "unsupported_parameter",
     ),
-    "a tool that must be called": (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "invalid_value"),
-    "strict arguments": (
-        CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict",
-        "unsupported_parameter",
-    ),
-    "strict arguments of a response": (
-        RESPONSES, {"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools.0.strict",
-        "unsupported_parameter",
+    "a tool that must be called, by another word": (
+        CHAT, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "invalid_value",
     ),
     "a tool of a response in the form of chats": (
         RESPONSES, {"tools": [TOOL]}, "tools.0.name", "missing_required_parameter",

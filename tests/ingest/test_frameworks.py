@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.errors import DependencyMissing
 from penstock.local.stack import Stack
@@ -24,7 +24,9 @@ MODEL = str(TOOL_MODEL)
 
 
 class Person(BaseModel):
-    """A person of whom a text tells."""
+    """A person of whom a text tells. Without other properties an answer ends before any limit."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=30)
     age: int = Field(ge=0, le=120)
@@ -44,14 +46,14 @@ def tool_url(tool_stack: Stack) -> str:
 def ask_openai_chat(url: str, answer_type: type[BaseModel]) -> Any:
     with openai.OpenAI(base_url=url, api_key="none") as client:
         answer = client.chat.completions.parse(
-            model=MODEL, messages=[{"role": "user", "content": PROMPT}], response_format=answer_type
+            model=MODEL, messages=[{"role": "user", "content": PROMPT}], response_format=answer_type, temperature=0
         )
     return answer.choices[0].message.parsed
 
 
 def ask_openai_responses(url: str, answer_type: type[BaseModel]) -> Any:
     with openai.OpenAI(base_url=url, api_key="none") as client:
-        return client.responses.parse(model=MODEL, input=PROMPT, text_format=answer_type).output_parsed
+        return client.responses.parse(model=MODEL, input=PROMPT, text_format=answer_type, temperature=0).output_parsed
 
 
 def ask_pydantic_ai(url: str, answer_type: type[BaseModel]) -> Any:
@@ -62,14 +64,17 @@ def ask_pydantic_ai(url: str, answer_type: type[BaseModel]) -> Any:
     async def run_agent() -> Any:
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
             model = models.OpenAIChatModel(MODEL, provider=providers.OpenAIProvider(openai_client=client))
-            return await pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(answer_type)).run(PROMPT)
+            agent = pydantic_ai.Agent(
+                model, output_type=pydantic_ai.NativeOutput(answer_type), model_settings={"temperature": 0}
+            )
+            return await agent.run(PROMPT)
 
     return asyncio.run(run_agent()).output
 
 
 def ask_langchain(url: str, answer_type: type[BaseModel]) -> Any:
     langchain = pytest.importorskip("langchain_openai")
-    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none")
+    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0)
     return model.with_structured_output(answer_type, method="json_schema").invoke(PROMPT)
 
 
@@ -202,8 +207,7 @@ def call_pydantic_ai(url: str, weather: Weather, kind: str = "OpenAIChatModel") 
     async def run_agent() -> Any:
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
             model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
-            tool = pydantic_ai.Tool(weather.get_weather, strict=False)
-            agent = pydantic_ai.Agent(model, tools=[tool], model_settings={"temperature": 0})
+            agent = pydantic_ai.Agent(model, tools=[weather.get_weather], model_settings={"temperature": 0})
             return (await agent.run(QUESTION)).output
 
     return str(asyncio.run(run_agent()))

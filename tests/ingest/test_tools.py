@@ -25,6 +25,13 @@ WEATHER: dict[str, Any] = {
 }
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]
 ASKED: dict[str, Any] = {"messages": TURNS, "tools": [WEATHER], "temperature": 0, "max_tokens": 80}
+
+
+def make_strict(parameters: dict[str, Any], name: str = "get_weather") -> dict[str, Any]:
+    """Return a tool whose arguments follow their schema."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+
+
 CALLS = [("get_weather", {"city": "Lisbon"}), ("get_weather", {"city": "Porto"})]
 
 
@@ -120,13 +127,61 @@ def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: o
 
 
 @pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"tool_choice": "required"}, {"get_weather", "get_age"}),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_age"}}}, {"get_age"}),
+        ({"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}, {"get_weather", "get_age"}),
+    ],
+)
+def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: dict[str, Any], names: set[str]) -> None:
+    age = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bo"]}}, "required": ["name"]}
+    tools = [make_strict(CITY), make_strict(age | {"additionalProperties": False}, "get_age")]
+    for content in ("Say hello.", "Repeat: red, blue."):
+        asked = ASKED | given | {"messages": [{"role": "user", "content": content}], "tools": tools, "max_tokens": 200}
+        whole = sdk.chat.completions.create(model=model, **make_extra(asked)).choices[0]
+        calls = list_calls(whole.message)
+        assert (whole.finish_reason, bool(calls)) == ("tool_calls", True)
+        assert {name for name, _ in calls} <= names
+        assert all(arguments["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
+        streamed = sdk.chat.completions.create(model=model, stream=True, **make_extra(asked))
+        deltas: list[Any] = [chunk.choices[0].delta for chunk in streamed]
+        told = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        assert [(one.name, json.loads(one.arguments)) for one in told] == calls
+
+
+def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments for the SDK, which does not know all fields."""
+    own = {"chat_template_kwargs"} & asked.keys()
+    return {name: value for name, value in asked.items() if name not in own} | {
+        "extra_body": {name: asked[name] for name in own}
+    }
+
+
+def test_a_model_that_may_call_once_does_not_call_twice(sdk: openai.OpenAI, model: str) -> None:
+    whole = sdk.chat.completions.create(model=model, parallel_tool_calls=False, **ASKED).choices[0]
+    assert (whole.finish_reason, list_calls(whole.message)) == ("tool_calls", CALLS[:1])
+
+
+def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> None:
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
+    choice: Any = {"type": "function", "name": "get_weather"}
+    whole = sdk.responses.create(model=model, input="Say hello.", tools=[tool], tool_choice=choice, temperature=0)
+    (call,) = [item for item in whole.output if item.type == "function_call"]
+    assert (call.name, type(json.loads(call.arguments)["city"])) == ("get_weather", str)
+    assert whole.status == "completed"
+
+
+@pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, None),
+        ({"tool_choice": "required", "tools": []}, None),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": "required", "tools": [WEATHER, WEATHER]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_regex": "a+"}, "guided_regex"),
-        ({"tools": [WEATHER | {"function": WEATHER["function"] | {"strict": True}}]}, "tools.0.function.strict"),
+        ({"tools": [make_strict({"type": "object", "not": {}})]}, "tools"),
         ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
         ({"chat_template_kwargs": {"messages": []}}, None),
     ],
@@ -266,7 +321,12 @@ def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: openai.OpenAI, m
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/responses"])
 def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model: str, endpoint: Any) -> None:
     asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
-    bodies = [asked, asked | {"tool_choice": "none"}, asked | {"parallel_tool_calls": False}]
+    bodies = [
+        asked,
+        asked | {"tool_choice": "none"},
+        asked | {"tool_choice": "required", "parallel_tool_calls": False},
+        asked | {"ignore_eos": True, "tool_choice": "required"},
+    ]
     rows = [
         {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
         for number, body in enumerate(bodies)
@@ -280,7 +340,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
     answers = read(sdk.files.content(ended.output_file_id).content)
     found = {one["custom_id"]: one["response"]["body"] for one in answers}
     whole: Any
-    for number in (0, 1):
+    for number in (0, 1, 2):
         if endpoint == "/v1/responses":
             whole = sdk.responses.create(**bodies[number])
             assert describe_output(sdk_response(found[str(number)])) == describe_output(whole)
@@ -294,7 +354,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
         )
     (refused,) = read(sdk.files.content(ended.error_file_id).content)
     assert refused["response"]["status_code"] == 400
-    assert "parallel_tool_calls" in refused["response"]["body"]["error"]["message"]
+    assert "ignore_eos" in refused["response"]["body"]["error"]["message"]
 
 
 def sdk_response(body: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ MAX_SEED = 2**63
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GrammarReader = Callable[[], GrammarSpec | None]
 UNSUPPORTED_CODE = "unsupported_parameter"
-NOT_IN_PATHS = ("function-", "constrained-", "tagged-")
+NOT_IN_PATHS = ("function-", "constrained-", "tagged-", "literal[", "Named")
 """Beginnings of what pydantic puts into the location of an error, but no client has sent."""
 
 

@@ -9,13 +9,15 @@ import sys
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 url, model = sys.argv[1:]
 
 
 class Person(BaseModel):
-    """A person of whom a text tells."""
+    """A person of whom a text tells. Without other properties an answer ends before any limit."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=30)
     age: int = Field(ge=0, le=120)
@@ -27,7 +29,7 @@ PROMPT = f"Answer in JSON by this schema: {SCHEMA}\nMaria is 34 years old and li
 with openai.OpenAI(base_url=url, api_key="none") as client:
     patched = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     found = patched.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": PROMPT}], response_model=Person, max_retries=0
+        model=model, messages=[{"role": "user", "content": PROMPT}], response_model=Person, max_retries=0, temperature=0
     )
 assert isinstance(found, Person), found
 assert Person.model_validate_json(found.model_dump_json()).model_dump() == found.model_dump()
