@@ -59,6 +59,8 @@ class ServedModels:
     async def find_model(self, name: str) -> ServedModel:
         """Return a model. Raises `ApiError`: 404 if no worker serves it, 503 while no worker serves any."""
         await self._refresh_models()
+        if name not in self._known:  # its first worker may have reported since
+            await self._refresh_models(max_age_s=0.0)
         if name in self._known:
             return self._known[name]
         if not self._known:
@@ -66,9 +68,9 @@ class ServedModels:
         message = f"The model {name[:256]!r} does not exist or you do not have access to it."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _refresh_models(self) -> None:
-        """Read the heartbeats again, once for all callers that wait."""
-        if time.monotonic() < self._read_at + MODELS_TTL_S:
+    async def _refresh_models(self, max_age_s: float = MODELS_TTL_S) -> None:
+        """Read the heartbeats again if that was longer ago than `max_age_s`, once for all callers that wait."""
+        if time.monotonic() < self._read_at + max_age_s:
             return
         if self._refresh_task is None or self._refresh_task.done():
             self._refresh_task = asyncio.create_task(self._read_models())
@@ -83,7 +85,6 @@ class ServedModels:
             if not self._known:
                 raise
             return  # what is known is good enough: publishing will tell
-        self._read_at = now
         found: dict[str, ServedModel] = {}
         templates: dict[str, list[dict[str, Any] | None]] = {}
         for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
@@ -104,7 +105,7 @@ class ServedModels:
         if any(one.response_template for one in found.values()):
             await asyncio.to_thread(import_response_parser)  # now, as it would hold up the first answer for a second
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
-        self._known = kept | found
+        self._known, self._read_at = kept | found, now
 
     async def _read_heartbeats(self) -> list[tuple[str, dict[str, Any]]]:
         """Return pipeline and last heartbeat of each live worker. Dead workers are taken off the list."""

@@ -173,17 +173,20 @@ def test_a_sequence_that_is_resumed_at_any_token_goes_on_as_before(
 ) -> None:
     for index in (1, 2, 4):
         (answer,) = _run(Engine(model, EngineSettings(speculate=True)), [_make_sequences(model, grammar, 9)[index]])
-        engine, tokens = Engine(model, EngineSettings(speculate=True)), _tokens_of(answer)
+        tokens, resumed = _tokens_of(answer), list[Sequence]()
         for number in range(NUM_NEW):
             whole = _make_sequences(model, grammar, 9)[index]
             state = whole.grammar
             if state is not None:
                 state.advance(tokens[:number])
-            seq = sequence(
-                whole.token_ids, NUM_NEW, sampling=whole.sampling, seed=whole.seed, grammar=state,
-                output_token_ids=tokens[:number],
+            resumed.append(
+                sequence(
+                    whole.token_ids, NUM_NEW, name=f"after {number}", sampling=whole.sampling, seed=whole.seed,
+                    grammar=state, output_token_ids=tokens[:number],
+                )
             )  # fmt: skip
-            assert _run(engine, [seq]) == [answer[number:]]
+        found = _run(Engine(model, EngineSettings(speculate=True)), resumed)
+        assert found == [answer[number:] for number in range(NUM_NEW)]
 
 
 def test_a_grammar_ends_with_its_last_token_and_not_before(model: LoadedModel, grammar: CompiledGrammar) -> None:

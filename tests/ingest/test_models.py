@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.ingest.errors import ApiError
 from penstock.ingest.models import ServedModels
 from penstock.names import Pipeline
 from penstock.redis.client import async_redis_client
@@ -21,3 +22,14 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
         beat.write_beat()
     async with async_redis_client(redis_url) as client:
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
+
+
+async def test_a_model_is_found_as_soon_as_its_first_worker_has_reported(redis_url: str, pipeline: Pipeline) -> None:
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, "")
+        with pytest.raises(ApiError):
+            await models.find_model(pipeline.name)
+        beat = Heartbeat(redis_url, pipeline, "decode", "d-0", 60)
+        beat.update_status(model=pipeline.name, state="ready")
+        beat.write_beat()
+        assert (await models.find_model(pipeline.name)).pipeline == pipeline.name
