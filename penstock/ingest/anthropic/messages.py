@@ -23,9 +23,10 @@ from penstock.ingest.openai.body import (
     parse_body,
     unsupported_value,
 )
-from penstock.ingest.openai.chat import CHAT, MAX_TOOLS, ChatBody, ToolName, make_parser
+from penstock.ingest.openai.chat import CHAT, ChatBody
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs
 from penstock.ingest.openai.sse import DONE_ID, SseEvent, encode_json, make_token_positions
+from penstock.ingest.openai.tools import MAX_TOOLS, ToolName, make_parser
 from penstock.messages import EndEvent, TokenEvent, Usage
 
 THINKING_VARIABLE = "enable_thinking"

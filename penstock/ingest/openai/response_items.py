@@ -8,9 +8,9 @@ from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, Ty
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai.answer_parser import AnswerPiece
 from penstock.ingest.openai.body import StrictModel, allow_only, make_text_schema
-from penstock.ingest.openai.chat import ROLES, join_text_parts, make_call_id, make_parser
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.tokens import TokenLogprobs
+from penstock.ingest.openai.tools import ROLES, join_text_parts, make_call_id, make_parser
 
 ID_PREFIX = "resp_"
 TEXT_PART_TYPES = ("input_text", "output_text", "text")

@@ -19,18 +19,6 @@ from penstock.ingest.openai.body import (
     allow_only,
     unsupported_value,
 )
-from penstock.ingest.openai.chat import (
-    MAX_TOOLS,
-    FunctionKind,
-    ReasoningEffort,
-    TemplateVariables,
-    ToolFunction,
-    ToolName,
-    check_tool_options,
-    hold_functions,
-    make_template_variables,
-    refuse_grammar_with_tools,
-)
 from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.response_items import (
     ID_PREFIX,
@@ -51,6 +39,18 @@ from penstock.ingest.openai.sse import (
     make_token_positions,
 )
 from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
+from penstock.ingest.openai.tools import (
+    MAX_TOOLS,
+    FunctionKind,
+    ReasoningEffort,
+    TemplateVariables,
+    ToolFunction,
+    ToolName,
+    check_tool_options,
+    hold_functions,
+    make_template_variables,
+    refuse_grammar_with_tools,
+)
 from penstock.messages import EndEvent, GrammarSpec, TokenEvent, Usage
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
