@@ -227,7 +227,9 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model
     sent = sdk.responses.create(model=model, **(ASKED_FLAT | {"input": history, "store": False}))
     kept = sdk.responses.create(model=model, previous_response_id=first.id, **(ASKED_FLAT | {"input": results}))
     assert sent.output_text or list_called(sent)
-    assert kept.usage == sent.usage
+    assert kept.usage is not None
+    assert sent.usage is not None  # how much of the prompt was cached may differ
+    assert (kept.usage.input_tokens, kept.usage.output_tokens) == (sent.usage.input_tokens, sent.usage.output_tokens)
     assert describe_output(kept) == describe_output(sent)
     calls: Any = [
         {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
@@ -241,7 +243,6 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model
     ]
     chat = sdk.chat.completions.create(model=model, **(ASKED | {"messages": turns}))
     assert chat.usage is not None
-    assert kept.usage is not None
     assert chat.usage.prompt_tokens == kept.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="No tool call found for function call output") as refused:
         sdk.responses.create(model=model, **(ASKED_FLAT | {"input": results}))
