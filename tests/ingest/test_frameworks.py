@@ -225,7 +225,7 @@ def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(
 ) -> None:
     weather = Weather()
     answer = call(tool_url, weather)
-    assert weather.cities == PLACES
+    assert sorted(weather.cities) == PLACES  # some call at once
     assert answer
 
 

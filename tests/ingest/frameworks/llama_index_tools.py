@@ -33,4 +33,4 @@ async def run_agent() -> str:
 
 
 assert asyncio.run(run_agent())
-assert cities == ["Lisbon", "Porto"], cities
+assert sorted(cities) == ["Lisbon", "Porto"], cities  # they may be called at once

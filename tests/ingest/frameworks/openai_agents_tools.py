@@ -36,12 +36,12 @@ async def run_agent(model: Model) -> None:
     question = "What is the weather of Lisbon and Porto?"
     cities.clear()
     assert (await Runner.run(agent, question)).final_output
-    assert (cities[0], len(cities)) == ("Lisbon", 2), cities  # small as it is, the model misspells the other
+    assert (len(cities), "Lisbon" in cities) == (2, True), cities  # small as it is, the model misspells the other
     streamed = Runner.run_streamed(agent, question)
     async for _ in streamed.stream_events():
         pass
     assert streamed.final_output
-    assert cities[2:] == cities[:2], cities
+    assert sorted(cities[2:]) == sorted(cities[:2]), cities  # they are called at once
 
 
 async def run_agents() -> None:
