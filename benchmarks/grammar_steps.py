@@ -42,8 +42,10 @@ class StepBench:
     def __init__(self, tokenizer: GrammarTokenizer, num_grammars: int) -> None:
         model = make_model_directory(SHAPE, DIRECTORY / "models")
         settings = EngineSettings(
-            model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH
-        )
+            model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH,
+            speculate=False,
+        )  # fmt: skip
+        # Without drafts each sequence has one row in each step.
         self._engine: Engine = open_engine(settings)
         self._numbers = count()
         made = [
