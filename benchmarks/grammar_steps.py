@@ -130,8 +130,8 @@ def time_masks() -> Iterator[Stopwatch]:
         return scores
 
     with ExitStack() as stack:
-        for name in ("fill_mask", "advance"):
-            stack.enter_context(patch.object(GrammarState, name, watch.wrap(getattr(GrammarState, name))))
+        for owner, name in ((Engine, "_compute_batch_masks"), (GrammarState, "advance")):
+            stack.enter_context(patch.object(owner, name, watch.wrap(getattr(owner, name))))
         stack.enter_context(patch.object(sampler, "make_scores", make_scores_twice))
         yield watch
 

@@ -7,6 +7,7 @@ add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -79,6 +80,9 @@ class Engine:
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
+        self._num_mask_threads = settings.threads - 1
+        """How many threads compute masks beside the step's own."""
+        self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
         self._rate = PrefillRate()
         self._plan: Plan = []
         """The step that was begun."""
@@ -364,7 +368,7 @@ class Engine:
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
         Raises `SequenceFailed` if a sequence cannot go on in its grammar.
         """
-        masks = [_compute_masks(seq) for seq in batch.sampled_sequences]
+        masks = self._compute_batch_masks(batch.sampled_sequences)
         self.runner.prepare_next_step(batch.sampled_sequences)
         params: list[SamplingParams] = []
         rows: list[int] = []
@@ -385,6 +389,28 @@ class Engine:
                     break
             row += len(seq_masks)
         return drawn
+
+    def _compute_batch_masks(self, seqs: list[Sequence]) -> list[list[NDArray[np.int32] | None]]:
+        """Return the masks of each sequence. Threads share the work, as llguidance computes masks without the GIL.
+
+        Raises `SequenceFailed` for a sequence that cannot go on in its grammar.
+        """
+        found: dict[int, list[NDArray[np.int32] | None]] = {}
+        waiting = iter(range(len(seqs)))
+
+        def compute_next_masks() -> None:
+            for index in waiting:
+                found[index] = _compute_masks(seqs[index])
+
+        num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
+        others = [self._mask_threads.submit(compute_next_masks) for _ in range(num_others)]
+        try:
+            compute_next_masks()
+        finally:
+            wait(others)  # no thread may use a sequence when the step is over
+        for other in others:
+            other.result()
+        return [found[index] for index in range(len(seqs))]
 
     def _find_end_token_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens that end an answer before it has the `min_tokens` that it must have, if it must."""

@@ -13,6 +13,7 @@ from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
+from penstock.errors import SequenceFailed
 from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
@@ -166,6 +167,27 @@ def test_what_is_copied_or_forced_takes_fewer_steps(model: LoadedModel, grammar:
     assert _run(engine, make()) == _run(Engine(model, EngineSettings(speculate=False)), make())
     assert engine.num_accepted_tokens > 13 * NUM_NEW / 3
     assert engine.num_accepted_tokens > engine.num_drafted_tokens / 3
+
+
+def test_threads_that_share_the_masks_change_nothing(model: LoadedModel, grammar: CompiledGrammar) -> None:
+    engines = [Engine(model, EngineSettings(threads=threads)) for threads in (1, 3)]
+    one, three = [_run(engine, _make_sequences(model, grammar, 5)) for engine in engines]
+    assert three == one
+
+
+def test_a_sequence_that_cannot_go_on_in_its_grammar_is_named_whatever_thread_finds_it(
+    model: LoadedModel, grammar: CompiledGrammar
+) -> None:
+    engine = Engine(model, EngineSettings(threads=3, speculate=False), quarantine=False)
+    seqs = [seq for seq in _make_sequences(model, grammar, 5) if seq.grammar is not None]
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while not seqs[2].num_output_tokens:
+        engine.step()
+    seqs[2].grammar, seqs[2].token_ids[-1] = GrammarState(grammar), 2  # as if another token had been drawn
+    with pytest.raises(SequenceFailed) as failed:
+        engine.step()
+    assert failed.value.seq is seqs[2]
 
 
 def test_a_sequence_that_is_resumed_at_any_token_goes_on_as_before(
