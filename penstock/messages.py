@@ -189,6 +189,8 @@ class Sampling(Wire):
     special_text: Literal[True] | None = None
     """The text has the model's special tokens, and before the first token what the chat template wrote of the answer,
     so that it can be parsed by the model's response template."""
+    tell_stop: Literal[True] | None = None
+    """The stream's end has the stop string that ended the answer."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens even if the model ends the answer, for load tests."""
     grammar: GrammarSpec | None = None
@@ -392,6 +394,8 @@ class EndEvent(Wire):
     """The end of a stream, after `num_events` token events."""
 
     finish_reason: FinishReason
+    stop: str | None = None
+    """The stop string that ended the answer, if the request asks for it (`tell_stop`)."""
     text: str = ""
     """Text that was held back when the stream was cut short."""
     usage: Usage = Usage()

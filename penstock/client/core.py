@@ -84,6 +84,7 @@ class RequestFields(TypedDict, total=False):
     fit_context: Literal[True] | None
     min_tokens: int | None
     special_text: Literal[True] | None
+    tell_stop: Literal[True] | None
     ignore_eos: bool
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None
@@ -107,6 +108,8 @@ class Answer:
     """The prompt's tokens with their log probabilities; empty unless asked for."""
     token_texts: list[str] = field(default_factory=list)
     """What each of `token_ids` added to the text. The rest of it was held back, and came with the end."""
+    stop: str | None = None
+    """The stop string that ended it, if asked for."""
 
 
 class BaseClient(ABC):
@@ -222,6 +225,7 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
         logprobs=[event.logprobs for event in tokens if isinstance(event, TokenEvent) and event.logprobs is not None],
         prompt_tokens=next((event.prompt_tokens or [] for event in tokens if isinstance(event, TokenEvent)), []),
         token_texts=[event.text for event in tokens],
+        stop=end.stop,
     )
 
 

@@ -158,7 +158,12 @@ class DecodeRole:
         timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})
         error = None if task.error is None else ErrorInfo.from_error(task.error)
         return EndEvent(
-            finish_reason=task.finish_reason or "error", text=task.tail_text, usage=usage, timings=timings, error=error
+            finish_reason=task.finish_reason or "error",
+            stop=task.find_stop(),
+            text=task.tail_text,
+            usage=usage,
+            timings=timings,
+            error=error,
         )
 
     # 9. Settle.

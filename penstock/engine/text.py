@@ -31,6 +31,8 @@ class OutputText:
         """`start` goes before the first token's text, and is no part of what stop strings are looked for in."""
         self._tokenizer = tokenizer
         self._stop = sampling.stop
+        self.stop: str | None = None
+        """The stop string that ended the output."""
         self._min_tokens = sampling.min_tokens or 0
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
@@ -71,7 +73,8 @@ class OutputText:
             self._num_exempt = len(self._held)
         found = _find_stop(self._held, self._stop, self._num_exempt)
         if found is not None:
-            text, self._held = self._held[:found], ""
+            place, self.stop = found
+            text, self._held = self._held[:place], ""
             return text, "stop"
         if is_last:
             return self.take_rest(), "stop" if ends or is_grammar_ended else "length"
@@ -122,10 +125,10 @@ def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     return unseen, frozenset(token_id for name, token_id in named if tokenizer.convert_ids_to_tokens(token_id) == name)
 
 
-def _find_stop(text: str, stops: list[str], num_exempt: int) -> int | None:
-    """Return where the first stop string in `text` begins that ends after `num_exempt` characters, or None."""
-    places = [place for stop in stops if (place := text.find(stop, max(0, num_exempt - len(stop) + 1))) >= 0]
-    return min(places, default=None)
+def _find_stop(text: str, stops: list[str], num_exempt: int) -> tuple[int, str] | None:
+    """Return the first stop string in `text` that ends after `num_exempt` characters, and where it begins, or None."""
+    places = [(text.find(stop, max(0, num_exempt - len(stop) + 1)), stop) for stop in stops]
+    return min((found for found in places if found[0] >= 0), default=None, key=lambda found: found[0])
 
 
 def _count_stop_prefix(text: str, stops: list[str]) -> int:

@@ -35,7 +35,8 @@ def build_end_event(task: Task) -> EndEvent:
     usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.num_cached_tokens, completion_tokens=num_tokens)
     timings = prefill_timings(task).model_copy(update={"finished": now_s()})
     error = None if task.error is None else ErrorInfo.from_error(task.error)
-    return EndEvent(finish_reason=task.finish_reason or "error", usage=usage, timings=timings, error=error)
+    reason, stop = task.finish_reason or "error", task.find_stop()
+    return EndEvent(finish_reason=reason, stop=stop, usage=usage, timings=timings, error=error)
 
 
 def build_job(task: Task, fingerprint: str) -> Job:

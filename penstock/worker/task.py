@@ -91,6 +91,11 @@ class Task:
         """The request's tenant."""
         return "default" if self.message is None else self.message.tenant
 
+    def find_stop(self) -> str | None:
+        """Return the stop string that ended the answer, if its request asks for it."""
+        tells = isinstance(self.message, Request | Job) and self.message.sampling.tell_stop
+        return self.output.stop if tells and self.output is not None else None
+
     def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
 

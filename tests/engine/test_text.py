@@ -69,6 +69,12 @@ def test_any_tokens_come_out_as_they_decode_at_once(tokenizer: Any, tokens: list
     assert state.take_rest() == ""
 
 
+def test_the_stop_string_that_ended_the_output_is_known(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("In the beginning", add_special_tokens=False)
+    assert _push_all(tokenizer, tokens, stop=["ginn", "the b", "In  "])[2].stop == "the b"
+    assert _push_all(tokenizer, tokens, stop=["never"])[2].stop is None
+
+
 @given(text=st.text("aé€😀", min_size=1, max_size=30))
 def test_no_character_comes_in_halves(tokenizer: Any, text: str) -> None:
     texts, _, _ = _push_all(tokenizer, tokenizer.encode(text, add_special_tokens=False))

@@ -50,7 +50,7 @@ def test_a_body_is_the_request_of_a_chat() -> None:
     options = {"temperature": 0.5, "top_k": 5, "top_p": 0.5}
     chat = {"model": "demo", "max_tokens": 9, "stop": ["x"], "messages": [{"role": "user", "content": "hi"}], **options}
     (expected,) = CHAT.make_requests(CHAT.parse_body(chat), "msg_1")
-    assert make_requests(stop_sequences=["x"], **options) == expected
+    assert make_requests(stop_sequences=["x"], **options) == {**expected, "tell_stop": True}
 
 
 def test_what_has_no_effect_is_accepted() -> None:
@@ -118,12 +118,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a number as text": ({"system": 3}, "system"),
     "a tool of the server's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-    "strict input": ({"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
-    "a tool that must be called": ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
-    "one call at most": (
-        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        "tool_choice.disable_parallel_tool_use",
-    ),
+    "a tool that must be called, without a name": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    "another choice": ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type"),
     "thinking without being seen": ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
 }  # fmt: skip
 
@@ -230,6 +226,15 @@ def test_an_answer_has_its_blocks_in_order() -> None:
 )  # fmt: skip
 def test_why_an_answer_ended(text: str, reason: FinishReason, expected: str) -> None:
     assert answer_whole(text, reason).stop_reason == expected
+
+
+def test_the_stop_sequence_that_ended_an_answer_is_told() -> None:
+    answer = Answer("msg_1", f"a{FIRST}", [], "stop", USAGE, Timings(), [], stop="END")
+    whole = MESSAGES.make_answer(make_meta(), [answer])
+    assert (whole.stop_reason, whole.stop_sequence) == ("stop_sequence", "END")
+    chunks = MESSAGES.make_chunks(make_meta())
+    delta = json.loads(chunks.end_choice(0, EndEvent(finish_reason="stop", stop="END"))[-1].data)["delta"]
+    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
 
 
 def test_an_answer_of_white_space_has_no_blocks() -> None:

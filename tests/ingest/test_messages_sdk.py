@@ -107,6 +107,33 @@ def test_a_stream_that_is_resumed_at_any_event_is_the_same(gateways: tuple[Gatew
         assert (list(over.connect()), over.status) == ([], 204)
 
 
+def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic, model: str) -> None:
+    asked: Any = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 100} | GREEDY
+    tools: Any = [WEATHER | {"strict": True, "input_schema": WEATHER["input_schema"] | {"additionalProperties": False}}]
+    choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": WEATHER["name"]}]
+    for choice in choices:
+        whole = sdk.messages.create(**asked, tools=tools, tool_choice=choice)
+        assert whole.stop_reason == "tool_use"
+        assert {name for name, _ in list_calls(whole)} == {WEATHER["name"]}
+        assert all(isinstance(given["city"], str) for _, given in list_calls(whole))
+    once: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    assert list_calls(sdk.messages.create(model=model, **ASKED, **GREEDY, tool_choice=once)) == CALLS[:1]
+
+
+def test_the_stop_sequence_that_ended_an_answer_is_told(sdk: anthropic.Anthropic, model: str) -> None:
+    """At its first token, which ends in prefill, and later."""
+    asked: Any = {"model": model, "messages": SUM, "max_tokens": 40} | GREEDY
+    text = sdk.messages.create(**asked).content[0].text
+    for stop in (text[0], text[3:6]):
+        whole = sdk.messages.create(**asked, stop_sequences=["never", stop])
+        told = (whole.stop_reason, whole.stop_sequence, "".join(block.text for block in whole.content))
+        assert told == ("stop_sequence", stop, text[: text.index(stop)])
+        with sdk.messages.stream(**asked, stop_sequences=["never", stop]) as stream:
+            final = stream.get_final_message()
+        assert (final.stop_reason, final.stop_sequence) == told[:2]
+    assert sdk.messages.create(**asked, stop_sequences=["never"]).stop_reason != "stop_sequence"
+
+
 def test_tokens_are_counted_as_the_answer_does(sdk: anthropic.Anthropic, model: str) -> None:
     call: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Porto"}}
     result: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "red"}
@@ -140,7 +167,8 @@ def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic, model: s
     given: Any
     for given, name in (
         ({"messages": [{"role": "user", "content": image}]}, "messages.0.content.0"),
-        ({"tool_choice": {"type": "any"}, "tools": [WEATHER]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"extra_body": {"output_config": {"effort": "low"}}}, "output_config"),
         ({"max_tokens": 5000}, "5000"),
     ):

@@ -6,9 +6,9 @@ answer's text, so a stream that goes on after any of its events has the same one
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from penstock.client.core import Answer
 from penstock.ingest.errors import TYPE_BY_STATUS, ApiError
@@ -121,16 +121,26 @@ class ToolParam(Cacheable):
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
-    """A JSON schema of the input. The model sees it; the input is not held to it."""
-    strict: allow_only(False) = None  # type: ignore[valid-type]
+    """A JSON schema of the input. The model sees it."""
+    strict: bool | None = None
+    """Whether the input follows the schema token by token; else it is any object."""
 
 
 class ToolChoiceParam(StrictModel):
     """Whether the model may call tools."""
 
-    type: Literal["auto", "none"]
-    """`none`: the model is not told of the tools. It cannot be made to call one."""
-    disable_parallel_tool_use: allow_only(False) = None  # type: ignore[valid-type]
+    type: Literal["auto", "any", "tool", "none"]
+    """`none`: the model is not told of the tools. `any`: it calls one or several; `tool`: that with the name, once."""
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+    """With true it calls at most once."""
+
+    @model_validator(mode="after")
+    def check_name(self) -> Self:
+        """Refuse a choice of a tool without its name, and a name beside another choice."""
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("'name' is given where 'type' is 'tool', and only there")
+        return self
 
 
 class ThinkingConfig(StrictModel):
@@ -165,7 +175,7 @@ class CountTokensBody(Cacheable):
 
     def make_chat(self) -> ChatBody:
         """Return the same request to `/v1/chat/completions`. Raises `ApiError` 400."""
-        return ChatBody.model_validate(self.make_chat_fields())
+        return parse_body(ChatBody, self.make_chat_fields())
 
     def make_chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat. Raises `ApiError` 400."""
@@ -173,7 +183,8 @@ class CountTokensBody(Cacheable):
         if self.tools is not None:
             fields["tools"] = [_make_tool(tool) for tool in self.tools]
         if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice.type
+            fields["tool_choice"] = _make_tool_choice(self.tool_choice)
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {THINKING_VARIABLE: self.thinking.type == "enabled"}
         return fields
@@ -226,8 +237,19 @@ def _join_texts(blocks: Sequence[TextParam]) -> str:
     return "".join(block.text for block in blocks)
 
 
+def _make_tool_choice(choice: ToolChoiceParam) -> Any:
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
 def _make_tool(tool: ToolParam) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
@@ -316,9 +338,10 @@ class MessageAnswer(BaseModel):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
-    stop_reason: Literal["end_turn", "max_tokens", "tool_use"] | None = None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
     """Why the answer ended; None while it goes on."""
-    stop_sequence: None = None
+    stop_sequence: str | None = None
+    """The stop sequence that ended it."""
     usage: MessageUsage
 
 
@@ -366,7 +389,10 @@ class MessagesEndpoint(Endpoint[ChatBody]):
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request."""
-        return CHAT.make_requests(body, request_id)
+        (args,) = CHAT.make_requests(body, request_id)
+        if args.get("stop"):
+            args["tell_stop"] = True
+        return [args]
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> MessageAnswer:
         """Return the whole answer."""
@@ -385,6 +411,7 @@ class MessagesEndpoint(Endpoint[ChatBody]):
                 "model": meta.model,
                 "content": content,
                 "stop_reason": blocks.find_stop_reason(answer),
+                "stop_sequence": answer.stop,
                 "usage": _make_usage(answer.usage),
             }
         )
@@ -448,6 +475,8 @@ class ContentBlocks:
         """Return why the answer ended."""
         if end.finish_reason == "length":
             return "max_tokens"
+        if end.stop is not None:
+            return "stop_sequence"
         return "tool_use" if self._parser is not None and self._parser.num_calls else "end_turn"
 
     def _add_part(self, part: AnswerPart) -> list[dict[str, Any]]:
@@ -526,7 +555,7 @@ class MessageChunks:
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
         """Return what was held back, the reason of the end, and the usage."""
         events = self._blocks.end(event.text)
-        delta = {"stop_reason": self._blocks.find_stop_reason(event), "stop_sequence": None}
+        delta = {"stop_reason": self._blocks.find_stop_reason(event), "stop_sequence": event.stop}
         events.append({"type": "message_delta", "delta": delta, "usage": _make_usage(event.usage).model_dump()})
         return _make_events([f"e{number}" for number in range(1, len(events) + 1)], events)
 
