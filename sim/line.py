@@ -12,7 +12,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
-from penstock.engine.serving import PenstockEngine
+from penstock.engine.serving import ServingEngine
 from penstock.kvstore.store import KVLayout, KVStore
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
@@ -40,12 +40,14 @@ def run_until_running(worker: Worker, count: int = 1) -> None:
 
 def core_of(worker: Worker) -> Engine:
     """Return the core of a worker's engine: its pool, scheduler and steps."""
-    return serving_engine(worker).core
+    core = serving_engine(worker).core
+    assert isinstance(core, Engine)
+    return core
 
 
-def serving_engine(worker: Worker) -> PenstockEngine:
+def serving_engine(worker: Worker) -> ServingEngine:
     """Return a worker's engine with its KV store."""
-    assert isinstance(worker.engine, PenstockEngine)
+    assert isinstance(worker.engine, ServingEngine)
     return worker.engine
 
 
@@ -108,7 +110,7 @@ class InProcessPipeline:
         )
         self._stores.append(store)
         member = self.bus.join_group(stage, name)
-        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, PenstockEngine(core, store))
+        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, ServingEngine(core, store))
         self._grammars.append(role.grammars)
         return Worker(role, self.pipeline, name, self.make_record(), member)
 

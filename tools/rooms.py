@@ -19,6 +19,7 @@ FLOORS = (
     ("telemetry",),
     ("bus", "record", "kvstore"),
     ("engine",),
+    ("engine_vllm",),
     ("ops",),
     ("client",),
     ("worker",),

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -31,6 +31,9 @@ from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
+
+if TYPE_CHECKING:
+    from penstock.engine.serving import EngineCore
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
@@ -107,7 +110,7 @@ def _run_worker(
     """Load the model and work until told to stop. What is opened is closed with `stack`."""
     try:
         from penstock.decode_worker.role import DecodeRole
-        from penstock.engine.serving import open_penstock_engine
+        from penstock.engine.serving import open_serving_engine
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
@@ -115,11 +118,10 @@ def _run_worker(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, open_record
 
-    pipeline, kv_urls = Pipeline(addresses.pipeline), addresses.kv_url or addresses.stream_url
-    engine = stack.enter_context(
-        open_penstock_engine(settings.engine, settings.kv, kv_urls, pipeline.name, beat.report_progress)
-    )
+    core = _open_core(settings.engine, beat)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
+    pipeline, kv_urls = Pipeline(addresses.pipeline), addresses.kv_url or addresses.stream_url
+    engine = stack.enter_context(open_serving_engine(core, settings.kv, kv_urls, pipeline.name))
     model = engine.model
     clients, bus = connect_servers(addresses.stream_url), connect_bus(addresses, settings.bus)
     if stage == "prefill":
@@ -159,3 +161,14 @@ def _run_worker(
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)
     log.info("%s has left", name)
+
+
+def _open_core(settings: EngineSettings, beat: Heartbeat) -> "EngineCore":
+    """Load the model into the engine that the settings name."""
+    if settings.kind == "vllm":
+        from penstock.engine_vllm.core import open_vllm_core
+
+        return open_vllm_core(settings, beat.report_progress)
+    from penstock.engine.loading import open_engine
+
+    return open_engine(settings, beat.report_progress)

@@ -108,6 +108,11 @@ class Engine:
         return self.scheduler.num_running
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the pool."""
+        return self.pool.num_blocks
+
+    @property
     def num_free_blocks(self) -> int:
         """Number of blocks that can be allocated now, cached ones included."""
         return self.pool.num_free_blocks
@@ -376,7 +381,7 @@ class Engine:
         for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
             rows += range(row, row + len(seq_masks))
             row += 1 + len(seq.draft)
-            params += _make_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
+            params += make_sampling_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
         logits = logits[: len(rows)] if len(rows) == row else logits[rows]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
@@ -400,7 +405,7 @@ class Engine:
 
         def compute_next_masks() -> None:
             for index in waiting:
-                found[index] = _compute_masks(seqs[index])
+                found[index] = compute_masks(seqs[index])
 
         num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
         others = [self._mask_threads.submit(compute_next_masks) for _ in range(num_others)]
@@ -417,14 +422,15 @@ class Engine:
         return self.model.eos_token_ids | {*sampling.stop_token_ids} if sampling.min_tokens else frozenset()
 
 
-def _compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
+def compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:
+    """Return the masks of the sequence's next token and those behind its draft. Raises `SequenceFailed`."""
     try:
         return seq.compute_masks()
     except GrammarFailed as error:
         raise SequenceFailed(seq, error) from error
 
 
-def _make_params(
+def make_sampling_params(
     seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
 ) -> list[SamplingParams]:
     """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""

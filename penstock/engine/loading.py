@@ -48,12 +48,12 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None) -> E
 
 def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
-    with _as_load_errors(settings.model):
+    with as_load_errors(settings.model):
         return _load_model(settings, progress or _ignore_progress)
 
 
 def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
-    _prepare_transformers()
+    prepare_transformers()
     torch.set_num_threads(settings.threads)
     directory = find_model(settings.model, report)
     files = find_weight_files(directory)
@@ -62,9 +62,9 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     device = _parse_device(settings.device)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     check_config(config)
-    tokenizer = _load_tokenizer(directory)
-    context_length = _find_context_length(config, tokenizer)
-    dtype = _choose_dtype(settings.dtype, config, device)
+    tokenizer = load_tokenizer(directory)
+    context_length = find_context_length(config, tokenizer)
+    dtype = choose_dtype(settings.dtype, config, device)
     skeleton = build_skeleton(config, dtype)
     check_memory(count_bytes(skeleton), settings.pool_mb, device)
     weights = MappedWeights(files)
@@ -84,7 +84,7 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
         tokenizer=tokenizer,
         response_template=find_response_template(tokenizer, config.model_type, settings.response_template),
         context_length=context_length,
-        eos_token_ids=_find_eos_token_ids(load_generation_config(directory), config, tokenizer),
+        eos_token_ids=find_eos_token_ids(load_generation_config(directory), config, tokenizer),
         dtype=dtype,
         device=device,
         content_fingerprint=name,
@@ -97,7 +97,7 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     )
 
 
-def _prepare_transformers() -> None:
+def prepare_transformers() -> None:
     """Silence transformers' messages and progress bars, and let it make tensors one after the other."""
     # With threads it converts tensors ahead of those that are in place, and a model whose experts are merged is in
     # memory twice.
@@ -112,7 +112,7 @@ def _ignore_progress(what: str, done: float) -> None:
 
 
 @contextmanager
-def _as_load_errors(name: str) -> Iterator[None]:
+def as_load_errors(name: str) -> Iterator[None]:
     """Raise a `ModelLoadError` for whatever transformers, safetensors or tokenizers raise within the context."""
     try:
         yield
@@ -124,7 +124,8 @@ def _as_load_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer in a directory. Raises `ModelLoadError` where there is none that can be used."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
@@ -149,7 +150,8 @@ def _parse_device(name: str) -> torch.device:
     return device
 
 
-def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """Return the dtype of that name; for `auto` the model's own on a GPU, float32 on a CPU."""
     if name != "auto":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
@@ -158,7 +160,8 @@ def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
-def _find_context_length(config: Any, tokenizer: Any) -> int:
+def find_context_length(config: Any, tokenizer: Any) -> int:
+    """Return how many tokens a sequence may have. Raises `ModelLoadError` where nothing says it."""
     text = config.get_text_config()
     if unscaled := find_unscaled_context(text):
         return unscaled
@@ -171,7 +174,8 @@ def _find_context_length(config: Any, tokenizer: Any) -> int:
     raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
 
 
-def _find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+def find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer."""
     ids: set[int] = set()
     for source in (generation, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.engine.drafts import Drafter
 from penstock.errors import GrammarFailed
 from penstock.grammar.state import GrammarState
+from penstock.kvstore.block import BlockHasher
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -94,6 +95,8 @@ class Sequence:
         """Prompt tokens whose KV was in the pool or in the tail payload at the first admission."""
         self.block_table: list[int] = []
         """Block i of the table holds the tokens from `i * block_size` on."""
+        self.hasher: BlockHasher | None = None
+        """Names its full blocks where the core needs their keys before they are computed."""
         self.tail_payload: Payload | None = None
         self.draft: list[int] = []
         """Tokens that the current step computes behind the last one, in case they are drawn; empty between steps."""

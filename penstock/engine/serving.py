@@ -1,7 +1,8 @@
-"""The engine of this project, as workers use it (`contract`): its core computes, and transfers move its KV.
+"""The engine as workers use it (`contract`): a core computes, and transfers move its KV.
 
-A request is a sequence of the core (`engine.Engine`). The core's pool and the tiers of the KV store exchange blocks by
-`penstock.kvstore.transfers`, on threads of their own; a sequence goes to the core when its blocks are in the pool.
+A request is a sequence of the core: of this project's (`engine.Engine`), or of vLLM's (`penstock.engine_vllm`). The
+core's pool and the tiers of the KV store exchange blocks by `penstock.kvstore.transfers`, on threads of their own; a
+sequence goes to the core when its blocks are in the pool.
 """
 
 from collections.abc import Iterator
@@ -9,19 +10,88 @@ from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from penstock.config.settings import EngineSettings, KVSettings
-from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, Stored
-from penstock.engine.engine import Engine, Sampled
-from penstock.engine.files import Progress
+from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
-from penstock.engine.loading import open_engine
-from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVLayout, KVStore, MissingTiers
-from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
+from penstock.kvstore.store import KVLayout, KVStore, MissingTiers, PoolLayout
+from penstock.kvstore.transfers import LoadOperation, Pool, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
+
+
+class CoreModel(ModelCard, Protocol):
+    """A core's model."""
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The layout of the blocks of its KV."""
+
+
+class EngineCore(Pool, Protocol):
+    """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""
+
+    @property
+    def model(self) -> CoreModel:
+        """The model."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        """How it is run."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted yet, or preempted."""
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Tokens that were computed as drafts."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that were drawn, too."""
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more sequences of a class, of `num_tokens` tokens each, would run soon."""
+
+    def has_work(self) -> bool:
+        """Return whether any sequence is running or waiting."""
+
+    def check_sequence(self, seq: Sequence, max_new_tokens: int) -> None:
+        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
+
+    def add_sequence(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+
+    def remove_sequence(self, seq: Sequence) -> None:
+        """Remove a sequence, wherever it is, and free its blocks. A second call does nothing."""
+
+    def count_completed_blocks(self, seq: Sequence) -> int:
+        """Return how many full blocks of the sequence have their KV in the pool."""
+
+    def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
+        """Give the next full blocks of the sequence, those without a key, their keys."""
+
+    def begin_step(self) -> bool:
+        """Begin a step. Return whether there is anything to compute."""
+
+    def finish_step(self) -> Items[SampledToken]:
+        """Finish it. Return the sampled tokens, those of a sequence in their order; they are in the sequence already.
+        Raises `SequenceFailed`.
+        """
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
 
 
 @dataclass(eq=False)
@@ -32,24 +102,26 @@ class _Work:
     seq: Sequence
     missing_tiers: dict[int, MissingTiers] = field(default_factory=dict)
     """By index: blocks that are still to be written, and the tiers that miss them. Known once blocks were loaded."""
+    num_named_blocks: int = 0
+    """Full blocks of the sequence that had their names when blocks were last looked for."""
     num_full_blocks: int = 0
     """Full blocks of the sequence when blocks were last stored."""
 
 
-class PenstockEngine:
-    """The engine's core over a KV store. All methods but those that say so are called by one thread."""
+class ServingEngine:
+    """An engine's core over a KV store. All methods but those that say so are called by one thread."""
 
-    def __init__(self, core: Engine, store: KVStore) -> None:
+    def __init__(self, core: EngineCore, store: KVStore) -> None:
         self.core, self.store = core, store
         self._work: dict[str, _Work] = {}
         """By id: the requests that it has, those included whose blocks are being loaded."""
         self._transfers = self._make_transfers()
 
     def _make_transfers(self) -> Transfers:
-        return Transfers(self.store, self.core, self.core.pool.num_blocks // 8)
+        return Transfers(self.store, self.core, self.core.num_blocks // 8)
 
     @property
-    def model(self) -> LoadedModel:
+    def model(self) -> CoreModel:
         """The model."""
         return self.core.model
 
@@ -57,7 +129,7 @@ class PenstockEngine:
     def limits(self) -> EngineLimits:
         """How much it takes."""
         settings = self.core.settings
-        length = max_length(self.model, self.model.layout, self.core.pool.num_blocks)
+        length = max_length(self.model, self.model.layout, self.core.num_blocks)
         return EngineLimits(settings.max_batch, settings.max_step_tokens, length)
 
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
@@ -87,7 +159,7 @@ class PenstockEngine:
         """Load the blocks of all tokens that a request has, output included, then compute it.
 
         With a lease owner, its blocks in the hand-off tier are leased. Without, the prompt's partial block is read too,
-        and blocks that are gone are counted. Raises what `Engine.check_sequence` raises.
+        and blocks that are gone are counted. Raises what the core's `check_sequence` raises.
         """
         assert request.id not in self._work, f"{request.id}: added twice"
         seq = _make_sequence(request)
@@ -96,7 +168,8 @@ class PenstockEngine:
         blocks.hasher.hash_full_blocks(seq.token_ids)
         seq.block_keys = [key.hash for key in blocks.hasher.keys]
         num_loadable = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
-        work = self._work[request.id] = _Work(request, seq)
+        seq.hasher = blocks.hasher
+        work = self._work[request.id] = _Work(request, seq, num_named_blocks=len(blocks.hasher.keys))
         keys = blocks.hasher.keys[:num_loadable]
         load = LoadOperation(work, keys, klass=seq.klass, lease_owner=request.lease_owner)
         if not request.lease_owner:
@@ -129,11 +202,11 @@ class PenstockEngine:
     # The step
 
     def begin_step(self) -> bool:
-        """Plan a step. Returns whether there is anything to compute."""
+        """Begin a step. Returns whether there is anything to compute."""
         return self.core.begin_step()
 
-    def finish_step(self) -> list[Sampled]:
-        """Compute the step. Returns and raises what `Engine.finish_step` does."""
+    def finish_step(self) -> Items[SampledToken]:
+        """Finish the step. Returns and raises what the core's `finish_step` does."""
         return self.core.finish_step()
 
     def store_full_blocks(self) -> bool:
@@ -148,19 +221,24 @@ class PenstockEngine:
         num_full = self.core.count_completed_blocks(work.seq)
         if num_full <= work.num_full_blocks:
             return None
-        hasher = work.request.blocks.hasher
-        added = [] if work.request.lease_owner else hasher.hash_full_blocks(work.seq.token_ids)
-        if added:
-            self.core.add_block_keys(work.seq, [key.hash for key in added])
-            first = len(hasher.keys) - len(added)
-            work.missing_tiers |= {first + n: self.store.all_tiers for n in range(len(added))}
+        if not work.request.lease_owner:
+            self._name_full_blocks(work)
         work.num_full_blocks = num_full
         return self._submit_store(work, num_full)
+
+    def _name_full_blocks(self, work: _Work) -> None:
+        """Name the blocks that became full: no tier has them yet."""
+        keys, first = work.request.blocks.hasher.keys, work.num_named_blocks
+        work.request.blocks.hasher.hash_full_blocks(work.seq.token_ids)
+        if len(keys) > first:
+            self.core.add_block_keys(work.seq, [key.hash for key in keys[first:]])
+            work.missing_tiers |= dict.fromkeys(range(first, len(keys)), self.store.all_tiers)
+            work.num_named_blocks = len(keys)
 
     def _submit_store(self, work: _Work, end: int, *, always: bool = False) -> StoreOperation | None:
         """Write the blocks before index `end` to the tiers that miss them. None if there are none, unless `always`."""
         blocks, owner = work.request.blocks, work.request.lease_owner
-        keys = [*blocks.hasher.keys, *([blocks.tail_key] if blocks.tail_key else [])]
+        keys = blocks.prompt_keys() if owner else blocks.hasher.keys
         indices = [index for index in work.missing_tiers if index < end]
         to_write = [(index, keys[index], work.missing_tiers.pop(index)) for index in indices]
         if not to_write and not always:
@@ -223,10 +301,10 @@ class PenstockEngine:
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat. Any thread may call it."""
-        core, pool = self.core, self.core.pool
+        core = self.core
         return {
             "waiting": core.num_waiting,
-            "pool": {"used": pool.num_blocks - pool.num_free_blocks, "total": pool.num_blocks},
+            "pool": {"used": core.num_blocks - core.num_free_blocks, "total": core.num_blocks},
             "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
             "kv": self.store.collect_stats(),
         }
@@ -268,17 +346,14 @@ def _make_sequence(request: EngineRequest) -> Sequence:
 
 
 @contextmanager
-def open_penstock_engine(
-    settings: EngineSettings, kv: KVSettings, kv_urls: str, pipeline: str, progress: Progress | None = None
-) -> Iterator[PenstockEngine]:
-    """Load the model, open the tiers of its KV store, and give the engine. The store is closed at the end.
+def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline: str) -> Iterator[ServingEngine]:
+    """Open the tiers of a KV store for a core, and give both as an engine. The store is closed at the end.
 
-    Raises what `open_engine` and `KVStore.open` raise.
+    Raises what `KVStore.open` raises.
     """
-    core = open_engine(settings, progress)
     store = KVStore.open(KVLayout.from_pool(core.model.fingerprint, core.model.layout), kv, kv_urls, pipeline)
     try:
         store.set_compute_speed(core.prefill_tokens_per_s)
-        yield PenstockEngine(core, store)
+        yield ServingEngine(core, store)
     finally:
         store.close()

@@ -1,11 +1,12 @@
 """The engines that the contract's tests run against, and a caller that does with one what a worker's loop does."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
 from penstock.engine.batch import Batch
@@ -13,12 +14,15 @@ from penstock.engine.contract import EngineRequest, InferenceEngine, Loaded, Sam
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from penstock.engine.serving import PenstockEngine
+from penstock.engine.serving import ServingEngine
 from penstock.errors import RequestError, SequenceFailed
 from penstock.kvstore.store import KVLayout, KVStore
 from penstock.messages import Sampling
 from penstock.waiting import wait_until
 from sim.workload import ENGINE_SETTINGS
+
+if TYPE_CHECKING:
+    from penstock.engine_vllm.core import VllmCore
 
 TENANT = "contract"
 BLOCK = 32
@@ -40,8 +44,8 @@ class EngineUnderTest:
     empty_memory: Callable[[], None]
     """Evicts all blocks from the engine's own memory, as if its process had just been started."""
     count_preemptions: Callable[[], int]
-    fail_steps_with: Callable[[int, Exception], None]
-    """Makes every step fail that computes a sequence with this token."""
+    fail_steps_with: Callable[[int, Exception], None] | None
+    """Makes every step fail that computes a sequence with this token; None where a failing step ends the process."""
 
 
 def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
@@ -66,12 +70,33 @@ def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
         core.runner.run_step = run_or_fail  # type: ignore[method-assign]
 
     return EngineUnderTest(
-        PenstockEngine(core, store), store, empty_memory, lambda: core.scheduler.num_preemptions, fail_steps_with
+        ServingEngine(core, store), store, empty_memory, lambda: core.scheduler.num_preemptions, fail_steps_with
     )
 
 
-ENGINES = {"penstock": open_penstock}
+@cache
+def _open_vllm_core(**settings: Any) -> "VllmCore":
+    from penstock.engine_vllm.core import open_vllm_core
+
+    return open_vllm_core(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings}))
+
+
+def open_vllm(directory: Path, **settings: Any) -> EngineUnderTest:
+    """Open vLLM over a store in the directory. Its core stays for other tests: opening one takes ten seconds."""
+    core = _open_vllm_core(**settings)
+    core.drop_cache()
+    before = core.num_preemptions
+    layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
+    store = KVStore.open(layout, KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0), "", "contract")
+    return EngineUnderTest(
+        ServingEngine(core, store), store, core.drop_cache, lambda: core.num_preemptions - before, None
+    )
+
+
+ENGINES: dict[str, Callable[..., EngineUnderTest]] = {"penstock": open_penstock}
 """By kind: opens an engine over a store in a directory."""
+if importlib.util.find_spec("vllm") is not None:
+    ENGINES["vllm"] = open_vllm
 
 
 @dataclass

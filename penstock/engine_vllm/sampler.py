@@ -1,0 +1,96 @@
+"""The sampler of this project within vLLM: a token depends on its logits, its seed and its position alone.
+
+vLLM is asked for the likeliest token of each row. A custom logits processor draws the token, and leaves the row
+without any other. So tokens and log probabilities are those that the engine of this project gives for these logits, and
+an answer may go on anywhere.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from penstock.engine.engine import compute_masks, make_sampling_params
+from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
+from penstock.engine.sequence import Sequence
+from penstock.errors import SequenceFailed
+from penstock.messages import Logprobs
+
+REQUEST_KEY = "penstock"
+"""The extra argument of vLLM's sampling parameters with the id that the sequence has in vLLM."""
+
+
+@dataclass
+class StepSampling:
+    """What vLLM's step is to draw, and what was drawn. vLLM makes the processor itself, in this process."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    """By id in vLLM: the sequences that have all their tokens computed in this step."""
+    drawn: dict[str, tuple[int, Logprobs | None]] = field(default_factory=dict)
+    failures: dict[str, SequenceFailed] = field(default_factory=dict)
+
+    def begin(self, sequences: dict[str, Sequence]) -> None:
+        """Begin a step that draws a token of each of these sequences."""
+        self.sequences, self.drawn, self.failures = sequences, {}, {}
+
+
+step_sampling = StepSampling()
+"""The step of this process's engine."""
+
+
+class PenstockSampler(LogitsProcessor):
+    """Draws the tokens of a step."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._ids: dict[int, str] = {}
+        """By row."""
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: it changes which token is the likeliest."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of the batch."""
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._ids.pop(row, None)
+        for row, params, *_ in batch_update.added:
+            self._ids[row] = (params.extra_args or {}).get(REQUEST_KEY, "")
+        for row, other, direction in batch_update.moved:
+            here, there = self._ids.pop(row, None), self._ids.pop(other, None)
+            if here is not None:
+                self._ids[other] = here
+            if direction == MoveDirectionality.SWAP and there is not None:
+                self._ids[row] = there
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw the tokens of the rows that have their sequence's last token. `logits`: [rows, vocabulary]."""
+        step = step_sampling
+        rows: list[int] = []
+        ids: list[str] = []
+        params: list[SamplingParams] = []
+        for row, request_id in self._ids.items():
+            seq = step.sequences.get(request_id)
+            if seq is None:
+                continue
+            try:
+                masks = compute_masks(seq)
+            except SequenceFailed as failed:
+                step.failures[request_id] = failed
+                continue
+            ends = step.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
+            params += make_sampling_params(seq, masks, ends)
+            rows.append(row)
+            ids.append(request_id)
+        if rows:
+            at = torch.tensor(rows, device=logits.device)
+            found = logits[at]
+            tokens = sample_tokens(found, params)
+            logprobs = compute_logprobs(found, params, tokens)
+            step.drawn = dict(zip(ids, zip(tokens, logprobs, strict=True), strict=True))
+            logits[at] = -torch.inf
+            logits[at, torch.tensor(tokens, device=logits.device)] = 0.0
+        return logits
