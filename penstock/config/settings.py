@@ -121,8 +121,9 @@ class EngineSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """Who computes the answers: `own`, Penstock's engine in prefill and decode workers; `vllm`, vLLM in the same workers,
-    where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask (`PENSTOCK_ENDPOINT_URLS`)."""
+    """Who computes the answers: `own`, Penstock's engine in prefill and decode workers; `vllm`, vLLM in the same
+    workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
+    (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
     """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
     the endpoints' name."""
