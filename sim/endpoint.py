@@ -134,7 +134,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         first, count = _count_so_far(body), body.get("max_tokens") or 8
+        end: dict[str, Any] = {"finish_reason": "length"}
         for index in range(count):
+            if f" {first + index}" in (body.get("stop") or ()):
+                end = {"finish_reason": "stop", "stop_reason": f" {first + index}"}
+                break
             if fault is not None and index == fault.after:
                 self._fail(fault)
                 return
@@ -142,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(endpoint.pause_s)
             delta = {"content": f" {first + index}"} | (endpoint.delta_fields if index == 0 else {})
             self._send_event({"choices": [{"index": 0, "delta": delta} if is_chat else {"text": delta["content"]}]})
-        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}]})
+        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", **end}]})
         if endpoint.with_usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = len(str(body.get("prompt") or body.get("messages")).split())
             details = {"prompt_tokens_details": {"cached_tokens": 1}}

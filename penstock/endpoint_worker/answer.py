@@ -50,6 +50,8 @@ class Finished:
     reason: FinishReason
     usage: Usage | None
     """The tokens that the endpoint has counted, if it tells."""
+    stop: str | None = None
+    """The stop string that ended it, if the endpoint tells: vLLM does."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,17 @@ class Answer:
         """Report all text, and return the end. Raises `_FailedError` for an answer without one."""
         reason: FinishReason | None = None
         usage: Usage | None = None
+        stop: str | None = None
         for event in events:
             usage = read_usage(event) or usage
             for choice in (event.get("choices") or ())[:1]:
                 if text := read_text(choice):
                     self._report(self, Piece(text))
                 reason = read_finish_reason(choice) or reason
+                stop = told if isinstance(told := choice.get("stop_reason"), str) else stop
         if reason is None:
             raise _FailedError(Failed("the answer was cut", may_have_begun=True, is_lost=True))
-        return Finished(reason, usage)
+        return Finished(reason, usage, stop)
 
 
 def open_connection(url: str, timeout_s: float) -> http.client.HTTPConnection:

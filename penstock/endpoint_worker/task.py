@@ -61,6 +61,8 @@ class EndpointTask:
     finish_reason: FinishReason | None = None
     told_usage: Usage | None = None
     """What the endpoint says that the answer took."""
+    told_stop: str | None = None
+    """The stop string that ended the answer, where the endpoint tells."""
     num_pieces_before: int = 0
     """Pieces in the log when the endpoint was asked that told the usage: they were a part of its prompt."""
     end_event: EndEvent | None = None
@@ -128,9 +130,14 @@ class EndpointTask:
             finished=now_s(),
         )
         error = None if self.error is None else ErrorInfo.from_error(self.error)
-        reason = self.finish_reason or "error"
+        tells_stop = self.request is not None and self.request.sampling.tell_stop
         return EndEvent(
-            finish_reason=reason, usage=self._count_usage(), timings=timings, error=error, pieces=self.claim.num_tokens
+            finish_reason=self.finish_reason or "error",
+            stop=self.told_stop if tells_stop else None,
+            usage=self._count_usage(),
+            timings=timings,
+            error=error,
+            pieces=self.claim.num_tokens,
         )
 
     def _count_usage(self) -> Usage:

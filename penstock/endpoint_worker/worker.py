@@ -379,9 +379,9 @@ class EndpointWorker:
     def _handle_answer_end(self, task: EndpointTask, answer: Answer, event: AnswerEvent) -> None:
         task.answer = None
         match event:
-            case Finished(reason, usage):
+            case Finished(reason, usage, stop):
                 answer.endpoint.note_answer()
-                task.finish_reason, task.told_usage = reason, usage
+                task.finish_reason, task.told_usage, task.told_stop = reason, usage, stop
                 self._end_tasks(task)
             case Refused(error):
                 answer.endpoint.note_answer()

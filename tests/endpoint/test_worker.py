@@ -1,7 +1,7 @@
 """An endpoint worker answers what is in the requests topic, whatever endpoints and workers do."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -33,6 +33,19 @@ def test_an_answer_is_a_log_of_pieces_and_one_result(line: EndpointPipeline, end
             "stream": True, "stream_options": {"include_usage": True},
         }
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tell_stop", [True, None])
+def test_the_stop_string_that_ended_an_answer_is_told_if_asked_for(
+    line: EndpointPipeline, endpoint: CountingEndpoint, tell_stop: Literal[True] | None
+) -> None:
+    line.add_worker(endpoint)
+    request = line.send(max_tokens=8, stop=["never", " 3"], tell_stop=tell_stop)
+    (result,) = line.run_until_results(1)
+    assert (result.text, result.finish_reason) == (write_numbers(3), "stop")
+    end = line.read_log(request.id)[-1]
+    assert isinstance(end, EndEvent)
+    assert end.stop == (" 3" if tell_stop else None)
 
 
 def test_readers_follow_a_log_of_pieces_and_notice_another_text(

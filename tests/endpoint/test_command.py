@@ -1,0 +1,82 @@
+"""`penstock worker endpoint` and `penstock up --engine-kind openai`, as commands."""
+
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.endpoint_worker import check_only_kind, find_model
+from penstock.config.addresses import Addresses
+from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.errors import SettingsError
+from penstock.local.processes import find_free_port, start_child
+from penstock.names import Pipeline
+from penstock.waiting import wait_until
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.loop import StopSignal
+from sim.endpoint import MODEL, CountingEndpoint
+from tests.commands import Terminal
+
+
+def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Addresses, endpoint: CountingEndpoint) -> None:
+    gone = CountingEndpoint().start()
+    gone.stop()
+    pool = Endpoints(parse_urls(f"{gone.url},{endpoint.url}", 1))
+    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "endpoint", "e", 1.0)
+    assert find_model(pool, "", beat, StopSignal()) == MODEL
+    endpoint.models.append("another")
+    with pytest.raises(SettingsError, match="PENSTOCK_ENDPOINT_MODEL"):
+        find_model(pool, "", beat, StopSignal())
+
+
+def test_one_pipeline_has_one_kind_of_workers(addresses: Addresses) -> None:
+    check_only_kind(addresses)
+    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "prefill", "p0", 1.0)
+    beat.write_beat()
+    with pytest.raises(SettingsError, match="p0"):
+        check_only_kind(addresses)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "said"),
+    [
+        (("worker", "prefill"), {"PENSTOCK_ENGINE_KIND": "openai"}, "penstock worker endpoint"),
+        (("worker", "endpoint"), {}, "PENSTOCK_ENDPOINT_URLS names no server"),
+        (("up", "--engine-kind", "openai"), {}, "PENSTOCK_ENDPOINT_URLS names no server"),
+        (("up", "--url", "nowhere"), {}, "'nowhere' is not"),
+    ],
+)
+def test_what_is_missing_is_said(
+    terminal: Terminal, command: tuple[str, ...], settings: dict[str, str], said: str
+) -> None:
+    done = terminal(*command, **settings)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+@pytest.mark.server
+def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: CountingEndpoint) -> None:
+    port, gateway_port = find_free_port(), find_free_port()
+    command = [
+        sys.executable, "-m", "penstock.cli.main", "up", "--engine-kind", "openai", "--url", endpoint.url,
+        "--port", str(port), "--gateway-port", str(gateway_port), "--data", str(tmp_path / "data"),
+    ]  # fmt: skip
+    child = start_child(command, name="up", log=tmp_path / "up.log")
+    try:
+        wait_until(lambda: "Or:" in (tmp_path / "up.log").read_text(), 90, "it is up")
+        said = (tmp_path / "up.log").read_text()
+        assert f'"model": "{MODEL}"' in said
+        body = b'{"model": "counting", "prompt": "x|", "max_tokens": 3}'
+        with urllib.request.urlopen(f"http://127.0.0.1:{gateway_port}/v1/completions", body, 30) as answer:
+            assert b'"text":" 0 1 2"' in answer.read().replace(b": ", b":")
+    finally:
+        child.stop(timeout_s=30)
+
+
+def test_neither_the_worker_nor_up_needs_a_model_library() -> None:
+    modules = "import penstock.cli.endpoint_worker, penstock.cli.up, sys"
+    code = f"{modules}; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
