@@ -18,6 +18,8 @@ HANGS, ENDLESS, REDIRECTS = -1, -2, 302
 class WebhookReceiver(ThreadingHTTPServer):
     """On a port of 127.0.0.1."""
 
+    request_queue_size = 256  # with five, what comes at once is reset
+
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.posted: list[tuple[dict[str, str], bytes]] = []

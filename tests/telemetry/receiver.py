@@ -15,6 +15,7 @@ class Receiver(ThreadingHTTPServer):
     """On a free port of 127.0.0.1."""
 
     daemon_threads = True
+    request_queue_size = 256
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
