@@ -54,6 +54,8 @@ class ServedModels:
     async def list_models(self) -> list[ServedModel]:
         """Return all models, by name. Raises `BusUnavailable` if nothing was ever read."""
         await self._refresh_models()
+        if not self._known:  # the first worker may have reported since
+            await self._refresh_models(max_age_s=0.0)
         return [self._known[name] for name in sorted(self._known)]
 
     async def find_model(self, name: str) -> ServedModel:

@@ -105,6 +105,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"seed": 1}, "seed"),
     "too hot": ({"temperature": 1.5}, "temperature"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+    "a document": ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0"),
+    "citations": (
+        {"messages": [{"role": "user", "content": [text_block("a") | {"citations": [{"type": "char_location"}]}]}]},
+        "messages.0.content.0.text.citations",
+    ),
+    "servers of tools": ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "a"}]}, "mcp_servers"),
+    "a container": ({"container": "a"}, "container"),
     "an image as a result": (
         {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]}]},
         "messages.0.content.0.tool_result.content.0.type",

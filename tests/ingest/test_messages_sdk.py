@@ -14,14 +14,16 @@ from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, ErrorInfo, Usage
 from penstock.waiting import wait_until
-from sim.forked import ForkedStack
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.ingest.test_messages import ASKED as PLAIN
+from tests.ingest.test_messages import REFUSED
 from tests.ingest.test_tools import CALLS, CITY
 from tests.record.play import decode, say
 from tools.train_tools import TOOL_MODEL
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
+MODEL = str(TOOL_MODEL)
 WEATHER: Any = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": CITY}
 TURNS: Any = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]
 ASKED: dict[str, Any] = {"messages": TURNS, "tools": [WEATHER], "max_tokens": 80}
@@ -31,58 +33,39 @@ SUM: Any = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Stack]:
-    """A pipeline that serves the tool model."""
-    environment = {
-        "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL), "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
-        "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_KV_STORE_REDIS_MB": "0",
-    }  # fmt: skip
-    folder = tmp_path_factory.mktemp("messages")
-    with ForkedStack(folder, pipeline="messages", redis=redis_url, environment=environment) as made:
-        made.wait_until_ready(150)
-        yield made
+def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Two gateways before a pipeline that serves the tool model."""
+    with GatewayProcess(tool_stack.addresses, tmp_path_factory.mktemp("gateway")) as other:
+        yield tool_stack.gateway_url, other.url
 
 
 @pytest.fixture(scope="module")
-def gateways(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GatewayProcess, ...]]:
-    folder = tmp_path_factory.mktemp("gateways")
-    with GatewayProcess(stack.addresses, folder) as one, GatewayProcess(stack.addresses, folder) as other:
-        yield one, other
-
-
-@pytest.fixture(scope="module")
-def sdk(gateways: tuple[GatewayProcess, ...]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=gateways[0].url, api_key="none", max_retries=0, timeout=60) as client:
+def sdk(urls: tuple[str, str]) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def model(gateways: tuple[GatewayProcess, ...]) -> str:
-    found: str = httpx.get(f"{gateways[0].url}/v1/models").json()["data"][0]["id"]
-    return found
 
 
 def list_calls(message: Any) -> list[tuple[str, Any]]:
     return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
 
 
-def test_calls_are_blocks_and_their_results_go_back(sdk: anthropic.Anthropic, model: str) -> None:
-    whole = sdk.messages.create(model=model, **ASKED, **GREEDY)
-    assert (whole.type, whole.role, whole.model) == ("message", "assistant", model)
+def test_calls_are_blocks_and_their_results_go_back(sdk: anthropic.Anthropic) -> None:
+    whole = sdk.messages.create(model=MODEL, **ASKED, **GREEDY)
+    assert (whole.type, whole.role, whole.model) == ("message", "assistant", MODEL)
     assert (whole.stop_reason, list_calls(whole)) == ("tool_use", CALLS)
     assert whole._request_id == whole.id
     calls: Any = whole.content
     assert len({call.id for call in calls}) == 2
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": '{"weather": "red"}'} for call in calls]
     turns: Any = [*TURNS, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
-    assert sdk.messages.create(model=model, **(ASKED | {"messages": turns})).content
+    assert sdk.messages.create(model=MODEL, **(ASKED | {"messages": turns})).content
 
 
-def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropic.Anthropic, model: str) -> None:
+def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropic.Anthropic) -> None:
     thinking: Any = ASKED | {"messages": SUM, "tools": [], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     for asked, kinds in ((ASKED, {"tool_use"}), (thinking, {"thinking", "text"})):
-        whole = sdk.messages.create(model=model, **asked, **GREEDY)
-        with sdk.messages.stream(model=model, **asked, **GREEDY) as stream:
+        whole = sdk.messages.create(model=MODEL, **asked, **GREEDY)
+        with sdk.messages.stream(model=MODEL, **asked, **GREEDY) as stream:
             seen = [event.type for event in stream]
             told = stream.get_final_message()
         blocks = [[(one.type, getattr(one, one.type, None)) for one in message.content] for message in (told, whole)]
@@ -95,20 +78,20 @@ def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropi
         assert (seen[0], seen[-1]) == ("message_start", "message_stop")
 
 
-def test_a_stream_that_is_resumed_at_any_event_is_the_same(gateways: tuple[GatewayProcess, ...], model: str) -> None:
+def test_a_stream_that_is_resumed_at_any_event_is_the_same(urls: tuple[str, str]) -> None:
     for fields in (ASKED, {"messages": SUM, "thinking": {"type": "enabled"}, "max_tokens": 40}):
-        first = EventSource(f"{gateways[0].url}/v1/messages")
-        whole = list(first.connect(fields | {"model": model, "stream": True, "temperature": 0}))
+        first = EventSource(f"{urls[0]}/v1/messages")
+        whole = list(first.connect(fields | {"model": MODEL, "stream": True, "temperature": 0}))
         assert first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
-        url = f"{gateways[1].url}{first.answer_headers['location']}"
+        url = f"{urls[1]}{first.answer_headers['location']}"
         for place, event in enumerate(whole[:-1]):
             assert list(EventSource(url, last_event_id=event.id).connect()) == whole[place + 1 :]
         over = EventSource(url, last_event_id=whole[-1].id)
         assert (list(over.connect()), over.status) == ([], 204)
 
 
-def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic, model: str) -> None:
-    asked: Any = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 100} | GREEDY
+def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 100} | GREEDY
     tools: Any = [WEATHER | {"strict": True, "input_schema": WEATHER["input_schema"] | {"additionalProperties": False}}]
     choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": WEATHER["name"]}]
     for choice in choices:
@@ -117,12 +100,12 @@ def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic, model: str) -> 
         assert {name for name, _ in list_calls(whole)} == {WEATHER["name"]}
         assert all(isinstance(given["city"], str) for _, given in list_calls(whole))
     once: Any = {"type": "auto", "disable_parallel_tool_use": True}
-    assert list_calls(sdk.messages.create(model=model, **ASKED, **GREEDY, tool_choice=once)) == CALLS[:1]
+    assert list_calls(sdk.messages.create(model=MODEL, **ASKED, **GREEDY, tool_choice=once)) == CALLS[:1]
 
 
-def test_the_stop_sequence_that_ended_an_answer_is_told(sdk: anthropic.Anthropic, model: str) -> None:
+def test_the_stop_sequence_that_ended_an_answer_is_told(sdk: anthropic.Anthropic) -> None:
     """At its first token, which ends in prefill, and later."""
-    asked: Any = {"model": model, "messages": SUM, "max_tokens": 40} | GREEDY
+    asked: Any = {"model": MODEL, "messages": SUM, "max_tokens": 40} | GREEDY
     text = sdk.messages.create(**asked).content[0].text
     for stop in (text[0], text[3:6]):
         whole = sdk.messages.create(**asked, stop_sequences=["never", stop])
@@ -134,7 +117,7 @@ def test_the_stop_sequence_that_ended_an_answer_is_told(sdk: anthropic.Anthropic
     assert sdk.messages.create(**asked, stop_sequences=["never"]).stop_reason != "stop_sequence"
 
 
-def test_tokens_are_counted_as_the_answer_does(sdk: anthropic.Anthropic, model: str) -> None:
+def test_tokens_are_counted_as_the_answer_does(sdk: anthropic.Anthropic) -> None:
     call: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Porto"}}
     result: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "red"}
     turns: Any = [*TURNS, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
@@ -144,21 +127,21 @@ def test_tokens_are_counted_as_the_answer_does(sdk: anthropic.Anthropic, model: 
         {"messages": SUM, "system": "Be brief.", "thinking": {"type": "enabled", "budget_tokens": 1024}},
         {"messages": turns, "tools": [WEATHER]},
     ):
-        counted = sdk.messages.count_tokens(model=model, **asked).input_tokens
-        usage = sdk.messages.create(model=model, max_tokens=1, **asked).usage
+        counted = sdk.messages.count_tokens(model=MODEL, **asked).input_tokens
+        usage = sdk.messages.create(model=MODEL, max_tokens=1, **asked).usage
         assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_a_request_with_the_same_key_is_the_same_message(sdk: anthropic.Anthropic, model: str) -> None:
+def test_a_request_with_the_same_key_is_the_same_message(sdk: anthropic.Anthropic) -> None:
     header = {"Idempotency-Key": "once"}
     asked: Any = {"messages": SUM, "max_tokens": 5}
-    first, again = (sdk.messages.create(model=model, extra_headers=header, **asked) for _ in range(2))
+    first, again = (sdk.messages.create(model=MODEL, extra_headers=header, **asked) for _ in range(2))
     assert (first.id, first.content) == (again.id, again.content)
     with pytest.raises(anthropic.ConflictError):
-        sdk.messages.create(model=model, extra_headers=header, **(asked | {"max_tokens": 6}))
+        sdk.messages.create(model=MODEL, extra_headers=header, **(asked | {"max_tokens": 6}))
 
 
-def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic, model: str) -> None:
+def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic) -> None:
     asked: Any = {"messages": SUM, "max_tokens": 5}
     with pytest.raises(anthropic.NotFoundError) as unknown:
         sdk.messages.create(model="none", **asked)
@@ -173,7 +156,7 @@ def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic, model: s
         ({"max_tokens": 5000}, "5000"),
     ):
         with pytest.raises(anthropic.BadRequestError) as refused:
-            sdk.messages.create(model=model, **(asked | given))
+            sdk.messages.create(model=MODEL, **(asked | given))
         assert refused.value.type == "invalid_request_error"
         assert name in str(refused.value)
 
@@ -206,6 +189,17 @@ def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) 
             sdk.messages.create(model=scripted.model, messages=SUM, max_tokens=5)
         assert refused.value.type == "authentication_error"
         assert httpx.post(url, json={}, headers={"x-api-key": key}).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_what_is_refused_is_not_published(scripted: ScriptedPipeline, tmp_path: Path) -> None:
+    with GatewayProcess(scripted.addresses, tmp_path) as gateway:
+        for fields, param in REFUSED.values():
+            body = PLAIN | fields | {"model": scripted.model, "stream": True}
+            answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=30)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert param in error["message"]
+    assert scripted.read_requests() == []
 
 
 def test_a_stream_goes_on_where_its_gateway_was_killed(scripted: ScriptedPipeline, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The models of `/v1/models`, from heartbeats that workers have written."""
 
+from typing import Any
+
 import pytest
 
 from penstock.ingest.errors import ApiError
@@ -33,3 +35,20 @@ async def test_a_model_is_found_as_soon_as_its_first_worker_has_reported(redis_u
         beat.update_status(model=pipeline.name, state="ready")
         beat.write_beat()
         assert (await models.find_model(pipeline.name)).pipeline == pipeline.name
+
+
+async def test_a_list_without_models_is_not_kept(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_no_workers() -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, "")
+        with monkeypatch.context() as before:
+            before.setattr(models, "_read_heartbeats", find_no_workers)
+            assert await models.list_models() == []
+        beat = Heartbeat(redis_url, pipeline, "decode", "d-0", 60)
+        beat.update_status(model=pipeline.name, state="ready")
+        beat.write_beat()
+        assert pipeline.name in [model.name for model in await models.list_models()]

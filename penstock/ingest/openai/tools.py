@@ -55,7 +55,7 @@ def check_tool_options(
 ) -> None:
     """Raise `ValueError` for `tool_choice` and `chat_template_kwargs` that do not go with tools of these names."""
     if choice == "required" and not names:
-        raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
+        raise ValueError("'tool_choice' asks for a call, and there are no 'tools'")
     if named is not None and named not in names:
         raise ValueError(f"'tool_choice' names {named!r}, which is not in 'tools'")
     if "tools" in (variables or {}):
