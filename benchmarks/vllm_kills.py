@@ -1,0 +1,196 @@
+"""Workers that compute with vLLM, killed between the steps of both stages: what becomes of tokens, results and blocks.
+
+.venv-vllm/bin/python -m benchmarks.vllm_kills [--quick] [--json FILE]
+
+A prefill and a decode worker of a pipeline on Redis, both with vLLM in float32, and the demo model. Requests of all
+lengths, greedy and sampled, are under way all the time. Each worker is started with an order to kill itself: at which
+of its stage's points, and at the how manieth time it gets there, is drawn. A start takes ten seconds of processor time,
+so there are few of them. When enough have died, both are started without an order, and all requests end.
+
+The tokens must be those of the model undivided: `generate()` for greedy requests, this project's own engine run alone
+for sampled ones. At last a prompt of many blocks is asked, both workers are killed, and it is asked again.
+
+    kills             processes that were killed
+    kills_prefill, kills_decode
+    requests          requests that were accepted
+    lost              of these, without a result
+    doubled           with two or more
+    wrong             with other tokens, text or reason than the undivided model's
+    prefix_blocks     full blocks of the prompt that is asked again
+    prefix_missed     of these, computed again after both workers were killed
+"""
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+from benchmarks.common import describe_machine, parse_arguments, report_figures
+from penstock import failpoints
+from penstock.bus.connect import connect_bus
+from penstock.client.core import Answer
+from penstock.client.sync import Client
+from penstock.config.settings import BusSettings
+from penstock.local.processes import Child
+from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
+from penstock.messages import Request, Result, decode_message
+from penstock.names import Pipeline
+from penstock.waiting import wait_until
+from sim.workload import ExpectedAnswer, compute_answers, make_requests
+
+NUM_KILLS, NUM_QUICK_KILLS = 40, 4
+NUM_KINDS = 12
+"""Different requests, each asked again and again."""
+NUM_UNDER_WAY = 6
+MAX_TOKENS = 120
+MAX_PASSES = {"prefill": 5, "decode": 30}
+"""A worker is killed at latest when it gets to its point for the so manieth time."""
+BLOCK = 32
+PATIENCE_S = 240.0
+POINTS = {"prefill": failpoints.PREFILL, "decode": failpoints.DECODE}
+ENVIRONMENT = {
+    "PENSTOCK_ENGINE_KIND": "vllm", "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK), "PENSTOCK_ENGINE_DTYPE": "float32",
+    "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64", "PENSTOCK_RECORD_MAX_ATTEMPTS": "100",
+}  # fmt: skip
+
+
+class KilledStack(Stack):
+    """A stack whose workers kill themselves, each at a point and a time that are drawn."""
+
+    chance: random.Random | None = None
+    """Draws points and times; None: workers live."""
+
+    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        order: dict[str, str] = {}
+        if isinstance(slot, WorkerSlot) and self.chance is not None:
+            point, passes = self.chance.choice(POINTS[slot.stage]), self.chance.randint(1, MAX_PASSES[slot.stage])
+            order = {"PENSTOCK_FAILPOINTS": f"{point}=kill@{passes}"}
+        slot.failures = 0  # they are meant: it is started again at once
+        return super()._start_child(slot, arguments, {**environment, **order})
+
+
+class Load:
+    """Requests, so many of them under way at a time."""
+
+    def __init__(self, client: Client, kinds: list[Request]) -> None:
+        self._client, self._kinds = client, kinds
+        self._numbers = count()
+        self.kind_of: dict[str, Request] = {}
+        """By id: the request that it repeats."""
+        self.answers: dict[str, Future[Answer]] = {}
+        self._pool = ThreadPoolExecutor(NUM_UNDER_WAY)
+
+    def keep_up(self) -> None:
+        """Send requests until enough are under way."""
+        while sum(not answer.done() for answer in self.answers.values()) < NUM_UNDER_WAY:
+            number = next(self._numbers)
+            kind = self._kinds[number % len(self._kinds)]
+            sampling = kind.sampling
+            request_id = self._client.submit(
+                id=f"{kind.id}.{number}",
+                token_ids=kind.token_ids,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+            )
+            self.kind_of[request_id] = kind
+            self.answers[request_id] = self._pool.submit(self._client.result, request_id, PATIENCE_S)
+
+    def wait_for_all(self) -> None:
+        """Wait until all requests have ended. Raises what reading an answer raises."""
+        for answer in self.answers.values():
+            answer.result(PATIENCE_S)
+
+
+def run_kills(stack: KilledStack, load: Load, num_kills: int) -> Counter[str]:
+    """Return how many workers of each stage were killed, at least `num_kills` in all."""
+    killed = Counter[str]()
+    by_line = {worker.name: worker.stage for worker in stack.workers}
+    while killed.total() < num_kills:
+        load.keep_up()
+        for line in stack.restart_dead():
+            name = line.split()[0]
+            if "status -9" not in line:
+                raise SystemExit(f"not killed: {line}\n{stack.read_log_tail(find_worker(stack, name))}")
+            killed[by_line[name]] += 1
+            print(f"\rkilled: {killed.total()} of {num_kills}, requests: {len(load.answers)}", end="", flush=True)
+        time.sleep(0.05)
+    print()
+    return killed
+
+
+def find_worker(stack: Stack, name: str) -> WorkerSlot:
+    """Return the worker of this name."""
+    return next(worker for worker in stack.workers if worker.name == name)
+
+
+def kill_workers(stack: Stack) -> None:
+    """Kill both workers, and start them again."""
+    for worker in stack.workers:
+        if worker.child is not None:
+            worker.child.kill()
+            wait_until(lambda child=worker.child: not child.is_alive(), 30, "it is dead")  # type: ignore[misc]
+    stack.restart_dead()
+    stack.wait_until_ready(PATIENCE_S)
+
+
+def ask_for_prefix(client: Client, kind: Request, name: str) -> tuple[int, int]:
+    """Return the full blocks of a prompt before its last token, and how many of them were found."""
+    assert kind.token_ids is not None
+    request_id = client.submit(id=name, token_ids=kind.token_ids, max_tokens=2, temperature=0.0)
+    usage = client.result(request_id, timeout_s=PATIENCE_S).usage
+    return (len(kind.token_ids) - 1) // BLOCK, usage.cached_tokens // BLOCK
+
+
+def is_right(result: Result, expected: ExpectedAnswer) -> bool:
+    """Return whether a result is the undivided model's answer."""
+    found = ExpectedAnswer(list(result.token_ids or ()), result.text, result.finish_reason)
+    return found == expected
+
+
+def main() -> None:
+    """Print the figures."""
+    given = parse_arguments(main.__module__)
+    print(describe_machine())
+    kinds = make_requests(NUM_KINDS, "kills", MAX_TOKENS)
+    expected = compute_answers(kinds)
+    with tempfile.TemporaryDirectory() as directory:
+        stack = KilledStack(Path(directory), pipeline="vllm-kills", environment=ENVIRONMENT)
+        stack.chance = random.Random(17)
+        with stack, Client(stack.addresses) as client:
+            load = Load(client, kinds)
+            killed = run_kills(stack, load, NUM_QUICK_KILLS if given.quick else NUM_KILLS)
+            stack.chance = None
+            kill_workers(stack)
+            load.wait_for_all()
+            num_blocks, _ = ask_for_prefix(client, kinds[-1], "prefix-1")
+            kill_workers(stack)
+            _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
+            bus, pipeline = connect_bus(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline)
+            results = [decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic)]
+    counts = Counter(result.id for result in results)
+    of_load = [result for result in results if result.id in load.kind_of]
+    report_figures(
+        {
+            "kills": killed.total() + 4,
+            "kills_prefill": killed["prefill"] + 2,
+            "kills_decode": killed["decode"] + 2,
+            "requests": len(load.answers),
+            "lost": sum(not counts[request_id] for request_id in load.answers),
+            "doubled": sum(number > 1 for number in counts.values()),
+            "wrong": sum(not is_right(result, expected[load.kind_of[result.id].id]) for result in of_load),
+            "prefix_blocks": num_blocks,
+            "prefix_missed": num_blocks - num_found,
+        },
+        given,
+    )
+
+
+if __name__ == "__main__":
+    main()
