@@ -166,7 +166,7 @@ def _run_worker(
 def _open_core(settings: EngineSettings, beat: Heartbeat) -> "EngineCore":
     """Load the model into the engine that the settings name."""
     if settings.kind == "vllm":
-        from penstock.engine_vllm.core import open_vllm_core
+        from penstock.engine_vllm.opening import open_vllm_core
 
         return open_vllm_core(settings, beat.report_progress)
     from penstock.engine.loading import open_engine

@@ -144,6 +144,8 @@ class EngineSettings(BaseSettings):
     speculate: bool = True
     """Whether a step may give a sequence several tokens, where what follows can be guessed. Its tokens are the same
     either way."""
+    vllm_args: str = ""
+    """With `vllm`: further arguments of `vllm serve`, as on its command line, such as `--tensor-parallel-size 2`."""
     response_template: str = ""
     """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
     was published without one, and is of no family that is known."""

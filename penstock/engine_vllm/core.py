@@ -4,76 +4,29 @@ A sequence is a request of vLLM, whose blocks have the names that this project g
 them, and blocks from the KV store are put there under these names. vLLM takes whole blocks from its cache, so the rest
 of a prompt is computed again where an answer goes on elsewhere.
 
-One process on a CPU, models with one kind of attention. A step that fails ends the worker, as vLLM cannot undo it.
+The model's ranks are in this process, or in others (`penstock.engine_vllm.rank`): the scheduler is here.
+A step that fails ends the worker, as vLLM cannot undo it.
 """
 
 import itertools
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.files import Progress, find_model, find_weight_files
-from penstock.engine.fingerprint import compute_fingerprint, hash_files
+from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.limits import check_sequence
-from penstock.engine.loading import (
-    as_load_errors,
-    choose_dtype,
-    find_context_length,
-    find_eos_token_ids,
-    load_tokenizer,
-    prepare_transformers,
-)
-from penstock.engine.module import load_generation_config
 from penstock.engine.rates import PrefillRate
-from penstock.engine.response_template import find_response_template
+from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampling.penalties import changes_scores
 from penstock.engine.sequence import Sequence, State
-from penstock.errors import DependencyMissing, ModelLoadError, SequenceFailed
+from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
+from penstock.errors import SequenceFailed
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
-
-CPU_BLOCK_SIZE = 32
-"""vLLM's attention on a CPU takes multiples of this many tokens as a block."""
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the last token of a sequence has no place in vLLM's own limit
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes all cores
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-@dataclass(frozen=True)
-class VllmLayout:
-    """The layout of a block: for each layer and head the block's tokens, K and V of each side by side."""
-
-    block_size: int
-    num_layers: int
-    num_heads: int
-    vector_size: int
-    """Numbers of K and V of a token and head together."""
-    element_type: Literal["float32", "bfloat16", "float16"]
-
-    @property
-    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(Rows, numbers in a row) of each layer."""
-        return ((self.num_heads * self.block_size, self.vector_size),) * self.num_layers
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        itemsize = 4 if self.element_type == "float32" else 2
-        return self.num_heads * self.block_size * self.vector_size * itemsize
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
-        return self.layer_bytes * self.num_layers
 
 
 @dataclass(frozen=True)
@@ -134,42 +87,16 @@ class _Step:
     failed: SequenceFailed | None = None
 
 
-@dataclass
-class _Cache:
-    """The tensors of vLLM's KV: for each layer [blocks, heads, block size, vector]."""
-
-    layers: list[torch.Tensor]
-    layout: VllmLayout
-    _bytes: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._bytes = [layer.view(torch.uint8).numpy() for layer in self.layers]
-
-    def write_block(self, block: int, payload: memoryview) -> None:
-        """Make the payload the content of a block."""
-        size = self.layout.layer_bytes
-        for index, layer in enumerate(self._bytes):
-            layer[block] = np.frombuffer(payload, np.uint8, size, index * size).reshape(layer[block].shape)
-
-    def copy_block(self, block: int, num_rows: int) -> memoryview:
-        """Return a copy of a block in which the rows (tokens) from `num_rows` on are zero."""
-        copy = np.stack([layer[block] for layer in self._bytes])
-        copy[:, :, num_rows:] = 0
-        return memoryview(copy.data).cast("B").toreadonly()
-
-
 class VllmCore:
     """vLLM's scheduler and model over a pool of KV blocks. One thread calls its methods."""
 
     num_drafted_tokens = num_accepted_tokens = 0
 
-    def __init__(self, model: VllmModel, settings: EngineSettings, core: Any, cache: _Cache) -> None:
+    def __init__(self, model: VllmModel, settings: EngineSettings, core: Any, blocks: RankBlocks) -> None:
         """`core` is vLLM's `EngineCore`."""
-        from penstock.engine_vllm.sampler import step_sampling
-
         self.model, self.settings = model, settings
-        self._core, self._cache, self._step_sampling = core, cache, step_sampling
-        self._step_sampling.eos_token_ids = model.eos_token_ids
+        self._core, self._blocks = core, blocks
+        self._output_rank: int = getattr(core.model_executor, "output_rank", 0)  # in one process there is one rank
         self._manager = core.scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
         self._sequences: dict[str, Sequence] = {}
@@ -318,10 +245,11 @@ class VllmCore:
         if staged not in self._staged:
             return
         self._staged.remove(staged)
-        first = staged.num_cached
-        for number, (block, view) in enumerate(zip(staged.new_blocks[:num_filled], staged.views, strict=False)):
+        first, filled = staged.num_cached, staged.new_blocks[:num_filled]
+        if filled:
+            self._blocks.write_blocks([block.block_id for block in filled], staged.views[:num_filled])
+        for number, block in enumerate(filled):
             key = BlockHash(staged.keys[first + number])
-            self._cache.write_block(block.block_id, view)
             num_tokens = (first + number + 1) * self.settings.block_size
             self._pool._insert_block_hash(make_block_hash_with_group_id(key, 0), block, num_tokens=num_tokens)  # noqa: SLF001 - what `cache_full_blocks` does, without a request
         self._pool.free_blocks(reversed([*staged.cached_blocks, *staged.new_blocks]))
@@ -331,7 +259,7 @@ class VllmCore:
         num_rows = seq.num_computed_tokens - index * self.settings.block_size
         assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
         block = self._manager.get_block_ids(self._ids[seq])[0][index]
-        return CopiedBlock(self._cache.copy_block(block, min(num_rows, self.settings.block_size)))
+        return CopiedBlock(self._blocks.copy_block(block, min(num_rows, self.settings.block_size)))
 
     def unpin_block(self, pinned: CopiedBlock) -> None:
         """Do nothing: a copy holds no block."""
@@ -391,39 +319,46 @@ class VllmCore:
         """Return whether a step was computed for sequences that were removed since."""
         return step.sampled is not None and not any(one.seq in self._ids for one in step.sampled)
 
-    @torch.inference_mode()
     def _compute_step(self, step: _Step) -> None:
         if step.sampled is not None:
             return
         step.sampled = []
-        sampling, requests = self._step_sampling, self._core.scheduler.requests
+        requests = self._core.scheduler.requests
         num_after = {
             request_id: requests[request_id].num_computed_tokens for request_id in step.output.num_scheduled_tokens
         }  # vLLM counts the tokens of a step as computed when it is scheduled
-        whole = {
-            request_id: self._sequences[request_id]
-            for request_id, num_tokens in num_after.items()
-            if num_tokens == requests[request_id].num_tokens
-        }
-        sampling.begin(whole)
+        draws: dict[str, SamplingParams] = {}
+        for request_id, num_tokens in num_after.items():
+            if num_tokens == requests[request_id].num_tokens:
+                try:
+                    draws[request_id] = self._make_draw(self._sequences[request_id])
+                except SequenceFailed as failed:
+                    step.failed = step.failed or failed
+        call_ranks = self._core.model_executor.collective_rpc
+        call_ranks("penstock_begin_sampling", args=(draws,))
         outputs = self._execute(step.output)
+        drawn = call_ranks("penstock_take_drawn")[self._output_rank] if draws else {}
         for request_id, num_tokens in num_after.items():
             self._sequences[request_id].num_computed_tokens = num_tokens
-        for failed in sampling.failures.values():
-            step.failed = step.failed or failed
         for one in outputs:
             seq = self._sequences[one.request_id]
             if (prompt_logprobs := one.new_prompt_logprobs_tensors) is not None:
                 seq.prompt_logprobs += _describe_prompt_logprobs(prompt_logprobs)
-            drawn = sampling.drawn.get(one.request_id)
-            if drawn is not None and one.new_token_ids and seq.state is State.RUNNING:
-                token_id, logprobs = drawn
+            if one.request_id in draws and one.new_token_ids and seq.state is State.RUNNING:
+                token_id, logprobs = drawn[one.request_id]
                 assert one.new_token_ids == [token_id], "vLLM took another token than the one that was drawn"
                 seq.append_token(token_id)
                 step.sampled.append(Sampled(seq, token_id, logprobs, seq.is_grammar_ended))
         num_tokens = step.output.total_num_scheduled_tokens
         self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s, is_done=True)
 
+    def _make_draw(self, seq: Sequence) -> SamplingParams:
+        """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""
+        ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
+        (params,) = make_sampling_params(seq, compute_masks(seq), ends)
+        return params if changes_scores(params.sampling) else replace(params, token_ids=())  # ranks get a copy
+
+    @torch.inference_mode()
     def _execute(self, output: Any) -> list[Any]:
         """Run vLLM's model on what was scheduled. Returns vLLM's outputs."""
         core = self._core
@@ -457,86 +392,3 @@ def _describe_prompt_logprobs(tensors: Any) -> list[Logprobs]:
         top = [TokenLogprob(token=token, logprob=value) for token, value in pairs[1:]]
         found.append(Logprobs(logprob=pairs[0][1], top=top))
     return found
-
-
-def open_vllm_core(settings: EngineSettings, progress: Progress | None = None) -> VllmCore:
-    """Load the model into vLLM. Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed."""
-    if settings.block_size % CPU_BLOCK_SIZE:
-        raise ModelLoadError(
-            f"PENSTOCK_ENGINE_BLOCK_SIZE={settings.block_size}: vLLM needs a multiple of {CPU_BLOCK_SIZE} on a CPU"
-        )
-    os.environ |= {"OMP_NUM_THREADS": str(settings.threads)} | ENVIRONMENT
-    torch.set_num_threads(settings.threads)  # vLLM does not let anybody change it afterwards
-    try:
-        import vllm
-    except ImportError as error:
-        raise DependencyMissing(f"PENSTOCK_ENGINE_KIND=vllm needs vLLM ({error})") from None
-    with as_load_errors(settings.model):
-        return _open_core(settings, progress or (lambda what, done: None), vllm.__version__)
-
-
-def _open_core(settings: EngineSettings, report: Progress, version: str) -> VllmCore:
-    from transformers import AutoConfig
-    from vllm import EngineArgs
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
-
-    from penstock.engine_vllm.sampler import PenstockSampler
-    from penstock.engine_vllm.scheduler import PreemptingScheduler
-
-    prepare_transformers()
-    directory = find_model(settings.model, report)
-    files = find_weight_files(directory)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    tokenizer = load_tokenizer(directory)
-    context_length = find_context_length(config, tokenizer)
-    dtype = choose_dtype(settings.dtype, config, torch.device("cpu"))
-    args = EngineArgs(
-        model=str(directory),
-        dtype=str(dtype).removeprefix("torch."),
-        enforce_eager=True,
-        max_model_len=context_length + 1,
-        max_num_seqs=settings.max_batch,
-        max_num_batched_tokens=max(settings.max_step_tokens, settings.max_batch),
-        scheduling_policy="priority",
-        block_size=settings.block_size,
-        kv_cache_memory_bytes=settings.pool_mb * 2**20,
-        enable_prefix_caching=True,
-        async_scheduling=False,
-        disable_log_stats=True,
-        logits_processors=[PenstockSampler],
-        scheduler_cls=PreemptingScheduler,
-        seed=0,
-    )
-    vllm_config = args.create_engine_config()
-    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
-    layers = list(core.model_executor.driver_worker.worker.model_runner.kv_caches)
-    layout = _read_layout(layers, settings.block_size)
-    form = f"penstock kv layout of vllm {version}\n{layout}"
-    name = compute_fingerprint(directory, files, hash_files(files, report), config, form)
-    model = VllmModel(
-        settings.model,
-        tokenizer,
-        find_response_template(tokenizer, config.model_type, settings.response_template),
-        find_eos_token_ids(load_generation_config(directory), config, tokenizer),
-        context_length,
-        config.get_text_config().vocab_size,
-        name,
-        layout,
-    )
-    return VllmCore(model, settings, core, _Cache(layers, layout))
-
-
-def _read_layout(layers: list[torch.Tensor], block_size: int) -> VllmLayout:
-    """Return the layout of vLLM's KV. Raises `ModelLoadError` for one that cannot be copied block by block."""
-    shapes = {(tuple(layer.shape[1:]), layer.dtype) for layer in layers}
-    ((_, num_heads, num_tokens, vector_size), dtype) = (layers[0].shape, layers[0].dtype)
-    if len(shapes) != 1 or num_tokens != block_size or not all(layer[0].is_contiguous() for layer in layers):
-        raise ModelLoadError(f"vLLM keeps its KV in a form that is not known here: {sorted(map(str, shapes))}")
-    names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
-        torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
-    }  # fmt: skip
-    return VllmLayout(block_size, len(layers), num_heads, vector_size, names[dtype])

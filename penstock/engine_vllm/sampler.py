@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
-from penstock.engine.sequence import Sequence
-from penstock.errors import SequenceFailed
 from penstock.messages import Logprobs
 
 REQUEST_KEY = "penstock"
@@ -23,21 +20,19 @@ REQUEST_KEY = "penstock"
 
 @dataclass
 class StepSampling:
-    """What vLLM's step is to draw, and what was drawn. vLLM makes the processor itself, in this process."""
+    """What vLLM's step is to draw, and what was drawn. vLLM makes the processor itself, in the process of each rank."""
 
-    eos_token_ids: frozenset[int] = frozenset()
-    sequences: dict[str, Sequence] = field(default_factory=dict)
-    """By id in vLLM: the sequences that have all their tokens computed in this step."""
+    draws: dict[str, SamplingParams] = field(default_factory=dict)
+    """By id in vLLM: of the requests that have all their tokens computed in this step."""
     drawn: dict[str, tuple[int, Logprobs | None]] = field(default_factory=dict)
-    failures: dict[str, SequenceFailed] = field(default_factory=dict)
 
-    def begin(self, sequences: dict[str, Sequence]) -> None:
-        """Begin a step that draws a token of each of these sequences."""
-        self.sequences, self.drawn, self.failures = sequences, {}, {}
+    def begin(self, draws: dict[str, SamplingParams]) -> None:
+        """Begin a step that draws these tokens."""
+        self.draws, self.drawn = draws, {}
 
 
 step_sampling = StepSampling()
-"""The step of this process's engine."""
+"""The step of this process's rank."""
 
 
 class PenstockSampler(LogitsProcessor):
@@ -69,28 +64,14 @@ class PenstockSampler(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the tokens of the rows that have their sequence's last token. `logits`: [rows, vocabulary]."""
         step = step_sampling
-        rows: list[int] = []
-        ids: list[str] = []
-        params: list[SamplingParams] = []
-        for row, request_id in self._ids.items():
-            seq = step.sequences.get(request_id)
-            if seq is None:
-                continue
-            try:
-                masks = compute_masks(seq)
-            except SequenceFailed as failed:
-                step.failures[request_id] = failed
-                continue
-            ends = step.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
-            params += make_sampling_params(seq, masks, ends)
-            rows.append(row)
-            ids.append(request_id)
+        rows = {row: request_id for row, request_id in self._ids.items() if request_id in step.draws}
         if rows:
-            at = torch.tensor(rows, device=logits.device)
+            at = torch.tensor(list(rows), device=logits.device)
+            params = [step.draws[request_id] for request_id in rows.values()]
             found = logits[at]
             tokens = sample_tokens(found, params)
             logprobs = compute_logprobs(found, params, tokens)
-            step.drawn = dict(zip(ids, zip(tokens, logprobs, strict=True), strict=True))
+            step.drawn = dict(zip(rows.values(), zip(tokens, logprobs, strict=True), strict=True))
             logits[at] = -torch.inf
             logits[at, torch.tensor(tokens, device=logits.device)] = 0.0
         return logits

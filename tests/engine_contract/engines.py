@@ -76,7 +76,7 @@ def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
 
 @cache
 def _open_vllm_core(**settings: Any) -> "VllmCore":
-    from penstock.engine_vllm.core import open_vllm_core
+    from penstock.engine_vllm.opening import open_vllm_core
 
     return open_vllm_core(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings}))
 

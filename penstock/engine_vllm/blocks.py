@@ -1,0 +1,114 @@
+"""The blocks of vLLM's KV, whole: what the ranks of a model have of a block is put together, and taken apart.
+
+With tensor parallelism a rank has some of the heads, with pipeline parallelism some of the layers. A block that leaves
+vLLM has all layers and heads in the model's order, so ranks of any number read what ranks of any other number wrote.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ModelLoadError
+
+ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ElementType = Literal["float32", "bfloat16", "float16"]
+
+
+class RankKV(NamedTuple):
+    """What one rank has of the KV."""
+
+    stage: int
+    """Its rank in pipeline parallelism: stages have the layers in order."""
+    part: int
+    """Its rank in tensor parallelism."""
+    num_layers: int
+    layer_shapes: frozenset[tuple[int, ...]]
+    """The shapes of a block in a layer: (heads, tokens, numbers of K and V together)."""
+    element_types: frozenset[str]
+
+
+@dataclass(frozen=True)
+class VllmLayout:
+    """The layout of a block: for each layer and head the block's tokens, K and V of each side by side."""
+
+    block_size: int
+    num_layers: int
+    num_heads: int
+    vector_size: int
+    """Numbers of K and V of a token and head together."""
+    element_type: ElementType
+
+    @property
+    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(Rows, numbers in a row) of each layer."""
+        return ((self.num_heads * self.block_size, self.vector_size),) * self.num_layers
+
+    @property
+    def byte_shape(self) -> tuple[int, int, int, int]:
+        """(Layers, heads, tokens, bytes of K and V of a token and head)."""
+        return self.num_layers, self.num_heads, self.block_size, self.vector_size * ELEMENT_SIZES[self.element_type]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        return int(np.prod(self.byte_shape))
+
+
+class RankSlice(NamedTuple):
+    """Where a whole block has what a rank has of it: from and to which layer, and which head."""
+
+    layers: slice
+    heads: slice
+
+
+@dataclass
+class RankBlocks:
+    """The blocks of all ranks. `executor` is vLLM's, through which each rank is reached."""
+
+    executor: Any
+    layout: VllmLayout
+    slices: list[RankSlice]
+    """By rank."""
+
+    def write_blocks(self, blocks: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Make each payload the content of a block."""
+        wholes = [np.frombuffer(payload, np.uint8).reshape(self.layout.byte_shape) for payload in payloads]
+        parts = [[np.ascontiguousarray(whole[part.layers, part.heads]) for whole in wholes] for part in self.slices]
+        self.executor.collective_rpc("penstock_write_blocks", args=(list(blocks), parts))
+
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
+        """Return a copy of a block in which the rows (tokens) from `num_rows` on are zero."""
+        whole: NDArray[np.uint8] = np.empty(self.layout.byte_shape, np.uint8)
+        parts = self.executor.collective_rpc("penstock_copy_block", args=(block,))
+        for at, part in zip(self.slices, parts, strict=True):
+            whole[at.layers, at.heads] = part
+        whole[:, :, num_rows:] = 0
+        return memoryview(whole.data).cast("B").toreadonly()
+
+
+def combine_ranks(ranks: Sequence[RankKV], block_size: int, num_heads: int) -> tuple[VllmLayout, list[RankSlice]]:
+    """Return the layout of a whole block, and what each rank has of it. `num_heads`: KV heads of the whole model.
+
+    Raises `ModelLoadError` for KV that is not alike in all layers, or in a form that is not known here.
+    """
+    shapes = frozenset[tuple[int, ...]]().union(*(rank.layer_shapes for rank in ranks))
+    types = frozenset[str]().union(*(rank.element_types for rank in ranks))
+    is_known = len(shapes) == len(types) == 1 and types <= ELEMENT_SIZES.keys()
+    ((heads, num_tokens, vector_size),) = shapes if is_known and all(len(one) == 3 for one in shapes) else [(0, 0, 0)]
+    if num_tokens != block_size:
+        raise ModelLoadError(f"vLLM keeps its KV in a form that is not known here: {sorted(shapes)}, {sorted(types)}")
+    num_parts = 1 + max(rank.part for rank in ranks)
+    by_stage = {rank.stage: rank.num_layers for rank in ranks}
+    starts = {stage: sum(by_stage[earlier] for earlier in range(stage)) for stage in by_stage}
+    slices = []
+    for rank in ranks:
+        head = rank.part * num_heads // num_parts  # with more ranks than heads, some have the same one
+        start = starts[rank.stage]
+        slices.append(RankSlice(slice(start, start + rank.num_layers), slice(head, head + heads)))
+    if {head for at in slices for head in range(at.heads.start, at.heads.stop)} != set(range(num_heads)):
+        raise ModelLoadError(f"{num_heads} KV heads cannot be shared among {num_parts} ranks with {heads} each")
+    element_type: ElementType = next(iter(types))  # type: ignore[assignment]
+    return VllmLayout(block_size, sum(by_stage.values()), num_heads, vector_size, element_type), slices

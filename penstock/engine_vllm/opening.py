@@ -1,0 +1,204 @@
+"""Loads a model into vLLM, in this process or with ranks in processes of their own."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.files import Progress, find_model, find_weight_files
+from penstock.engine.fingerprint import compute_fingerprint, hash_files
+from penstock.engine.loading import (
+    as_load_errors,
+    choose_dtype,
+    find_context_length,
+    find_eos_token_ids,
+    load_tokenizer,
+    prepare_transformers,
+)
+from penstock.engine.module import load_generation_config
+from penstock.engine.response_template import find_response_template
+from penstock.engine_vllm.blocks import RankBlocks, combine_ranks
+from penstock.errors import DependencyMissing, ModelLoadError
+
+if TYPE_CHECKING:
+    from penstock.engine_vllm.core import VllmCore
+
+CPU_BLOCK_SIZE = 32
+"""vLLM's attention on a CPU takes multiples of this many tokens as a block."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler is in this process
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another interface
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the last token of a sequence has no place in vLLM's own limit
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes all cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+OWN_ARGUMENTS = {
+    "async_scheduling": "steps follow each other here",
+    "block_size": "set PENSTOCK_ENGINE_BLOCK_SIZE",
+    "config": "give the arguments themselves",
+    "disable_hybrid_kv_cache_manager": "blocks of all layers have one name here",
+    "disable_log_stats": "the workers' own metrics are exported",
+    "dtype": "set PENSTOCK_ENGINE_DTYPE",
+    "enable_lora": "requests have no field for adapters",
+    "enable_prefix_caching": "prefixes are found by the names of blocks",
+    "kv_cache_memory_bytes": "set PENSTOCK_ENGINE_POOL_MB",
+    "kv_transfer_config": "KV goes through the stores of this project",
+    "logits_processors": "tokens are drawn by this project's sampler",
+    "max_model_len": "a sequence may have the model's whole context",
+    "max_num_batched_tokens": "set PENSTOCK_ENGINE_MAX_STEP_TOKENS",
+    "max_num_seqs": "set PENSTOCK_ENGINE_MAX_BATCH",
+    "model": "set PENSTOCK_ENGINE_MODEL",
+    "model_tag": "set PENSTOCK_ENGINE_MODEL",
+    "scheduler_cls": "the order of requests is the workers' own",
+    "scheduling_policy": "the order of requests is the workers' own",
+    "seed": "each request has its own",
+    "speculative_config": "tokens are drawn by this project's sampler, one in a step",
+    "tokenizer": "the model's own is used",
+    "tokenizer_mode": "the model's own is used",
+    "tokenizer_revision": "the model's own is used",
+    "trust_remote_code": "code of models is not run",
+    "worker_cls": "this project's methods are added to vLLM's worker",
+    "worker_extension_cls": "this project's methods are added to vLLM's worker",
+    "data_parallel_size": "start more workers",
+    "prefill_context_parallel_size": "a block of KV is not cut between its tokens",
+    "decode_context_parallel_size": "a block of KV is not cut between its tokens",
+}
+"""Arguments of vLLM that PENSTOCK_ENGINE_VLLM_ARGS may not have, and why or what to do."""
+PLACING_ARGUMENTS = frozenset({
+    "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "disable_custom_all_reduce",
+    "max_parallel_loading_workers", "gpu_memory_utilization", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
+})  # fmt: skip
+"""Arguments that say where the model is computed. All others are part of the fingerprint."""
+
+
+def open_vllm_core(settings: EngineSettings, progress: Progress | None = None) -> "VllmCore":
+    """Load the model into vLLM. Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed."""
+    os.environ |= {"OMP_NUM_THREADS": str(settings.threads)} | ENVIRONMENT
+    torch.set_num_threads(settings.threads)  # vLLM does not let anybody change it afterwards
+    try:
+        import vllm
+    except ImportError as error:
+        raise DependencyMissing(f"PENSTOCK_ENGINE_KIND=vllm needs vLLM ({error})") from None
+    with as_load_errors(settings.model):
+        return _open_core(settings, progress or (lambda what, done: None), vllm.__version__)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ModelLoadError(f"PENSTOCK_ENGINE_VLLM_ARGS: {message}")
+
+
+def parse_vllm_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of `vllm serve` in the text that differ from vLLM's own values, by their names in Python.
+
+    Raises `ModelLoadError` for unknown ones, and for those that this project gives itself.
+    """
+    from vllm import EngineArgs
+
+    parser = EngineArgs.add_cli_args(_Parser(prog="PENSTOCK_ENGINE_VLLM_ARGS", add_help=False, allow_abbrev=False))
+    values, usual = vars(parser.parse_args(shlex.split(text))), vars(parser.parse_args([]))
+    given = {name: value for name, value in values.items() if value != usual[name]}
+    for name in sorted(given.keys() & OWN_ARGUMENTS.keys()):
+        raise ModelLoadError(f"PENSTOCK_ENGINE_VLLM_ARGS: --{name.replace('_', '-')}: {OWN_ARGUMENTS[name]}")
+    return given
+
+
+def _open_core(settings: EngineSettings, report: Progress, version: str) -> "VllmCore":
+    from transformers import AutoConfig
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    from penstock.engine_vllm.core import VllmCore, VllmModel
+    from penstock.engine_vllm.sampler import PenstockSampler
+    from penstock.engine_vllm.scheduler import PreemptingScheduler
+
+    is_cpu = bool(current_platform.is_cpu())
+    if is_cpu and settings.block_size % CPU_BLOCK_SIZE:
+        raise ModelLoadError(
+            f"PENSTOCK_ENGINE_BLOCK_SIZE={settings.block_size}: vLLM needs a multiple of {CPU_BLOCK_SIZE} on a CPU"
+        )
+    given = parse_vllm_arguments(settings.vllm_args)
+    prepare_transformers()
+    directory = find_model(settings.model, report)
+    files = find_weight_files(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = load_tokenizer(directory)
+    context_length = find_context_length(config, tokenizer)
+    _check_rope(config, context_length)
+    dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda"))
+    args = EngineArgs(
+        model=str(directory),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=context_length + 1,
+        max_num_seqs=settings.max_batch,
+        max_num_batched_tokens=max(settings.max_step_tokens, settings.max_batch),
+        scheduling_policy="priority",
+        block_size=settings.block_size,
+        kv_cache_memory_bytes=settings.pool_mb * 2**20,
+        enable_prefix_caching=True,
+        disable_hybrid_kv_cache_manager=True,
+        async_scheduling=False,
+        disable_log_stats=True,
+        logits_processors=[PenstockSampler],
+        scheduler_cls=PreemptingScheduler,
+        worker_extension_cls="penstock.engine_vllm.rank.RankExtension",
+        seed=0,
+        **({"enforce_eager": True} if is_cpu else {}) | given,
+    )
+    vllm_config = args.create_engine_config()
+    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    _check_layers(core.scheduler.kv_cache_config.kv_cache_groups)
+    call_ranks = core.model_executor.collective_rpc
+    call_ranks("penstock_make_receive_buffer")
+    num_heads = vllm_config.model_config.get_total_num_kv_heads()
+    layout, slices = combine_ranks(call_ranks("penstock_describe_kv"), settings.block_size, num_heads)
+    shaping = sorted((name, repr(value)) for name, value in given.items() if name not in PLACING_ARGUMENTS)
+    form = f"penstock kv layout of vllm {version}\n{current_platform.get_device_name()} {shaping}\n{layout}"
+    model = VllmModel(
+        settings.model,
+        tokenizer,
+        find_response_template(tokenizer, config.model_type, settings.response_template),
+        find_eos_token_ids(load_generation_config(directory), config, tokenizer),
+        context_length,
+        config.get_text_config().vocab_size,
+        compute_fingerprint(directory, files, hash_files(files, report), config, form),
+        layout,
+    )
+    return VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))
+
+
+def _check_rope(config: Any, context_length: int) -> None:
+    """Raise `ModelLoadError` for a model that vLLM would compute as one of a longer context.
+
+    vLLM takes the factors of `longrope` by the longest sequence that it is told of, and that is one token more than the
+    model's context here.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    original = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if original == context_length:
+        raise ModelLoadError(
+            f"its context is the {original} tokens at which vLLM takes other factors for its positions: "
+            "set max_position_embeddings in its config.json to one token less"
+        )
+
+
+def _check_layers(groups: Sequence[Any]) -> None:
+    """Raise `ModelLoadError` unless vLLM keeps the KV of all tokens in all layers, under one name a block."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if len(groups) != 1:
+        raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec or spec.non_causal:
+        raise ModelLoadError(
+            f"vLLM does not keep the KV of all its tokens as plain attention does ({type(spec).__name__})"
+        )
