@@ -6,7 +6,7 @@ vLLM has all layers and heads in the model's order, so ranks of any number read 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,5 +110,7 @@ def combine_ranks(ranks: Sequence[RankKV], block_size: int, num_heads: int) -> t
         slices.append(RankSlice(slice(start, start + rank.num_layers), slice(head, head + heads)))
     if {head for at in slices for head in range(at.heads.start, at.heads.stop)} != set(range(num_heads)):
         raise ModelLoadError(f"{num_heads} KV heads cannot be shared among {num_parts} ranks with {heads} each")
-    element_type: ElementType = next(iter(types))  # type: ignore[assignment]
-    return VllmLayout(block_size, sum(by_stage.values()), num_heads, vector_size, element_type), slices
+    (element_type,) = types
+    return VllmLayout(
+        block_size, sum(by_stage.values()), num_heads, vector_size, cast(ElementType, element_type)
+    ), slices

@@ -199,6 +199,4 @@ def _check_layers(groups: Sequence[Any]) -> None:
         raise ModelLoadError("it has several kinds of layers, whose blocks vLLM keeps apart")
     spec = groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec or spec.non_causal:
-        raise ModelLoadError(
-            f"vLLM does not keep the KV of all its tokens as plain attention does ({type(spec).__name__})"
-        )
+        raise ModelLoadError(f"vLLM keeps its KV in another way than that of plain attention: {type(spec).__name__}")

@@ -8,18 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
+from penstock.engine.files import DEMO_MODEL
 from penstock.engine_vllm.blocks import RankKV, combine_ranks
 from penstock.errors import ModelLoadError
-from penstock.messages import Request
+from penstock.messages import Request, Sampling
 from sim.workload import ENGINE_SETTINGS
 from tests.engine_contract.engines import BLOCK, Caller, EngineUnderTest, open_vllm
-from tests.engine_contract.test_engine_contract import add_all, expect, make_work, prefill_all
+from tests.engine_contract.test_engine_contract import NUM_NEW, add_all, expect, make_work, prefill_all, prompt_of
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"
-)
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+}  # fmt: skip
 RANKS = {"one rank": "", "two parts": "--tensor-parallel-size 2", "two stages": "--pipeline-parallel-size 2"}
 
 
@@ -54,8 +58,66 @@ def test_blocks_are_read_by_another_number_of_ranks(tmp_path: Path, before: str,
 
 
 def count_full(request: Request) -> int:
-    assert request.token_ids is not None
-    return len(request.token_ids) // BLOCK * BLOCK
+    return len(prompt_of(request)) // BLOCK * BLOCK
+
+
+def make_model(directory: Path, kind: str, **given: Any) -> Path:
+    """Save a small model of a kind of transformers, with the demo model's tokenizer. Returns its directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=96, num_hidden_layers=4, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0, **given,
+    )  # fmt: skip
+    torch.manual_seed(11)
+    make: Any = transformers.AutoModelForCausalLM
+    make.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@needs_vllm
+def test_a_model_with_windows_beside_full_attention_goes_on_elsewhere(tmp_path: Path) -> None:
+    """vLLM keeps the KV that has left the windows, too: what decode loads is the whole prompt."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = make_model(tmp_path / "model", "gemma3_text", sliding_window=16, layer_types=kinds)
+    with opened(tmp_path, "one rank", model=str(model)) as under_test:
+        prompt = prompt_of(make_work()[-1])
+        greedy = Sampling(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+        (caller := Caller(under_test.engine)).add_prompt("first", prompt, greedy)
+        said = caller.run_to_end()["first"]
+        under_test.empty_memory()
+        (caller := Caller(under_test.engine)).add("rest", prompt, greedy, said)
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(model)
+        reference = module.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False
+        )
+        assert caller.run_to_end()["rest"] == reference[0, len(prompt) :].tolist()
+        assert caller.progress["rest"].num_cached_tokens == len(prompt) // BLOCK * BLOCK
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        ("mistral", {"sliding_window": 64}, "in another way than that of plain attention: SlidingWindowSpec"),
+        (
+            "phi3",
+            {"original_max_position_embeddings": 512, "rope_parameters": LONG_ROPE},
+            "vLLM takes other factors for its positions",
+        ),
+    ],
+    ids=["windows everywhere", "factors of a longer context"],
+)
+def test_a_model_whose_tokens_would_be_others_is_refused(
+    tmp_path: Path, kind: str, given: dict[str, Any], told: str
+) -> None:
+    from penstock.engine_vllm.opening import open_vllm_core
+
+    model = make_model(tmp_path / "model", kind, **given)
+    settings = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, "model": str(model)})
+    with pytest.raises(ModelLoadError, match=told):
+        open_vllm_core(settings)
 
 
 def make_rank(stage: int = 0, part: int = 0, num_layers: int = 3, **given: Any) -> RankKV:
