@@ -1,18 +1,26 @@
-"""What an endpoint as the engine loses: `python -m benchmarks.endpoint [--quick] [--json FILE]`.
+"""What an endpoint as the engine loses: `python -m benchmarks.endpoint [--quick] [--json FILE] [--command COMMAND]`.
 
 A server that counts (`sim/endpoint.py`) stands for the endpoint. Readers send 1,000 requests over a gateway and follow
 their streams, and come back where a connection breaks. Meanwhile the server is killed five times and the gateway three
 times; each comes back. An answer is whole if its text is ` 0 1 2 …` with every number once, for the reader and in the
 result. With `--quick` there are 200 requests, and two kills and one.
+
+`--command` puts a real server in its place, which calls its model `counting`, such as `vllm serve DIRECTORY
+--served-model-name counting --port {port}` or `llama-server -m FILE --alias counting --port {port}`. An answer is whole
+then if the reader has seen the text of the result; `other_text` counts those that are not what the server says
+undisturbed, to one request at a time.
 """
 
+import argparse
+import shlex
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import describe_machine, parse_arguments, report_figures
+from benchmarks.common import Arguments, describe_machine, report_figures
 from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
@@ -28,11 +36,15 @@ from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
+from penstock.waiting import wait_until
 from sim.endpoint import MODEL, write_numbers
 
 NUM_READERS = 32
 NUM_PIECES, PAUSE_S = 40, 0.02
-ANSWER_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 240.0
+NUM_PROMPTS = 25
+"""Different prompts for a real server."""
+ANSWER_TIMEOUT_S = 300.0
 """A reader gives up after this time; its request counts as stuck."""
 
 
@@ -53,7 +65,9 @@ class Reading:
 class Readers:
     """Sends requests over a gateway, and follows each stream to its end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, prompts: Callable[[int], str]) -> None:
+        """`prompts` gives the prompt of each request, by its number."""
+        self._prompts = prompts
         self._client = httpx.Client(base_url=url, timeout=20.0, limits=httpx.Limits(max_connections=NUM_READERS))
         self.num_over = 0
         self._lock = threading.Lock()
@@ -75,7 +89,8 @@ class Readers:
         if reading.stream:
             answer = self._client.stream("GET", reading.stream, headers=headers)
         else:
-            body = {"model": MODEL, "prompt": f"{reading.number}|", "max_tokens": NUM_PIECES, "stream": True}
+            body = {"model": MODEL, "prompt": self._prompts(reading.number), "max_tokens": NUM_PIECES}
+            body |= {"stream": True, "temperature": 0.0}
             answer = self._client.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": reading.key})
         with answer as response:
             if response.status_code == 200:
@@ -105,19 +120,50 @@ class Readers:
         self._client.close()
 
 
-def start_endpoint(port: int) -> Child:
-    """Start the server on a port."""
-    return start_child([sys.executable, "-m", "sim.endpoint", str(port), str(PAUSE_S)], name="endpoint")
+def make_count_prompt(number: int) -> str:
+    """Return the prompt of a request to the server that counts."""
+    return f"{number}|"
 
 
-def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: int) -> dict[str, float]:
+def make_story_prompt(number: int) -> str:
+    """Return the prompt of a request to a real server: one of a few."""
+    return f"Once upon a time there were {number % NUM_PROMPTS + 2} little "
+
+
+def start_endpoint(port: int, command: str) -> Child:
+    """Start the server on a port: the one that counts, if no command is given."""
+    counting = [sys.executable, "-m", "sim.endpoint", str(port), str(PAUSE_S)]
+    return start_child(shlex.split(command.format(port=port)) or counting, name="endpoint")
+
+
+def ask_undisturbed(port: int) -> dict[str, str]:
+    """Return a real server's answers, by prompt."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_TIMEOUT_S) as client:
+
+        def is_ready() -> bool:
+            with suppress(httpx.TransportError):
+                return client.get("/v1/models").status_code == 200 and client.get("/health").status_code == 200
+            return False
+
+        wait_until(is_ready, START_TIMEOUT_S, "the server is ready")
+        answers = {}
+        for number in range(NUM_PROMPTS):
+            prompt = make_story_prompt(number)
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_PIECES, "temperature": 0.0}
+            answers[prompt] = str(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+        return answers
+
+
+def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: int, command: str) -> dict[str, float]:
     """Return the figures of a run."""
+    make_prompt = make_story_prompt if command else make_count_prompt
     port, gateway_port = find_free_port(), find_free_port()
     kills = sorted(
         [((n + 1) / (num_endpoint_kills + 1), "endpoint") for n in range(num_endpoint_kills)]
         + [((n + 0.7) / (num_gateway_kills + 1), "gateway") for n in range(num_gateway_kills)]
     )
-    endpoint = start_endpoint(port)
+    endpoint = start_endpoint(port, command)
+    undisturbed = ask_undisturbed(port) if command else {}
     with tempfile.TemporaryDirectory() as folder:
         environment = build_endpoint_environment([f"http://127.0.0.1:{port}"])
         stack = Stack(
@@ -125,7 +171,7 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
         )
         with stack:
             stack.wait_until_ready(120.0)
-            readers, begun_s = Readers(stack.gateway_url), time.monotonic()
+            readers, begun_s = Readers(stack.gateway_url, make_prompt), time.monotonic()
             with ThreadPoolExecutor(NUM_READERS) as pool:
                 followed = [pool.submit(readers.follow, number) for number in range(num_requests)]
                 while not all(one.done() for one in followed):
@@ -134,7 +180,7 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
                         print(f"{time.monotonic() - begun_s:6.1f} s: {readers.num_over} are over, {whom} is killed")
                         if whom == "endpoint":
                             endpoint.kill()
-                            endpoint = start_endpoint(port)
+                            endpoint = start_endpoint(port, command)
                         elif stack.gateway is not None and stack.gateway.child is not None:
                             stack.gateway.child.kill()
                     stack.restart_dead()
@@ -144,30 +190,47 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
             messages = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
             results = [decode_message(Result, message.value) for message in messages]
         endpoint.stop()
-    return count_figures(followed, results, time.monotonic() - begun_s)
-
-
-def count_figures(followed: list["Future[Reading]"], results: list[Result], took_s: float) -> dict[str, float]:
-    """Return what was lost (no result, or not the whole text), came twice, got stuck or ended with an error."""
-    readings, whole = [one.result() for one in followed], write_numbers(NUM_PIECES)
+    readings = [one.result() for one in followed]
     ends = Counter(result.id for result in results)
-    texts = [reading.text for reading in readings if reading.is_over and not reading.error]
-    texts += [result.text for result in results if result.error is None]
-    return {
+    figures = {
         "requests": len(readings),
-        "lost": max(0, len(readings) - len(ends)) + sum(text != whole for text in texts),
+        "lost": max(0, len(readings) - len(ends))
+        + (count_torn(readings, results) if command else count_incomplete(readings, results)),
         "duplicated": sum(count - 1 for count in ends.values()),
         "stuck": sum(not reading.is_over for reading in readings),
         "ended_with_error": sum(result.error is not None for result in results),
-        "seconds": took_s,
+        "seconds": time.monotonic() - begun_s,
     }
+    if command:
+        told = [one for one in readings if one.is_over and not one.error]
+        figures["other_text"] = sum(one.text != undisturbed[make_prompt(one.number)] for one in told)
+    return figures
+
+
+def count_incomplete(readings: Iterable[Reading], results: Iterable[Result]) -> int:
+    """Return how many answers of the server that counts are not whole, for a reader or in a result."""
+    texts = [reading.text for reading in readings if reading.is_over and not reading.error]
+    texts += [result.text for result in results if result.error is None]
+    return sum(text != write_numbers(NUM_PIECES) for text in texts)
+
+
+def count_torn(readings: Iterable[Reading], results: Iterable[Result]) -> int:
+    """Return how many readers have seen another text than that of their request's result."""
+    texts = {result.id: result.text for result in results}
+    told = [reading for reading in readings if reading.is_over and not reading.error]
+    return sum(reading.text != texts.get(reading.stream.rpartition("/")[2]) for reading in told)
 
 
 def main() -> None:
     """Run and report."""
-    given = parse_arguments(__doc__ or "")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two minutes at most, with the server that counts")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--command", default="", help="starts a real server on {port}")
+    given = parser.parse_args()
     print(describe_machine())
-    report_figures(run_requests(200, 2, 1) if given.quick else run_requests(1000, 5, 3), given)
+    size = (200, 2, 1) if given.quick else (1000, 5, 3)
+    report_figures(run_requests(*size, given.command), Arguments(given.quick, given.json))
 
 
 if __name__ == "__main__":

@@ -73,10 +73,10 @@ class RankBlocks:
     slices: list[RankSlice]
     """By rank."""
 
-    def write_blocks(self, blocks: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Make each payload the content of a block."""
-        wholes = [np.frombuffer(payload, np.uint8).reshape(self.layout.byte_shape) for payload in payloads]
-        parts = [[np.ascontiguousarray(whole[part.layers, part.heads]) for whole in wholes] for part in self.slices]
+    def write_blocks(self, blocks: Sequence[int], payloads: NDArray[np.uint8]) -> None:
+        """Make each payload the content of a block. `payloads`: [blocks, bytes of a block]."""
+        wholes = payloads.reshape(len(blocks), *self.layout.byte_shape)
+        parts = [wholes[:, part.layers, part.heads] for part in self.slices]
         self.executor.collective_rpc("penstock_write_blocks", args=(list(blocks), parts))
 
     def copy_block(self, block: int, num_rows: int) -> memoryview:

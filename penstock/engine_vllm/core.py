@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import compute_masks, make_sampling_params
@@ -58,7 +60,10 @@ class StagedBlocks:
 
     keys: list[bytes]
     num_cached: int
+    buffer: NDArray[np.uint8]
+    """At least as many rows as there are new blocks, each of a block's bytes."""
     views: list[memoryview]
+    """The first rows of the buffer."""
     cached_blocks: list[Any]
     new_blocks: list[Any]
 
@@ -104,6 +109,7 @@ class VllmCore:
         self._ids: dict[Sequence, str] = {}
         self._numbers = itertools.count()
         self._staged: set[StagedBlocks] = set()
+        self._spare_buffer: NDArray[np.uint8] | None = None
         self._step: _Step | None = None
         self._failed: SequenceFailed | None = None
         self._rate = PrefillRate()
@@ -224,10 +230,24 @@ class VllmCore:
             self._pool.free_blocks(reversed(cached))
             return None
         new = self._pool.get_new_blocks(min(num_missing, num_available))
-        views = [memoryview(bytearray(self.model.layout.block_bytes)) for _ in new]
-        staged = StagedBlocks(keys, len(cached), views, cached, new)
+        buffer = self._take_buffer(len(new))
+        views = [memoryview(row) for row in buffer[: len(new)]]
+        staged = StagedBlocks(keys, len(cached), buffer, views, cached, new)
         self._staged.add(staged)
         return staged
+
+    def _take_buffer(self, num_blocks: int) -> NDArray[np.uint8]:
+        """Return memory for at least so many blocks: that of an earlier load, or new."""
+        spare, self._spare_buffer = self._spare_buffer, None
+        if spare is not None and len(spare) >= num_blocks:
+            return spare
+        return np.empty((num_blocks, self.model.layout.block_bytes), np.uint8)
+
+    def _keep_buffer(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep the memory of a load for the next one: the first access to new pages takes as long as reading does."""
+        is_larger = self._spare_buffer is None or len(buffer) > len(self._spare_buffer)
+        if is_larger and len(buffer) <= self.num_blocks // 4:
+            self._spare_buffer = buffer
 
     def _find_cached_blocks(self, keys: list[bytes]) -> list[Any]:
         found = []
@@ -247,12 +267,13 @@ class VllmCore:
         self._staged.remove(staged)
         first, filled = staged.num_cached, staged.new_blocks[:num_filled]
         if filled:
-            self._blocks.write_blocks([block.block_id for block in filled], staged.views[:num_filled])
+            self._blocks.write_blocks([block.block_id for block in filled], staged.buffer[:num_filled])
         for number, block in enumerate(filled):
             key = BlockHash(staged.keys[first + number])
             num_tokens = (first + number + 1) * self.settings.block_size
             self._pool._insert_block_hash(make_block_hash_with_group_id(key, 0), block, num_tokens=num_tokens)  # noqa: SLF001 - what `cache_full_blocks` does, without a request
         self._pool.free_blocks(reversed([*staged.cached_blocks, *staged.new_blocks]))
+        self._keep_buffer(staged.buffer)
 
     def pin_block(self, seq: Sequence, index: int) -> CopiedBlock:
         """Return a copy of the sequence's `index`-th block. Rows that are not computed are zero."""

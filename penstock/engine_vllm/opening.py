@@ -95,15 +95,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_vllm_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of `vllm serve` in the text that differ from vLLM's own values, by their names in Python.
+    """Return the arguments of `vllm serve` that the text has, by their names in Python.
 
     Raises `ModelLoadError` for unknown ones, and for those that this project gives itself.
     """
     from vllm import EngineArgs
 
-    parser = EngineArgs.add_cli_args(_Parser(prog="PENSTOCK_ENGINE_VLLM_ARGS", add_help=False, allow_abbrev=False))
-    values, usual = vars(parser.parse_args(shlex.split(text))), vars(parser.parse_args([]))
-    given = {name: value for name, value in values.items() if value != usual[name]}
+    parser = EngineArgs.add_cli_args(
+        _Parser(
+            prog="PENSTOCK_ENGINE_VLLM_ARGS", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+    )
+    for action in parser._actions:  # noqa: SLF001 - what is not given is not in the result
+        action.default = argparse.SUPPRESS
+    given: dict[str, Any] = vars(parser.parse_args(shlex.split(text)))
     for name in sorted(given.keys() & OWN_ARGUMENTS.keys()):
         raise ModelLoadError(f"PENSTOCK_ENGINE_VLLM_ARGS: --{name.replace('_', '-')}: {OWN_ARGUMENTS[name]}")
     return given

@@ -46,12 +46,13 @@ class RankExtension:
             )
 
     @torch.inference_mode()
-    def penstock_write_blocks(self, blocks: list[int], parts: list[list[NDArray[np.uint8]]]) -> None:
-        """Make each part the content of a block. `parts`: by rank, for each block [layers, heads, tokens, bytes]."""
-        own = parts[_find_rank()]
+    def penstock_write_blocks(self, blocks: list[int], parts: list[NDArray[np.uint8]]) -> None:
+        """Make each part the content of a block. `parts`: by rank, [blocks, layers, heads, tokens, bytes]."""
+        own = torch.from_numpy(parts[_find_rank()])
         for index, layer in enumerate(self.model_runner.kv_caches):
-            for block, part in zip(blocks, own, strict=True):
-                layer[block].copy_(torch.from_numpy(part[index]).view(layer.dtype))
+            payloads = own[:, index].view(layer.dtype)
+            for number, block in enumerate(blocks):
+                layer[block].copy_(payloads[number])
 
     @torch.inference_mode()
     def penstock_copy_block(self, block: int) -> NDArray[np.uint8]:

@@ -173,3 +173,12 @@ def test_arguments_that_cannot_be_given_are_refused_by_name(given: str, told: st
     settings = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, "vllm_args": given})
     with pytest.raises(ModelLoadError, match=told.replace("'", ".")):
         open_vllm_core(settings)
+
+
+@needs_vllm
+def test_arguments_of_vllm_are_read_as_it_reads_them() -> None:
+    from penstock.engine_vllm.opening import parse_vllm_arguments
+
+    assert parse_vllm_arguments("") == {}
+    given = parse_vllm_arguments("--no-enforce-eager -tp 2 --hf-overrides '{\"rope_theta\": 5}'")
+    assert given == {"enforce_eager": False, "tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 5}}
