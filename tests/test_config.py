@@ -95,6 +95,30 @@ def test_a_bad_value_is_named(
         load_settings(part)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"MAX_BATCH": "512"}, True),
+        ({"MAX_BATCH": "9", "MAX_STEP_TOKENS": "8"}, True),
+        ({"MAX_BATCH": "8", "MAX_STEP_TOKENS": "8"}, False),
+        ({"MAX_STEP_TOKENS": "8"}, False),
+        ({"MAX_BATCH": "512", "KIND": "vllm"}, False),
+    ],
+)
+def test_a_batch_that_a_step_has_too_few_tokens_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], is_refused: bool
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(f"PENSTOCK_ENGINE_{name}", value)
+    if is_refused:
+        with pytest.raises(
+            SettingsError, match=r"^PENSTOCK_ENGINE_MAX_BATCH=\d+ is more than PENSTOCK_ENGINE_MAX_STEP"
+        ):
+            load_settings(EngineSettings)
+    else:
+        load_settings(EngineSettings)
+
+
 def test_an_unknown_name_given_in_code_is_an_error() -> None:
     with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
         load_settings(Addresses, pipelin="demo")

@@ -138,7 +138,7 @@ class EngineSettings(BaseSettings):
     pool_mb: int = Field(default=256, ge=1)
     """Memory for KV blocks."""
     max_batch: int = Field(default=32, ge=1)
-    """Sequences that run at the same time, at most."""
+    """Sequences that run at the same time, at most; no more than a step has tokens."""
     max_step_tokens: int = Field(default=256, ge=1)
     """Token budget of one step; longer prompts are prefilled in chunks."""
     speculate: bool = True
@@ -149,6 +149,16 @@ class EngineSettings(BaseSettings):
     response_template: str = ""
     """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
     was published without one, and is of no family that is known."""
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        # A step gives each running sequence a token, so more of them would not run at the same time.
+        if self.kind == "own" and "max_batch" in self.model_fields_set and self.max_batch > self.max_step_tokens:
+            raise ValueError(
+                f"PENSTOCK_ENGINE_MAX_BATCH={self.max_batch} is more than PENSTOCK_ENGINE_MAX_STEP_TOKENS="
+                f"{self.max_step_tokens}, the tokens of a step: raise that, or lower the batch"
+            )
+        return self
 
 
 class EndpointSettings(BaseSettings):

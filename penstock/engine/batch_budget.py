@@ -41,7 +41,7 @@ class BatchBudget:
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens the sequence may compute in the step."""
         cost = self._cost
-        if cost is None or seq.klass == "interactive" or not self._num_interactive:
+        if not num_tokens or cost is None or seq.klass == "interactive" or not self._num_interactive:
             return num_tokens
         min_tokens = 1 if self._is_forced else 0
         if seq.num_pending_tokens == 1:

@@ -3,11 +3,16 @@
 Order. Running sequences are ordered by priority (class), then by arrival. Within a class, waiting sequences are
 admitted in an order that is fair between tenants (`fairness`), preempted ones first.
 
+Prompts. The first one that is too long for what is left of a step shares that with prompts that need at most half as
+many tokens as it does itself: they get up to half of it, the shortest first, so that a short prompt does not wait for a
+long one. Waiting ones are admitted for this in their order. They pass longer ones of their own tenant as long as a
+place in the batch is left for those, but none of another tenant: that would not be fair.
+
 Blocks. A sequence is admitted with blocks for the tokens it has, if one more block is left for each running sequence
-that still grows, so that a new sequence is not preempted at once. It gets further blocks as it grows. When there are
-none, the last sequence in order is preempted: its blocks are freed, its tokens are kept, and KV that is not in the pool
-any more is computed again later. If the growing sequence is itself the last one, it pauses and keeps its blocks. So the
-first in order always makes progress, and everything ends.
+that still grows, so that a new sequence is not preempted at once, and if the blocks will do for what is expected of all
+(`growth`). It gets further blocks as it grows. When there are none, the last sequence in order is preempted: its blocks
+are freed, its tokens are kept, and KV that is not in the pool any more is computed again later. If the growing sequence
+is itself the last one, it pauses and keeps its blocks. So the first in order always makes progress, and all end.
 
 Backfill. If the head of the queue does not fit, smaller sequences behind it run, and are preempted as soon as that lets
 the head in. So it starts no later than it would without them. In the same way all batch sequences make way for an
@@ -56,11 +61,28 @@ class _StepPlan:
         self.batch_budget = batch_budget
         self.decodes = {seq for seq in running if seq.num_pending_tokens == 1}
         """Decoding sequences that are not planned yet."""
+        self.long_prompt: Sequence | None = None
+        """The first prompt that is too long for the step. It is planned last, with what shorter ones leave."""
+        self._num_kept_tokens = 0
+        """Tokens of the budget that are kept for the long prompt."""
 
     @property
     def prompt_budget(self) -> int:
-        """Tokens that prompts may use: one is kept for each decoding sequence that is not planned yet."""
-        return self.budget - len(self.decodes)
+        """Tokens that prompts may use, besides one for each decoding sequence that is not planned yet."""
+        return self.budget - len(self.decodes) - self._num_kept_tokens
+
+    def keep_for_long_prompt(self, seq: Sequence) -> None:
+        """Let shorter prompts have half of the prompt budget, and this one the rest."""
+        self.long_prompt, self._num_kept_tokens = seq, self.prompt_budget - self.prompt_budget // 2
+
+    def release_long_prompt(self) -> Sequence | None:
+        """Return the long prompt if there is one; the whole budget is free from now on."""
+        seq, self.long_prompt, self._num_kept_tokens = self.long_prompt, None, 0
+        return seq
+
+    def is_too_long(self, num_tokens: int) -> bool:
+        """Return whether a prompt of so many tokens must not share the step with the long prompt."""
+        return self.long_prompt is not None and 2 * num_tokens > self.long_prompt.num_pending_tokens
 
     def schedule_tokens(self, seq: Sequence, num_tokens: int) -> None:
         self.num_tokens_by_sequence[seq] = num_tokens
@@ -70,6 +92,8 @@ class _StepPlan:
     def unschedule(self, seq: Sequence) -> None:
         """Take a preempted sequence out of the step, whether it was planned or not."""
         self.budget += self.num_tokens_by_sequence.pop(seq, 0)
+        if seq is self.long_prompt:
+            self.release_long_prompt()
         self.decodes.discard(seq)
         self.batch_budget.remove_sequence(seq)
 
@@ -121,6 +145,8 @@ class Scheduler:
         if seq in self.running:
             self._stop_running(seq)
         if seq.state is not State.DONE:
+            if seq.state is State.RUNNING:
+                self._tables.growth.record_end()
             seq.move_to(State.DONE)
         self.pool.free_blocks(seq.block_table)
         seq.block_table = []
@@ -145,8 +171,11 @@ class Scheduler:
         These are the blocks that waiting sequences of this and higher priorities need at admission, and one for each
         running sequence that may grow.
         """
+        return self._tables.count_growing(self.running) + self._count_admission_blocks(priority)
+
+    def _count_admission_blocks(self, priority: int) -> int:
         waiting = chain(*self._queues[: priority + 1])
-        return self._tables.count_growing(self.running) + sum(map(self._tables.count_blocks_at_admission, waiting))
+        return sum(map(self._tables.count_blocks_at_admission, waiting))
 
     def count_batch_slots_beside_interactive(self) -> float:
         """Return how many more batch sequences would run and not pause beside the interactive ones.
@@ -162,8 +191,11 @@ class Scheduler:
 
         At least 1 while any block is left over, because the sequence may share cached blocks; 0 if none is.
         """
+        ahead = [seq for seq in self.running if seq.priority <= priority and seq.state is State.RUNNING]
+        waiting = list(chain(*self._queues[: priority + 1]))
         num_displaced = sum(len(seq.block_table) for seq in self.running if seq.priority > priority)
-        num_available = self.pool.num_free_blocks + num_displaced - self.count_reserved_blocks(priority)
+        num_growth = max(self._tables.count_growing(self.running), self._tables.estimate_growth([*ahead, *waiting]))
+        num_available = self.pool.num_free_blocks + num_displaced - self._count_admission_blocks(priority) - num_growth
         if num_available <= 0 and self.has_sequences(priority):
             return 0
         return max(1, num_available // -(-num_tokens // self.pool.block_size))
@@ -217,6 +249,7 @@ class Scheduler:
             seq.last_scheduled_step = self._num_steps
             if num_tokens == seq.num_pending_tokens:
                 self._charge_tenant(seq, OUTPUT_TOKEN_COST)
+                self._tables.growth.record_tokens(1)
         return list(plan.items())
 
     def _open_budget(self) -> BatchBudget:
@@ -227,11 +260,36 @@ class Scheduler:
         """Plan a step of all sequences that are not suspect. Suspects are admitted, but compute nothing."""
         step = _StepPlan([seq for seq in self.running if not seq.suspect], token_budget, batch_budget)
         for priority in range(len(CLASSES)):
+            prompts: list[Sequence] = []
             for seq in [seq for seq in self.running if seq.priority == priority and not seq.suspect]:
-                if seq.state is State.RUNNING:  # and was not preempted for one before it
+                if seq.num_pending_tokens > 1:
+                    prompts.append(seq)
+                elif seq.state is State.RUNNING:  # and was not preempted for one before it
                     self._schedule_running(seq, step)
+            self._schedule_prompts([seq for seq in prompts if seq.state is State.RUNNING], step)
             self._admit_waiting(priority, step, max_batch)
+            long_prompt = step.release_long_prompt()
+            if long_prompt is not None:
+                self._schedule_running(long_prompt, step)
         return step.num_tokens_by_sequence
+
+    def _schedule_prompts(self, prompts: list[Sequence], step: _StepPlan) -> None:
+        """Plan running prompts in order up to the first that is too long for the step, then the shortest others."""
+        for number, seq in enumerate(prompts, 1):
+            self._schedule_prompt(seq, step)
+            if step.long_prompt is not None:
+                for other in sorted(prompts[number:], key=attrgetter("num_pending_tokens")):
+                    if not step.is_too_long(other.num_pending_tokens):
+                        self._schedule_running(other, step)
+                return
+
+    def _schedule_prompt(self, seq: Sequence, step: _StepPlan) -> None:
+        """Plan a prompt, or keep tokens for it if it is the first that is too long for the step."""
+        num_tokens = step.batch_budget.limit_tokens(seq, min(seq.num_pending_tokens, step.prompt_budget))
+        if step.long_prompt is None and num_tokens == step.prompt_budget < seq.num_pending_tokens:
+            step.keep_for_long_prompt(seq)
+        else:
+            self._schedule_running(seq, step)
 
     def _schedule_alone(self, seqs: list[Sequence], token_budget: int) -> dict[Sequence, int]:
         """Plan a step of the first of these sequences that can compute something, and of no other."""
@@ -279,6 +337,7 @@ class Scheduler:
     def charge_accepted_tokens(self, seq: Sequence, num_tokens: int) -> None:
         """Charge the sequence's tenant for tokens that a step gave beside the one that was planned."""
         self._charge_tenant(seq, OUTPUT_TOKEN_COST * num_tokens)
+        self._tables.growth.record_tokens(num_tokens)
 
     def _charge_tenant(self, seq: Sequence, cost: int) -> None:
         self._queues[CLASSES.index(seq.klass)].charge_tenant(seq.tenant, cost, seq.weight)
@@ -307,6 +366,7 @@ class Scheduler:
         queue = self._queues[priority]
         passed: list[Sequence] = []
         is_head_blocked = False
+        passed_tenant: str | None = None
         while step.prompt_budget > 0 and len(passed) <= MAX_PASSED_SEQUENCES:
             if len(self.running) >= max_batch and self.running[-1].scheduling_order < (priority, True):
                 return  # the batch is full, and nothing that runs may be preempted for this priority
@@ -316,18 +376,18 @@ class Scheduler:
                 return
             if priority > 0 and not step.batch_budget.can_admit:
                 return
-            if self._tables.is_being_computed(seq):
+            if step.long_prompt is not None and step.is_too_long(self._tables.count_tokens_to_compute(seq)):
+                passed.append(seq)
+                passed_tenant = seq.tenant
+            elif passed_tenant is not None and (seq.tenant != passed_tenant or len(self.running) + 1 >= max_batch):
+                return  # it is not this tenant's turn, or there is no place beside the longer one's
+            elif self._tables.is_being_computed(seq):
                 passed.append(seq)
             elif self._try_make_room(seq, step, max_batch, is_backfill=is_head_blocked):
                 queue.remove(seq)
                 self._start_running(seq, is_backfill=is_head_blocked)
-                num_tokens = (
-                    0
-                    if seq.suspect
-                    else step.batch_budget.limit_tokens(seq, min(seq.num_pending_tokens, step.prompt_budget))
-                )
-                if num_tokens > 0:
-                    step.schedule_tokens(seq, num_tokens)
+                if not seq.suspect:
+                    self._schedule_prompt(seq, step)
             else:
                 passed.append(seq)
                 is_head_blocked = True

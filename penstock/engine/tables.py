@@ -1,8 +1,11 @@
 """Block tables: the blocks that a sequence finds cached, needs and holds. Plain Python over the pool."""
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 
+from penstock.engine.growth import GrowthEstimate
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence
 
@@ -12,6 +15,7 @@ class BlockTables:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.growth = GrowthEstimate()
         self._computing: dict[bytes, Sequence] = {}
         """By block key: the running sequence that computes this block, or has computed it."""
 
@@ -36,7 +40,8 @@ class BlockTables:
         """Return how many of `candidates`, in order, must be preempted to admit `seq`; None if all are too few.
 
         `seq` needs blocks for its tokens, and one for each sequence that can still grow, itself included, unless it
-        runs alone.
+        runs alone. And there have to be enough for what those that stay and itself are expected to hold together at any
+        time, candidates left aside: they make way later, too.
         """
         cached = self._cached_keys(seq)
         num_wanted = self.count_blocks_at_admission(seq) - len(cached)
@@ -45,6 +50,12 @@ class BlockTables:
             return None
         if not running:
             return 0
+        num_staying = len(running) - len(candidates)
+        if num_staying:
+            tables = [other.block_table for other in candidates]
+            num_freed = self.pool.count_blocks_freed(tables, cached) if tables else 0
+            if num_wanted + self.estimate_growth([*running[:num_staying], seq]) > num_free + num_freed:
+                return None
         num_growing = self.count_growing(running) + self._can_grow(seq)
         if num_wanted + num_growing <= num_free:
             return 0
@@ -73,6 +84,10 @@ class BlockTables:
             seq.num_computed_tokens = min(seq.num_prompt_tokens, len(seq.token_ids) - 1)
         self._computing.update((key, seq) for key in seq.block_keys[num_cached:])
 
+    def count_tokens_to_compute(self, seq: Sequence) -> int:
+        """Return how many tokens of a waiting sequence are not cached."""
+        return len(seq.token_ids) - len(self._cached_keys(seq)) * self.pool.block_size
+
     def register_blocks(self, seq: Sequence, first_token: int) -> None:
         """Register the sequence's full blocks that have a key, from the one that holds token `first_token` on."""
         size = self.pool.block_size
@@ -83,6 +98,25 @@ class BlockTables:
     def count_growing(self, running: list[Sequence]) -> int:
         """Return how many of the sequences may need another block."""
         return sum(map(self._can_grow, running))
+
+    def estimate_growth(self, seqs: Iterable[Sequence]) -> int:
+        """Return how many more blocks the sequences are expected to hold together than now, when they hold the most.
+
+        A waiting sequence holds those of its admission.
+        """
+        # The KV of the last token is never read.
+        answers = [(seq.max_new_tokens - seq.num_output_tokens - 1, self._count_own_blocks(seq)) for seq in seqs]
+        peak = self.growth.estimate_peak_blocks(answers, self.pool.block_size)
+        return math.ceil(peak) - sum(num_held for _, num_held in answers)
+
+    def _count_own_blocks(self, seq: Sequence) -> int:
+        """Return how many of its blocks no other sequence holds."""
+        table, count_pins = seq.block_table, self.pool.count_pins
+        if not table:
+            return self.count_blocks_at_admission(seq) - len(self._cached_keys(seq))
+        if count_pins(table[0]) == 1:
+            return len(table)
+        return len(table) - bisect_left(table, True, key=lambda block: count_pins(block) == 1)  # the first are shared
 
     def count_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many more blocks the sequence needs for its first `num_tokens` tokens; 0 or less if none."""

@@ -32,3 +32,9 @@ def save_tiny(directory: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
     return directory
+
+
+@pytest.fixture
+def unknown_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers expect answers to end at once until they have seen some tokens, so that small pools run short."""
+    monkeypatch.setattr("penstock.engine.growth.FIRST_TOKENS", 1e-9)

@@ -9,6 +9,9 @@ from penstock.engine.scheduler import AGING_STEPS
 from penstock.engine.sequence import State
 from tests.engine.schedules import ScheduledEngine, seq_of
 
+pytestmark = pytest.mark.usefixtures("unknown_growth")
+
+
 # Tenants
 
 

@@ -19,6 +19,8 @@ NUM_BLOCKS = 9
 
 Blocks = list[bytes]
 
+pytestmark = pytest.mark.usefixtures("unknown_growth")
+
 
 def _engine(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **values: int) -> Engine:
     engine = Engine(model, EngineSettings(dtype="float32", pool_mb=16, **values))  # type: ignore[arg-type]

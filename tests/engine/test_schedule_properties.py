@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.engine.cost import StepCost
-from penstock.engine.sequence import State
+from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import PinnedBlock, StagedBlocks
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
@@ -48,8 +49,11 @@ class Scheduling(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         max_batch=st.integers(1, 6),
         cost=st.sampled_from(COSTS),
+        first_tokens=st.sampled_from((1e-9, 16.0, 512.0)),
     )
-    def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None) -> None:
+    def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None, first_tokens: float) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("penstock.engine.growth.FIRST_TOKENS", first_tokens)
         self.dummy = ScheduledEngine(num_blocks, budget=budget, max_batch=max_batch)
         self.dummy.scheduler.cost = cost
         self.num_blocks = num_blocks
@@ -146,10 +150,15 @@ class Scheduling(RuleBasedStateMachine):
 
     # Blocks to a tier
 
-    @precondition(lambda self: any(seq.num_computed_tokens for seq in self.dummy.alive))
+    @property
+    def _pinnable(self) -> list[Sequence]:
+        """The sequences with KV in their blocks. A tail payload is written in the first step."""
+        return [seq for seq in self.dummy.alive if seq.num_computed_tokens and seq.tail_payload is None]
+
+    @precondition(lambda self: self._pinnable)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from([seq for seq in self.dummy.alive if seq.num_computed_tokens]))
+        seq = data.draw(st.sampled_from(self._pinnable))
         index = data.draw(st.integers(0, (seq.num_computed_tokens - 1) // SIZE))
         block = self.dummy.staging.pin_block(seq.block_table[index], min(SIZE, seq.num_computed_tokens - index * SIZE))
         self.pins.append(Pin(block, make_block_kv(seq.token_ids[: seq.num_computed_tokens], index)))
@@ -186,6 +195,7 @@ class Scheduling(RuleBasedStateMachine):
             self.dummy.staging.unpin_block(pin.block)
         rest = list(self.dummy.alive)
         self.dummy.run()
+        self.patch.undo()
         for seq in rest:
             assert (seq.num_output_tokens, seq.suspect) == (seq.max_new_tokens, False)
             assert seq.output_token_ids == list(

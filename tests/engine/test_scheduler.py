@@ -1,5 +1,7 @@
 """Order, budget, blocks and preemption. `test_fairness` is about starvation."""
 
+import pytest
+
 from penstock.engine.sequence import Sequence, State
 from penstock.names import PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
@@ -10,18 +12,22 @@ def _names(plan: list[tuple[Sequence, int]]) -> list[Sequence]:
     return [seq for seq, _ in plan]
 
 
+pytestmark = pytest.mark.usefixtures("unknown_growth")
+
+
 # Order and budget
 
 
 def test_decodes_come_first_then_chunks_up_to_the_budget() -> None:
     dummy = ScheduledEngine(budget=10)
-    short, long = seq_of(3), seq_of(30, first=100)
+    short, long = seq_of(18), seq_of(30, first=100)
     dummy.add(long, short)
     assert dummy.step() == [(long, 10)]
     assert dummy.step() == [(long, 10)]
-    dummy.budget = 14
-    assert dummy.step() == [(long, 10), (short, 3)]
+    dummy.budget = 28
+    assert dummy.step() == [(long, 10), (short, 18)]
     late = seq_of(30, first=200)
+    dummy.budget = 14
     dummy.add(late)
     assert dummy.step() == [(long, 1), (short, 1), (late, 12)]
 
@@ -169,11 +175,11 @@ def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
 
 def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
     dummy = ScheduledEngine(budget=10)
-    first, second, other = seq_of(18), seq_of(19), seq_of(4, first=90)
+    first, second, other = seq_of(18), seq_of(19), seq_of(12, first=90)
     dummy.add(first, second, other)
     assert dummy.step() == [(first, 10)]
     assert dummy.step() == [(first, 8), (other, 2)]
-    assert dummy.step() == [(first, 1), (other, 2), (second, 3)]
+    assert dummy.step() == [(first, 1), (second, 3), (other, 6)]
     assert second.num_cached_tokens == 16
 
 

@@ -19,6 +19,8 @@ from tests.engine.no_gpu import model_on, recording, varlen_attn
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 NUM_NEW = 40
+pytestmark = pytest.mark.usefixtures("unknown_growth")
+
 SMALL = EngineSettings(max_batch=6, max_step_tokens=40, pool_mb=16)
 
 has_kernels = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
@@ -274,7 +276,7 @@ def _watched(engine: Engine, rounds: int = 2) -> None:
             seq.tail_payload = bytes(engine.block_bytes)
         engine.add_sequence(seq)
     drain(engine, third)
-    assert engine.scheduler.num_preemptions >= 2 * rounds
+    assert engine.scheduler.num_preemptions >= rounds
     assert watch.num_seen > 30 * rounds
     assert third.num_seen > 20
 
