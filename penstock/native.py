@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-COMPILE_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+COMPILE_FLAGS = (
+    "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fstack-protector-strong", "-pthread", "-Wall", "-Wextra",
+)  # fmt: skip
+LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,-z,relro,-z,now",) if sys.platform == "linux" else ()))
 # GCC 12 gives these warnings for its own headers.
 SILENCED_WARNINGS = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
@@ -26,7 +29,7 @@ def link_library(library: Path, arguments: Sequence[str]) -> None:
     """Link `library`. It replaces the old file, so that processes which have mapped that one keep it."""
     scratch = library.with_suffix(f".{os.getpid()}")
     try:
-        run_compiler([*arguments, "-shared", "-pthread", "-o", str(scratch)])
+        run_compiler([*arguments, *LINK_FLAGS, "-o", str(scratch)])
         scratch.replace(library)
     finally:
         scratch.unlink(missing_ok=True)

@@ -6,7 +6,9 @@ are let go as loading goes on, so that the peak is what stays in the end and a l
 """
 
 import ctypes
+import logging
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from penstock.engine.files import Progress, to_one_line
 from penstock.errors import ModelLoadError
+
+log = logging.getLogger("penstock.engine")
 
 _DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
 
@@ -95,4 +99,9 @@ class _LazyTensor:
 def _drop_pages(first: int, end: int) -> None:
     """Take the pages of [first, end) out of this process. Pages of an unwritten private mapping lose nothing."""
     first -= first % mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    if _madvise(first, end - first, mmap.MADV_DONTNEED):
+        log.warning("pages of the weights stay in memory: %s", os.strerror(ctypes.get_errno()))
+
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes, _madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int

@@ -10,7 +10,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.kernels import library
+from penstock.engine.kernels import build, library
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
@@ -71,7 +71,7 @@ def test_the_original_weights_are_gone() -> None:
 
 def test_a_library_for_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     foreign = tmp_path / "libpenstock.so"
-    foreign.write_bytes(b"\x7fELF of some other kind")
+    foreign.write_bytes(b"\x7fELF of some other kind, " + build.interface_mark())
     monkeypatch.setattr(library, "LIBRARY", foreign)
     assert library.load_library.__wrapped__() is None
 

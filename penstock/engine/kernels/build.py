@@ -5,6 +5,7 @@ once for each instruction set; which one runs is chosen at run time, so that a w
 platform.
 """
 
+import hashlib
 import os
 import platform
 import sys
@@ -33,14 +34,29 @@ def instruction_sets() -> dict[str, list[str]]:
     return {**(_X86 if platform.machine() in ("x86_64", "AMD64") else {}), "plain": []}
 
 
+def interface_mark() -> bytes:
+    """Return what a library of the present sources contains: its functions and structures are those of `library`."""
+    # A stale library would read structures of another form, and so write anywhere.
+    texts = [(HERE / "src" / name).read_bytes() for name in ("api.cpp", "kernels.h")]
+    return b"penstock interface " + hashlib.sha256(b"".join(texts)).hexdigest()[:16].encode()
+
+
+def is_current(library: Path) -> bool:
+    """Return whether `library` was built from the present interface."""
+    return interface_mark() in library.read_bytes()
+
+
 def build_library(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None) -> None:
     """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
     variants = variants or instruction_sets()
-    listed = f"-DISAS={' '.join(f'EACH({name})' for name in variants)}"
+    listed = [
+        f"-DISAS={' '.join(f'EACH({name})' for name in variants)}",
+        f'-DINTERFACE="{interface_mark().decode().split()[-1]}"',
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = []
         for source in sorted((HERE / "src").glob("*.cpp")):
-            for name, flags in {"": [listed]}.items() if source.stem in _SHARED else variants.items():
+            for name, flags in {"": listed}.items() if source.stem in _SHARED else variants.items():
                 target = Path(folder) / f"{source.stem}-{name}.o"
                 define = [f"-DISA={name}"] if name else []
                 command = [*_FLAGS, *flags, *define, "-c", str(source), "-o", str(target)]

@@ -1,17 +1,20 @@
 """The compiled library: its structures and functions as `src/kernels.h` has them.
 
-`load_library()` returns None if it was not built (no compiler at install); the engine then runs on torch alone.
+`load_library()` returns None if it was not built (no compiler at install); the engine then runs on torch alone. One of
+another interface is built anew.
 """
 
 import ctypes
+import fcntl
 import functools
 import logging
 import os
+import subprocess
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import ClassVar
 
-from penstock.engine.kernels.build import LIBRARY
-from penstock.errors import SettingsError
+from penstock.engine.kernels.build import HERE, LIBRARY, build_library, is_current
+from penstock.errors import DependencyMissing, SettingsError
 
 log = logging.getLogger("penstock.engine")
 
@@ -144,8 +147,17 @@ class StepArgs(Structure):
     ]  # fmt: skip
 
 
+def _check_status(status: int) -> None:
+    """Raise what a function of the library returned."""
+    if status:
+        raise MemoryError("the kernels found no memory") if status == 1 else IndexError("there is no such token")
+
+
 class Library:
-    """The functions and the instruction set they run on. Calls release the interpreter's lock."""
+    """The functions and the instruction set they run on. Calls release the interpreter's lock.
+
+    They raise `MemoryError`, and `lookup` an `IndexError` for rows outside the weight.
+    """
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
@@ -153,11 +165,10 @@ class Library:
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
         for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best", "score"):
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
-            getattr(handle, f"penstock_{name}").restype = None
+            getattr(handle, f"penstock_{name}").restype = _check_status
         handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
-        handle.penstock_layer.restype = None
+        handle.penstock_layer.restype = _check_status
         self.layer = handle.penstock_layer
-        self.set_threads = handle.penstock_set_threads
         self.read = handle.penstock_read
         self.pack = handle.penstock_pack
         self.linear = handle.penstock_linear
@@ -168,9 +179,16 @@ class Library:
         self.rope = handle.penstock_rope
         self.best = handle.penstock_best
         self.score = handle.penstock_score
+        self._set_threads = handle.penstock_set_threads
         self._select = handle.penstock_select
         self.isa = ""
         self.select_isa(os.environ.get(ISA_VARIABLE, ""))
+
+    def set_threads(self, count: int) -> None:
+        """Compute on so many threads from now on, the caller's included. A forked child starts with that one alone."""
+        num_threads = self._set_threads(count)
+        if num_threads < count:
+            log.warning("the kernels run on %d threads: the system allows no more", num_threads)
 
     def select_isa(self, isa: str) -> None:
         """Run on the named instruction set from now on, or on the best there is for "".
@@ -185,12 +203,34 @@ class Library:
 
 @functools.cache
 def load_library() -> Library | None:
-    """Return the library of this process, or None if it was not built or is for another kind of machine."""
+    """Return the library of this process, or None if it was not built or is for another kind of machine.
+
+    Raises `DependencyMissing` if it was built from another interface and cannot be built anew.
+    """
     if not LIBRARY.is_file():
         return None
+    if not is_current(LIBRARY):
+        _rebuild_library()
     try:
         handle = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         log.warning("the native kernels do not load, the engine runs without them: %s", error)
         return None
     return Library(handle)
+
+
+def _rebuild_library() -> None:
+    """Build the library anew, in one process at a time. It must not be loaded before: a path is loaded only once."""
+    folder = os.open(HERE, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if not is_current(LIBRARY):
+            log.warning("the native kernels were built from other sources, and are built anew")
+            build_library(LIBRARY)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise DependencyMissing(
+            f"{LIBRARY} was built from other sources and cannot be built anew ({error}): install a C++ compiler and run"
+            f" python -m penstock.engine.kernels.build, or remove the file to run without kernels"
+        ) from error
+    finally:
+        os.close(folder)

@@ -1,4 +1,4 @@
-"""Memory on huge pages for weights and KV blocks, which every step reads."""
+"""Memory on huge pages for weights and KV blocks, which every step reads. Dumps of a crashed process leave it out."""
 
 import mmap
 import threading
@@ -46,6 +46,9 @@ def _map_memory(num_bytes: int) -> Tensor:
     """Return at least `num_bytes` zero bytes, starting at a huge page if they fill one."""
     huge = num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     memory = mmap.mmap(-1, max(1, num_bytes) + huge * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTDUMP"):  # gigabytes, and the KV of tenants' prompts
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_DONTDUMP)
     if huge:
         with suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)

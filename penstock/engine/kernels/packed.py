@@ -203,7 +203,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [..] to [.., embedding_dim]."""
-        ids = ids.contiguous()
+        ids = ids.long().contiguous()
         out = torch.empty(*ids.shape, self.embedding_dim, dtype=self._group.dtype)
         args = library.LookupArgs(ctypes.pointer(self._group.packed), ids.data_ptr(), out.data_ptr(), ids.numel())
         self._native.lookup(ctypes.addressof(args))

@@ -52,7 +52,23 @@ const Choice kChoices[] = {ISAS};
 std::atomic<const Table*> chosen{nullptr};
 const Table& table() { return *chosen.load(std::memory_order_relaxed); }
 
+// What the functions return. The caller is not C++, so nothing may be thrown into it.
+enum Status : int { kDone = 0, kNoMemory = 1, kNoSuchRow = 2 };
+
+template <class... Args> int call(void (*function)(Args...), Args... args) noexcept {
+  try {
+    function(args...);
+    return kDone;
+  } catch (...) {  // std::bad_alloc: nothing else is thrown
+    return kNoMemory;
+  }
+}
+
 }  // namespace
+
+// INTERFACE is a hash of this file and kernels.h. It is read before the library is loaded.
+EXPORT __attribute__((used)) const char penstock_interface[];
+const char penstock_interface[] = "penstock interface " INTERFACE;
 
 // Use the named instruction set, or the best there is for "". The name of the one used, or null if it cannot run here.
 EXPORT const char* penstock_select(const char* name) {
@@ -65,17 +81,22 @@ EXPORT const char* penstock_select(const char* name) {
   return nullptr;
 }
 
-EXPORT void penstock_set_threads(int count) { pool::set_threads(count); }
-EXPORT void penstock_pack(const PackArgs* a) { table().pack(a); }
-EXPORT void penstock_linear(const LinearArgs* a) { table().linear(a); }
-EXPORT void penstock_lookup(const LookupArgs* a) { table().lookup(a); }
-EXPORT void penstock_attention(const AttentionArgs* a) { table().attention(a); }
-EXPORT void penstock_write(const WriteArgs* a) { table().write(a); }
-EXPORT void penstock_norm(const NormArgs* a) { table().norm(a); }
-EXPORT void penstock_rope(const RopeArgs* a) { table().rope(a); }
-EXPORT void penstock_best(const BestArgs* a) { table().best(a); }
-EXPORT void penstock_score(const ScoreArgs* a) { table().score(a); }
-EXPORT void penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
-  table().layer(layer, step, attention);
+EXPORT int penstock_set_threads(int count) { return pool::set_threads(count); }
+EXPORT int penstock_pack(const PackArgs* a) { return call(table().pack, a); }
+EXPORT int penstock_linear(const LinearArgs* a) { return call(table().linear, a); }
+EXPORT int penstock_lookup(const LookupArgs* a) {
+  const uint64_t num_columns = uint64_t(a->weight->num_panels) * 32;
+  for (int64_t i = 0; i < a->rows; i++)
+    if (uint64_t(a->ids[i]) >= num_columns) return kNoSuchRow;
+  return call(table().lookup, a);
+}
+EXPORT int penstock_attention(const AttentionArgs* a) { return call(table().attention, a); }
+EXPORT int penstock_write(const WriteArgs* a) { return call(table().write, a); }
+EXPORT int penstock_norm(const NormArgs* a) { return call(table().norm, a); }
+EXPORT int penstock_rope(const RopeArgs* a) { return call(table().rope, a); }
+EXPORT int penstock_best(const BestArgs* a) { return call(table().best, a); }
+EXPORT int penstock_score(const ScoreArgs* a) { return call(table().score, a); }
+EXPORT int penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
+  return call(table().layer, layer, step, attention);
 }
 EXPORT uint64_t penstock_read(const void* data, int64_t bytes) { return table().read(data, bytes); }

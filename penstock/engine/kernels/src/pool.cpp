@@ -1,9 +1,14 @@
 #include "pool.h"
 
+#include <pthread.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,7 +18,8 @@ namespace pool {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kSpins = 20000;  // pauses a helper waits for the next job before it sleeps: some hundred microseconds
+constexpr std::chrono::microseconds kSpinTime{300};  // how long a thread looks for work, or for its end, before it sleeps
+constexpr int kPauses = 32;  // between two looks at the clock: a pause takes 10 to 140 cycles, by the processor
 
 void relax() {
 #if defined(__x86_64__)
@@ -21,6 +27,19 @@ void relax() {
 #else
   std::this_thread::yield();
 #endif
+}
+
+// Wait until `is_done()`, for kSpinTime at most. Returns whether it is.
+template <class F> bool spin(const F& is_done) {
+  if (is_done()) return true;
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < kPauses; i++) {
+      if (is_done()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return is_done();
 }
 
 // The tasks a thread has left, in one word so that taking one is one exchange: job number, end, begin. The job number
@@ -41,7 +60,7 @@ struct Pool {
   alignas(64) std::atomic<uint32_t> job{0};
   alignas(64) std::atomic<int> num_done{0};
   std::atomic<int> num_asleep{0};
-
+  std::atomic<bool> has_failed{false};  // a task of the job had no memory
 
   // Take one task of a share: the owner from the front, thieves from the back. -1 if there is none.
   static int take(Share& share, bool front) {
@@ -61,7 +80,11 @@ struct Pool {
     for (int i = 0; i < count; i++) {
       Share& share = shares[(self + i) % count];
       for (int index; (index = take(share, i == 0)) >= 0;) {
-        task(context, index);
+        try {
+          task(context, index);
+        } catch (...) {  // a thread that throws would end the process
+          has_failed.store(true, std::memory_order_relaxed);
+        }
         num_done.fetch_add(1, std::memory_order_acq_rel);
       }
     }
@@ -70,8 +93,7 @@ struct Pool {
   void helper(int self) {
     uint32_t seen = 0;
     for (;;) {
-      for (int spins = 0; job.load(std::memory_order_acquire) == seen && spins < kSpins; spins++) relax();
-      if (job.load(std::memory_order_acquire) == seen) {
+      if (!spin([&] { return job.load(std::memory_order_acquire) != seen; })) {
         num_asleep.fetch_add(1);
         job.wait(seen);
         num_asleep.fetch_sub(1);
@@ -91,6 +113,7 @@ struct Pool {
     task = f;
     context = c;
     num_done.store(0, std::memory_order_relaxed);
+    has_failed.store(false, std::memory_order_relaxed);
     num_shares.store(count, std::memory_order_release);
     uint32_t number = job.load(std::memory_order_relaxed) + 1;
     for (int i = 0; i < count; i++) {
@@ -100,28 +123,46 @@ struct Pool {
     job.store(number, std::memory_order_seq_cst);
     if (num_asleep.load(std::memory_order_seq_cst) > 0) job.notify_all();
     work(0);
-    for (int spins = 0; num_done.load(std::memory_order_acquire) < num_tasks; spins++) {
-      // A helper that is late may wait for this very core.
-      spins < kSpins ? relax() : std::this_thread::yield();
+    auto is_done = [&] { return num_done.load(std::memory_order_acquire) >= num_tasks; };
+    if (!spin(is_done)) {
+      while (!is_done()) std::this_thread::yield();  // a helper that is late may wait for this very core
     }
+    if (has_failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
   }
 };
 
-// Never destroyed: helpers use it until the process ends.
-Pool& instance() {
-  static Pool* pool = new Pool;
-  return *pool;
-}
+// Never destroyed: helpers use it until the process ends. A child that was forked has no helpers, and its copy may be
+// busy for ever, so it gets a new one and computes alone until it asks for threads.
+Pool* current = nullptr;
 int num_started = 1;
+
+void renew() {
+  current = new Pool;
+  num_started = 1;
+}
+
+Pool& instance() {
+  static const bool is_ready = [] {
+    renew();
+    return pthread_atfork(nullptr, nullptr, renew) == 0;
+  }();
+  (void)is_ready;
+  return *current;
+}
 
 }  // namespace
 
-void set_threads(int count) {
+int set_threads(int count) {
   Pool& pool = instance();
   std::lock_guard<std::mutex> lock(pool.busy);
   count = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
-  for (; num_started < count; num_started++) std::thread([&pool, self = num_started] { pool.helper(self); }).detach();
+  try {
+    for (; num_started < count; num_started++) std::thread([&pool, self = num_started] { pool.helper(self); }).detach();
+  } catch (const std::system_error&) {  // the system allows no more
+    count = num_started;
+  }
   pool.num_threads.store(count);
+  return count;
 }
 
 int threads() { return instance().num_threads.load(std::memory_order_relaxed); }
@@ -138,8 +179,10 @@ void* scratch(int slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.size < bytes) {
     free(buffer.data);
-    buffer.size = (bytes + bytes / 4 + 4095) & ~size_t(4095);
-    buffer.data = aligned_alloc(4096, buffer.size);
+    const size_t size = (bytes + bytes / 4 + 4095) & ~size_t(4095);
+    buffer.data = aligned_alloc(4096, size);
+    buffer.size = buffer.data ? size : 0;
+    if (!buffer.data) throw std::bad_alloc();
   }
   return buffer.data;
 }

@@ -118,12 +118,19 @@ template <> struct Unit<bf16> {
   }
 };
 
+// Units at any address: a row of bf16 may begin between two of them.
+INLINE u32x16 load_units(const void* p) {
+  u32x16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
 // Sixteen units of a row that has `left` elements more; zeros after its end, whose memory is not touched.
 template <class T> INLINE u32x16 load_units(const T* row, int64_t left) {
-  if (left >= 16 * Unit<T>::width) return load((const uint32_t*)row);
+  if (left >= 16 * Unit<T>::width) return load_units(row);
   T copy[16 * Unit<T>::width] = {};
   if (left > 0) memcpy(copy, row, left * sizeof(T));
-  return load((const uint32_t*)copy);
+  return load_units(copy);
 }
 
 INLINE float sum(f32x16 v) {
