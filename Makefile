@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-all | test-vllm | unit | install | format | lint
+# make demo | demo-kafka | test | test-all | test-vllm | unit | sanitize | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,7 +6,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all test-vllm unit format lint clean
+.PHONY: install demo demo-kafka test test-all test-vllm unit sanitize format lint clean
 
 install: .venv/installed
 
@@ -37,6 +37,9 @@ test-all: install
 
 unit: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow and not long"
+
+sanitize: install
+	$(BIN)/python -m tools.sanitize
 
 # vLLM in an environment of its own, 6 GB: it pins another torch.
 VLLM := .venv-vllm

@@ -1,3 +1,4 @@
+import os
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,12 @@ import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.files import DEMO_MODEL
+from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
+
+if "TEST_KERNEL_LIBRARY" in os.environ:  # one with checks (tools/sanitize.py)
+    pytest.MonkeyPatch().setattr(library, "LIBRARY", Path(os.environ["TEST_KERNEL_LIBRARY"]))
 
 
 @pytest.fixture(scope="session")

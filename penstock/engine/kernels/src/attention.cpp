@@ -38,7 +38,7 @@ INLINE f32x16 exp2(f32x16 x) {
   y = fma(y, r, all(2.402264791e-1f));
   y = fma(y, r, all(6.931472029e-1f));
   y = fma(y, r, all(1.0f));
-  f32x16 scaled = (f32x16)((i32x16)y + ((i32x16)shifted << 23));
+  f32x16 scaled = (f32x16)((u32x16)y + ((u32x16)shifted << 23));
   return x < -126.0f ? all(0.0f) : scaled;
 }
 

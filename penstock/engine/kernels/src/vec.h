@@ -168,7 +168,7 @@ INLINE f32x16 exp(f32x16 x) {
   y = fma(y, r, all(1.6666665459e-1f));
   y = fma(y, r, all(5.0000001201e-1f));
   y = fma(y, r * r, r + 1.0f);
-  f32x16 scaled = (f32x16)((i32x16)y + (((i32x16)shifted - 0x4b400000) << 23));
+  f32x16 scaled = (f32x16)((u32x16)y + (((u32x16)shifted - 0x4b400000) << 23));
   return x < -87.3f ? all(0.0f) : scaled;
 }
 
