@@ -47,6 +47,33 @@ CONTEXT_TOKENS = 128
 NUM_SEEDS = 5
 _CPU = torch.device("cpu")
 
+QUANTISED = """\
+## Quantised weights
+
+Checkpoints whose `config.json` has a `quantization_config` of these formats are served as they are published:
+
+- `compressed-tensors`: `pack-quantized` with 4 or 8 bits, `int-quantized` and `float-quantized` (FP8); scales by
+  tensor, channel, group or block, with and without zero points; reordered groups (`weight_g_idx`); several groups of
+  modules.
+- `gptq`: 4 and 8 bits, `checkpoint_format` `gptq` and `gptq_v2`, with and without `sym` and `desc_act`.
+- `awq`: 4 bits, `version` `gemm`.
+- `fp8`: a scale for the tensor, for each row or for each block (`weight_block_size`, as in DeepSeek-V3).
+- `mxfp4`: the experts of gpt-oss.
+
+Each weight is unpacked at load, one after the other, to the plain one that it stands for: computed in float32, and
+rounded once to the dtype in which the engine runs (`PENSTOCK_ENGINE_DTYPE`). From then on the model is like any other.
+It takes the memory of the plain model, not of its files, and workers of a host do not share it through the page cache.
+Activations are computed in the engine's dtype, also where the format would quantise them at run time. The tokens are
+those of `generate()` with the unpacked weights, and the log says how many tensors were unpacked. The fingerprint is not
+that of the model before it was quantised: the two exchange no KV blocks.
+
+Refused by name, before weights are read: other formats (bitsandbytes, AQLM, NVFP4 and more), other numbers of bits,
+activations with fixed scales (`activation_scheme` `static`), scales of a quantised KV cache, and GGUF files. A tensor
+that is missing, that has another shape or type than the format says, or whose values are not finite, is refused with
+its name.
+"""
+"""The page's section about quantised weights."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -177,6 +204,9 @@ ones once the exported blocks were damaged.
 **refused**: it cannot be served, or was not proved, for this reason. Nothing is served unproved: at load the same
 proof is run on a small copy of the model's own configuration, and the model itself must give the logits of the plain
 transformers model for one prompt.
+
+{QUANTISED}
+## Architectures
 
 | Architecture | Class | | Reason |
 |---|---|---|---|

@@ -4,6 +4,8 @@
 are read, so loading runs no code of the model's author.
 
     files ─▶ enough memory? ─▶ map, sizes agree? ─▶ read once: digests ─▶ module ─▶ probe ─▶ fingerprint
+
+Quantised weights are unpacked while the module reads them (`quantized.py`).
 """
 
 import os
@@ -26,6 +28,7 @@ from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
 from penstock.engine.proof import prove_model
+from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
 from penstock.engine.response_template import find_response_template
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
@@ -62,19 +65,22 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     device = _parse_device(settings.device)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     check_config(config)
+    quantization = take_quantization(config)
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     dtype = choose_dtype(settings.dtype, config, device)
     skeleton = build_skeleton(config, dtype)
     check_memory(count_bytes(skeleton), settings.pool_mb, device)
     weights = MappedWeights(files)
-    if getattr(config, "quantization_config", None) is None:  # a quantised model stores other sizes than it has
-        check_weight_sizes(skeleton, weights)
+    unpack_weights(weights, quantization, dtype)
+    check_weight_sizes(skeleton, weights)
     hashes = hash_files(files, report)
     module = load_module(skeleton, config, weights, device, report)
     layout = probe_layout(module, settings.block_size, dtype, device)
     weights.drop_pages()
     form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
+    if quantization is not None:
+        form += f"\nunpacking {UNPACKING_VERSION}"
     name = compute_fingerprint(directory, files, hashes, module.config, form)
     if stat_files(sources) != before:
         raise ModelLoadError(f"{directory} was written to while it was loaded")

@@ -102,7 +102,6 @@ def _shrink_values(config: Any) -> dict[str, Any]:
     for rope in _rope_parameters(values):
         _shrink_rope(rope, old_head)
     values["tie_word_embeddings"] = False
-    values.pop("quantization_config", None)
     return values
 
 

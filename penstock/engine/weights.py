@@ -9,6 +9,8 @@ import ctypes
 import logging
 import mmap
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ class MappedWeights:
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, Any] = {}
-        """By name: safetensors' slices, with `get_shape()`, `get_dtype()`, and `[...]` for the view."""
+        """By name: safetensors' slices, with `get_shape()`, `get_dtype()`, and `[...]` for the view, or packed ones."""
         self.num_bytes = 0
         """Bytes of all tensors as they are stored."""
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
@@ -47,12 +49,20 @@ class MappedWeights:
         self.num_bytes += sum(view.nbytes for view in views)
         self.tensors.update(slices)
 
+    def set_tensors(self, tensors: dict[str, Any]) -> None:
+        """Have these instead: slices of the same files, and tensors that are packed in them."""
+        self.tensors = tensors
+        slices = [part for tensor in tensors.values() for part in _find_slices(tensor)]
+        self.num_bytes = sum(part[...].nbytes for part in slices)
+
     def as_state_dict(self, report: Progress) -> dict[str, Any]:
         """Return a state dict for `from_pretrained`, which reads one tensor after the other with `[...]`."""
         return {name: _LazyTensor(self, part, report) for name, part in self.tensors.items()}
 
     def map_tensor(self, part: Any, report: Progress) -> Tensor:
-        """Return the mapped tensor of one slice, and report how much of all bytes was read."""
+        """Return the mapped tensor of a slice, or a packed one unpacked, and report how much of all bytes was read."""
+        if isinstance(part, PackedTensor):
+            return part.unpack(*(self.map_tensor(stored, report) for stored in part.parts))
         view: Tensor = part[...]
         if self._num_bytes_read - self._num_bytes_dropped > _DROP_INTERVAL_BYTES:
             self.drop_pages()
@@ -75,6 +85,29 @@ class MappedWeights:
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(low <= first and end <= high for low, high in self._mappings):
             _drop_pages(first, end)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor that is not stored itself, but computed from others when it is read."""
+
+    parts: tuple[Any, ...]
+    """The slices of what is stored."""
+    shape: list[int]
+    unpack: Callable[..., Tensor]
+    """Returns the tensor, in memory of its own, of the mapped parts."""
+
+    def get_shape(self) -> list[int]:
+        """Return its shape once it is unpacked."""
+        return self.shape
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name for the type in which its values are computed."""
+        return "F32"
+
+
+def _find_slices(tensor: Any) -> tuple[Any, ...]:
+    return tensor.parts if isinstance(tensor, PackedTensor) else (tensor,)
 
 
 class _LazyTensor:

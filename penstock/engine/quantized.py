@@ -1,0 +1,556 @@
+"""Published quantised checkpoints: each weight is unpacked, when it is read, to the plain one that the model has.
+
+    quantization_config ─▶ a known format? ─▶ stored tensors: complete, of the right shapes? ─▶ when read: unpack
+
+Every format stores whole numbers or small floats in a grid of groups, and a scale for each group; some also the number
+that stands for zero. A weight is (number - zero) * scale, computed in float32 and rounded once to the dtype in which
+the engine runs. Only weights are unpacked: activations and the KV cache are never quantised here.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.weights import MappedWeights, PackedTensor
+from penstock.errors import ModelLoadError
+
+UNPACKING_VERSION = 1
+"""Counts the changes of what is computed from stored tensors; part of the fingerprint of quantised models."""
+
+Settings = dict[str, Any]
+"""The `quantization_config` of a config.json, or a part of it."""
+ReadRows = Callable[[slice], Tensor]
+"""Returns the stored numbers of some rows of a weight: [rows, columns]."""
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 2**22  # how many numbers are unpacked at a time: what is needed besides the weight itself is 16 times that
+_FLOATS = ("F16", "BF16", "F32")
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_E8M0 = "F8_E8M0"
+
+_FP4_VALUES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], dim=1)
+"""By byte: the two numbers of 4 bits in it, the lower half first."""
+_POWERS_OF_TWO = torch.cat([2.0 ** (torch.arange(255, dtype=torch.float64) - 127), torch.tensor([math.nan])]).float()
+"""By byte: the scale that it stands for in E8M0."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""By column: the place of its 4 bits within a word of eight columns."""
+
+_ACTIVATION_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+_CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_PACKED_NAMES = (".qweight", ".weight_packed", ".weight_scale_inv")
+
+
+def take_quantization(config: Any) -> Settings | None:
+    """Remove `quantization_config` from a configuration, so that transformers builds a plain model, and return it.
+
+    Raises `ModelLoadError` for a format that cannot be unpacked.
+    """
+    found: Any = None
+    for part in (config.get_text_config(), config):
+        if getattr(part, "quantization_config", None) is not None:
+            found = part.quantization_config
+            del part.quantization_config
+    if found is None:
+        return None
+    settings: Settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method")
+    if method not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise ModelLoadError(
+            f"its weights are quantised by {method}, which cannot be unpacked: use a checkpoint that is not quantised, "
+            f"or by one of {known}"
+        )
+    return settings
+
+
+def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: torch.dtype) -> None:
+    """Replace the stored tensors of quantised weights by plain ones, which are computed when they are read.
+
+    Raises `ModelLoadError` with the name of the option that is not known, or of the tensor that is missing or has
+    another shape or type than the format says. What is wrong with a tensor's values is found, and raised, at reading.
+    """
+    if settings is None:
+        for name in weights.tensors:
+            if name.endswith(_PACKED_NAMES):
+                raise ModelLoadError(f"its weights are quantised ({name}), but config.json has no quantization_config")
+        return
+    stored = _Stored(weights.tensors, dtype)
+    _FORMATS[settings["quant_method"]](stored, settings)
+    for name in stored.left:
+        if name.endswith(_ACTIVATION_SCALES):
+            raise _not_unpacked("activations with fixed scales", name, "dynamic activations")
+        if name.endswith(_CACHE_SCALES):
+            raise _not_unpacked("scales of a KV cache", name, "none of them")
+    log.info(
+        "%d of %d tensors are quantised (%s) and unpacked to %s",
+        len(stored.unpacked),
+        len(stored.unpacked) + len(stored.left),
+        settings["quant_method"],
+        str(dtype).removeprefix("torch."),
+    )
+    weights.set_tensors({**stored.left, **stored.unpacked})
+
+
+class _Stored:
+    """The tensors of a checkpoint, of which some are taken for weights that will be unpacked."""
+
+    def __init__(self, tensors: dict[str, Any], dtype: torch.dtype) -> None:
+        self.left = dict(tensors)
+        """What is not part of a quantised weight, by name."""
+        self.unpacked: dict[str, PackedTensor] = {}
+        """By the names that the weights have in the plain model."""
+        self.dtype = dtype
+
+    def find_modules(self, ending: str) -> list[str]:
+        """Return the names that end so, without the ending."""
+        return [name.removesuffix(ending) for name in self.left if name.endswith(ending)]
+
+    def find_of_type(self, kinds: Iterable[str]) -> list[str]:
+        """Return the names of all tensors of these types of safetensors."""
+        return [name for name, part in self.left.items() if part.get_dtype() in kinds]
+
+    def take(self, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any:
+        """Return the slice of a tensor, which is then no longer left.
+
+        Raises `ModelLoadError` if it is missing, is of no such type, or has none of the shapes where some are given.
+        """
+        part = self.left.pop(name, None)
+        if part is None:
+            raise ModelLoadError(f"{name} is missing in the weights")
+        if part.get_dtype() not in kinds:
+            raise ModelLoadError(f"{name} is of type {part.get_dtype()} in the weights, not {' or '.join(kinds)}")
+        if shapes and part.get_shape() not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ModelLoadError(f"{name} is {part.get_shape()} in the weights, and {expected} by config.json")
+        return part
+
+    def take_if(self, is_needed: bool, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any | None:
+        """Return what `take` does, or None for a tensor that is neither needed nor there."""
+        return self.take(name, kinds, *shapes) if is_needed or name in self.left else None
+
+    def has_type(self, name: str, kind: str) -> bool:
+        """Return whether there is a tensor of this name and type."""
+        return name in self.left and self.left[name].get_dtype() == kind
+
+    def add(self, name: str, shape: list[int], parts: Iterable[Any], fill: Callable[..., None]) -> None:
+        """Add a weight of this name and shape. `fill(out, *parts)` computes it when it is read."""
+
+        def unpack(*tensors: Tensor) -> Tensor:
+            out = torch.empty(shape, dtype=self.dtype)
+            try:
+                fill(out, *tensors)
+            except ValueError as error:
+                raise ModelLoadError(f"{name} cannot be unpacked: {error}") from error
+            return out
+
+        if min(shape) < 1:
+            raise ModelLoadError(f"{name} has no values: {shape}")
+        if name in self.left or name in self.unpacked:
+            raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
+        self.unpacked[name] = PackedTensor(tuple(parts), shape, unpack)
+
+    def refuse_left(self, *endings: str) -> None:
+        """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
+        for name in self.left:
+            if name.endswith(endings):
+                raise ModelLoadError(f"{name} is in the weights without the tensors that belong to it")
+
+
+# Formats. Each takes what it knows, and raises `ModelLoadError` for the rest.
+
+
+def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
+    """compressed-tensors: whole numbers packed into words or stored as bytes, or FP8."""
+    for option in ("kv_cache_scheme", "transform_config"):
+        _expect(settings, option, None, {})
+    _expect(settings.get("sparsity_config") or {}, "format", None, "dense")
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ModelLoadError("quantization_config has no config_groups")
+    schemes = [_check_scheme(name, group, settings) for name, group in groups.items()]
+    for module in stored.find_modules(".weight_packed"):
+        _take_packed(stored, module, _find_scheme(module, schemes, "pack-quantized"))
+    for name in stored.find_of_type(("I8", *_FP8)):
+        if name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            _take_bytes(stored, module, _find_scheme(module, schemes, "int-quantized"))
+    endings = ("packed", "scale", "zero_point", "g_idx", "shape", "global_scale")
+    stored.refuse_left(*(f".weight_{ending}" for ending in endings))
+
+
+def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
+    """Return what a group of compressed-tensors says of its weights, with its targets and format."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise ModelLoadError(f"quantization_config has no weights in its group {name}")
+    _expect(group, "output_activations", None)
+    if (activations := group.get("input_activations")) and activations.get("dynamic") is not True:
+        raise _not_unpacked("activations with fixed scales", f"{name}: {activations}", "dynamic activations")
+    scheme = {**weights, "targets": group.get("targets") or [], "format": group.get("format") or settings.get("format")}
+    _expect(scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    packed = scheme["format"] == "pack-quantized"
+    _expect(scheme, "num_bits", *((4, 8) if packed else (8,)))
+    _expect(scheme, "type", *(("int",) if packed else ("int", "float")))
+    size = scheme.get("group_size") or 0
+    scheme["strategy"] = scheme.get("strategy") or ("group" if size > 0 else "channel" if size == -1 else "tensor")
+    _expect(scheme, "strategy", "tensor", "channel", "group", "block")
+    return scheme
+
+
+def _find_scheme(module: str, schemes: list[Settings], kind: str) -> Settings:
+    """Return the scheme that has the module as a target: by its name if there is one, else by its class."""
+    named = [s for s in schemes if any(_is_target(module, target) for target in s["targets"])]
+    fitting = [s for s in named or schemes if (s["format"] == "pack-quantized") == (kind == "pack-quantized")]
+    if len(fitting) != 1:
+        raise ModelLoadError(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
+    return fitting[0]
+
+
+def _is_target(module: str, target: str) -> bool:
+    return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+
+def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
+    """Take a weight of 4 or 8 bits in words of 32: [rows, columns * bits / 32], in rows of whole words."""
+    bits = scheme["num_bits"]
+    rows, columns = _read_shape(stored, f"{module}.weight_shape")
+    words = stored.take(f"{module}.weight_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
+    scales, grid, width = _take_scales(stored, f"{module}.weight_scale", rows, columns, scheme)
+    half, parts = 1 << (bits - 1), [words, scales]
+    packed = stored.has_type(f"{module}.weight_zero_point", "I32")  # older writers stored them as bytes
+    zero_shapes = [[math.ceil(grid[0] * bits / 32), grid[1]]] if packed else _list_shapes(grid)
+    is_needed = scheme.get("symmetric") is False
+    zeros = stored.take_if(is_needed, f"{module}.weight_zero_point", ("I32", "I8"), *zero_shapes)
+    is_needed = scheme.get("actorder") in ("group", "dynamic")
+    order = stored.take_if(is_needed, f"{module}.weight_g_idx", ("I32", "I64"), [columns])
+    names = [name for name, part in (("zeros", zeros), ("order", order)) if part is not None]
+
+    def fill(out: Tensor, words: Tensor, scales: Tensor, *others: Tensor) -> None:
+        given = dict(zip(names, others, strict=True))
+        zeros, order = given.get("zeros"), given.get("order")
+        if zeros is not None:
+            zeros = _unpack_bits(zeros.T, bits)[:, : grid[0]].T - half if packed else zeros.reshape(grid)
+        if order is not None and bool((order == -1).all()):  # so it is where columns were not reordered
+            order = None
+        _dequantize(
+            out,
+            lambda chosen: _unpack_bits(words[chosen], bits)[:, :columns] - half,
+            _spread_rows(scales.reshape(grid), rows, scheme),
+            None if zeros is None else _spread_rows(zeros, rows, scheme),
+            _group_columns(columns, width, order),
+        )
+
+    stored.add(f"{module}.weight", [rows, columns], [*parts, *(p for p in (zeros, order) if p is not None)], fill)
+
+
+def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
+    """Return a weight's numbers of rows and columns, which are stored as a tensor."""
+    shape = stored.take(name, ("I64", "I32"), [2])[...].tolist()
+    if min(shape) < 1:
+        raise ModelLoadError(f"{name} is damaged: {shape}")
+    return shape[0], shape[1]
+
+
+def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
+    """Take a weight whose numbers are stored as they are, one in a byte."""
+    name = f"{module}.weight"
+    kinds = ("I8",) if scheme["type"] == "int" else _FP8
+    shape = stored.left[name].get_shape()
+    if len(shape) != 2:
+        raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+    rows, columns = shape
+    weight = stored.take(name, kinds)
+    scales, grid, width = _take_scales(stored, f"{name}_scale", rows, columns, scheme)
+    is_needed = scheme.get("symmetric") is False
+    zeros = stored.take_if(is_needed, f"{name}_zero_point", ("I8", *_FP8), *_list_shapes(grid))
+
+    def fill(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
+        _dequantize(
+            out,
+            weight.__getitem__,
+            _spread_rows(scales.reshape(grid), rows, scheme),
+            None if zeros is None else _spread_rows(zeros.reshape(grid), rows, scheme),
+            _group_columns(columns, width),
+        )
+
+    stored.add(name, shape, [part for part in (weight, scales, zeros) if part is not None], fill)
+
+
+def _take_scales(
+    stored: _Stored, name: str, rows: int, columns: int, scheme: Settings
+) -> tuple[Any, tuple[int, int], int]:
+    """Return the slice of a weight's scales, their grid by rows and columns, and how many columns share one."""
+    strategy, height, width = scheme["strategy"], rows, columns
+    if strategy == "channel":
+        height = 1
+    elif strategy == "group":
+        height, width = 1, _positive(scheme, "group_size")
+    elif strategy == "block":
+        height, width = _block_size(scheme, "block_structure")
+    grid = math.ceil(rows / height), math.ceil(columns / width)
+    return stored.take(name, _FLOATS, *_list_shapes(grid)), grid, width
+
+
+def _unpack_gptq(stored: _Stored, settings: Settings) -> None:
+    """GPTQ: words of 32 bits along the inputs, [inputs * bits / 32, outputs]; groups of inputs, in any order."""
+    _expect(settings, "bits", 4, 8)
+    _expect(settings, "checkpoint_format", None, "gptq", "gptq_v2")
+    _expect(settings, "format", None, "gptq", "gptq_v2")
+    _expect(settings, "pack_dtype", None, "int32")
+    _expect(settings, "is_marlin_format", None, False)
+    for pattern, changes in (settings.get("dynamic") or {}).items():
+        if changes and not pattern.startswith("-:"):
+            raise _not_unpacked("other settings for some modules", f"dynamic {pattern!r}", "one setting for all")
+    is_second = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
+    for module in stored.find_modules(".qweight"):
+        _take_gptq(stored, module, settings, is_second=is_second)
+    stored.refuse_left(".qweight", ".qzeros", ".scales", ".g_idx")
+
+
+def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: bool) -> None:
+    bits = settings["bits"]
+    (inputs, outputs), size = _transposed_shape(stored, module, 32 // bits, 1), settings.get("group_size", -1)
+    width = inputs if size == -1 else _positive(settings, "group_size")
+    num_groups = math.ceil(inputs / width)
+    qweight = stored.take(f"{module}.qweight", ("I32",))
+    scales = stored.take(f"{module}.scales", _FLOATS, [num_groups, outputs])
+    qzeros = stored.take(f"{module}.qzeros", ("I32",), [num_groups, math.ceil(outputs * bits / 32)])
+    order = stored.take_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
+
+    def fill(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None = None) -> None:
+        zeros = _unpack_bits(qzeros, bits)[:, :outputs]
+        if settings.get("sym"):
+            # Some writers name the first form and store zeros as in the second. Symmetric ones are known anyway.
+            half = 1 << (bits - 1)
+            if not bool(((zeros == half - 1) | (zeros == half)).all()) or bool((zeros != zeros[0, 0]).any()):
+                raise ValueError(f"{module}.qzeros is not symmetric, as quantization_config says it is")
+            zeros = torch.full_like(zeros, half)
+        elif not is_second:  # the first form stores one less, modulo 2^bits
+            zeros = (zeros + 1) & ((1 << bits) - 1)
+        grouping = _group_columns(inputs, width, order)
+        _dequantize(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
+
+    parts = [part for part in (qweight, scales, qzeros, order) if part is not None]
+    stored.add(f"{module}.weight", [outputs, inputs], parts, fill)
+
+
+def _unpack_awq(stored: _Stored, settings: Settings) -> None:
+    """AWQ in its order for GEMM: eight outputs in a word, [inputs, outputs / 8]; groups of inputs."""
+    _expect(settings, "bits", None, 4)
+    _expect(settings, "zero_point", None, True)
+    for option in ("version", "format"):
+        _expect({option: str(settings.get(option) or "gemm").lower()}, option, "gemm")
+    for module in stored.find_modules(".qweight"):
+        _take_awq(stored, module, settings)
+    stored.refuse_left(".qweight", ".qzeros", ".scales")
+
+
+def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
+    inputs, outputs = _transposed_shape(stored, module, 1, 8)
+    size = settings.get("group_size", 128)
+    width = inputs if size == -1 else _positive({"group_size": size}, "group_size")
+    num_groups = math.ceil(inputs / width)
+    qweight = stored.take(f"{module}.qweight", ("I32",))
+    qzeros = stored.take(f"{module}.qzeros", ("I32",), [num_groups, outputs // 8])
+    scales = stored.take(f"{module}.scales", _FLOATS, [num_groups, outputs])
+
+    def unpack(words: Tensor) -> Tensor:
+        return _unpack_bits(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1).T
+
+    def fill(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+        def read_rows(chosen: slice) -> Tensor:
+            return unpack(qweight[:, chosen.start // 8 : chosen.stop // 8])
+
+        _dequantize(out, read_rows, scales.T, unpack(qzeros), _group_columns(inputs, width))
+
+    stored.add(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales], fill)
+
+
+def _transposed_shape(stored: _Stored, module: str, per_row: int, per_column: int) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a `qweight`, by how many are in each of its rows and columns."""
+    shape = stored.left[f"{module}.qweight"].get_shape()
+    if len(shape) != 2:
+        raise ModelLoadError(f"{module}.qweight is {shape} in the weights, which is no matrix")
+    return shape[0] * per_row, shape[1] * per_column
+
+
+def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
+    """FP8 with a scale for the tensor, for each row, or for each block of rows and columns, also in stacks."""
+    _expect(settings, "activation_scheme", None, "dynamic")
+    _expect(settings, "expert_dtype", None, "fp8")
+    block = settings.get("weight_block_size")
+    height, width = _block_size(settings, "weight_block_size") if block else (0, 0)
+    for name in stored.find_of_type(_FP8):
+        weight = stored.take(name, _FP8)
+        shape = weight.get_shape()
+        if len(shape) < 2:
+            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+        scale = f"{name}_scale" if f"{name}_scale" in stored.left else f"{name}_scale_inv"
+        _take_fp8(stored, name, weight, scale, (height or shape[-2], width or shape[-1]))
+    stored.refuse_left("weight_scale", "weight_scale_inv", "_proj_scale_inv")
+
+
+def _take_fp8(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[int, int]) -> None:
+    shape: list[int] = weight.get_shape()
+    *stack, rows, columns = shape
+    grids = {(math.ceil(rows / block[0]), math.ceil(columns / block[1])): block, (1, 1): (rows, columns)}
+    grids[rows, 1] = (1, columns)
+    by_shape = {(): (1, 1), (1,): (1, 1), tuple(stack): (1, 1), (*stack, rows): (rows, 1)}
+    by_shape |= {(*stack, *grid): grid for grid in grids}
+    scales = stored.take(scale, (*_FLOATS, _E8M0), *map(list, by_shape))
+    grid = by_shape[tuple(scales.get_shape())]
+    height, width = grids[grid]
+
+    def fill(out: Tensor, weight: Tensor, scales: Tensor) -> None:
+        grid_of_each = scales.float().reshape(-1, *grid).expand(math.prod(stack), *grid)
+        for part, stored_part, grid_of_part in zip(
+            out.view(-1, rows, columns), weight.view(-1, rows, columns), grid_of_each, strict=True
+        ):
+            _dequantize(
+                part,
+                stored_part.__getitem__,
+                grid_of_part.repeat_interleave(height, dim=0)[:rows],
+                None,
+                _group_columns(columns, width),
+            )
+
+    stored.add(name, shape, [weight, scales], fill)
+
+
+def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
+    """MXFP4 as in gpt-oss: [experts, outputs, groups, 16] bytes of two numbers each, and the power of two of a group.
+
+    The plain weight has inputs before outputs.
+    """
+    for name in stored.find_modules("_blocks"):
+        shape = stored.left[f"{name}_blocks"].get_shape()
+        if len(shape) != 4 or shape[-1] != 16:
+            raise ModelLoadError(f"{name}_blocks is {shape} in the weights, not [experts, outputs, groups, 16]")
+        blocks = stored.take(f"{name}_blocks", ("U8",))
+        scales = stored.take(f"{name}_scales", ("U8",), shape[:-1])
+
+        def fill(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
+            for part, numbers, powers in zip(out, blocks, scales, strict=True):
+                _dequantize(part.T, partial(_read_fp4, numbers), _POWERS_OF_TWO[powers.int()])
+
+        stored.add(name, [shape[0], shape[2] * 32, shape[1]], [blocks, scales], fill)
+    stored.refuse_left("_blocks", "_scales")
+
+
+_FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
+    "compressed-tensors": _unpack_compressed_tensors,
+    "gptq": _unpack_gptq,
+    "awq": _unpack_awq,
+    "fp8": _unpack_fp8,
+    "mxfp4": _unpack_mxfp4,
+}
+
+
+# Options
+
+
+def _expect(settings: Settings, option: str, *known: object) -> None:
+    """Raise `ModelLoadError` if an option has none of the known values."""
+    if settings.get(option) not in known:
+        wanted = " or ".join(str(value) for value in known if value not in (None, {}))
+        raise _not_unpacked(option, repr(settings.get(option)), f"{option} {wanted}" if wanted else f"no {option}")
+
+
+def _not_unpacked(what: str, value: str, wanted: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"its weights are quantised with {what} ({value[:100]}), which cannot be unpacked: use a checkpoint with "
+        f"{wanted}, or one that is not quantised"
+    )
+
+
+def _positive(settings: Settings, option: str) -> int:
+    value = settings.get(option)
+    if type(value) is not int or value < 1:
+        raise ModelLoadError(f"quantization_config has {option} {value!r}, not a positive number")
+    return value
+
+
+def _block_size(settings: Settings, option: str) -> tuple[int, int]:
+    value = settings.get(option)
+    if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
+        raise ModelLoadError(f"quantization_config has {option} {value!r}, not two positive numbers")
+    return value[0], value[1]
+
+
+def _list_shapes(grid: tuple[int, int]) -> list[list[int]]:
+    """Return the shapes in which a grid of scales may be stored: a single column or number has fewer dimensions."""
+    rows, columns = grid
+    shapes = [[rows, columns]]
+    if columns == 1:
+        shapes.append([rows])
+    return [*shapes, []] if grid == (1, 1) else shapes
+
+
+# Arithmetic
+
+
+def _unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """Return the unsigned numbers in each word of 32 bits, the lowest first: [n, words] to [n, words * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _read_fp4(pairs: Tensor, chosen: slice) -> Tensor:
+    """Return the numbers of some rows of FP4: of [rows, groups, bytes] to [n, groups * bytes * 2]."""
+    return _FP4_PAIRS[pairs[chosen].int()].flatten(1)
+
+
+def _spread_rows(grid: Tensor, rows: int, scheme: Settings) -> Tensor:
+    """Return the grid with a row for each row of the weight."""
+    if grid.shape[0] == rows:
+        return grid
+    height = _block_size(scheme, "block_structure")[0] if scheme["strategy"] == "block" else rows
+    return grid.float().repeat_interleave(height, dim=0)[:rows]
+
+
+def _group_columns(columns: int, width: int, order: Tensor | None = None) -> Tensor | None:
+    """Return the group of each column, or None if the groups are in order and as wide as each other.
+
+    `order` is what the checkpoint says. Raises `ValueError` if it has groups that there are not.
+    """
+    plain = torch.arange(columns) // width
+    if order is not None and not torch.equal(order.long(), plain):
+        if bool(((order < 0) | (order > plain[-1])).any()):
+            raise ValueError(f"its g_idx has groups that are not among its {int(plain[-1]) + 1}")
+        return order.long()
+    return None if columns % width == 0 else plain
+
+
+def _dequantize(
+    out: Tensor, read_rows: ReadRows, scales: Tensor, zeros: Tensor | None = None, grouping: Tensor | None = None
+) -> None:
+    """Fill `out` [rows, columns] with (number - zero) * scale, some rows at a time, so that little is held twice.
+
+    `scales` and `zeros` are [rows, groups]. `grouping` has the group of each column; without it they are equally wide,
+    and in order. Raises `ValueError` if a result is not a finite number.
+    """
+    rows, columns = out.shape
+    step = max(8, _CHUNK // columns // 8 * 8)
+    for first in range(0, rows, step):
+        chosen = slice(first, min(rows, first + step))
+        numbers = read_rows(chosen).to(torch.float32, copy=True)
+        by_group = numbers.view(len(numbers), scales.shape[1], -1) if grouping is None else numbers
+        if zeros is not None:
+            by_group -= _spread_columns(zeros[chosen], grouping)
+        by_group *= _spread_columns(scales[chosen], grouping)
+        out[chosen] = numbers
+        if not bool(out[chosen].isfinite().all()):
+            raise ValueError("it has values that are not finite, so its numbers or its scales are damaged")
+
+
+def _spread_columns(grid: Tensor, grouping: Tensor | None) -> Tensor:
+    """Return what each group has for all of its columns."""
+    return grid.float().unsqueeze(-1) if grouping is None else grid.float()[:, grouping]

@@ -1,0 +1,157 @@
+"""Checkpoints of small models in every published format, written by the formats' own descriptions.
+
+Each writer takes a plain matrix [outputs, inputs] and returns what is stored of it, by the endings of the names, and
+the matrix that it stands for. Numbers are packed one by one here, unlike in what reads them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Written = tuple[dict[str, Tensor], Tensor]
+Writer = Callable[[Tensor], Written]
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""By place in a word: which of eight neighbours is there."""
+
+
+def quantize(weight: Tensor, bits: int, groups: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unsigned numbers [outputs, inputs], and scales and zeros [outputs, groups]; `groups` is by input."""
+    most, scales, zeros = 2**bits - 1, [], []
+    for group in range(int(groups.max()) + 1):
+        part = weight[:, groups == group]
+        low, high = part.amin(1), part.amax(1)
+        scale = part.abs().amax(1) * 2 / most if symmetric else (high - low) / most
+        scales.append(scale.clamp(min=1e-6).half().float())
+        zeros.append(torch.full_like(low, (most + 1) // 2) if symmetric else (-low / scales[-1]).round().clamp(1, most))
+    scale, zero = torch.stack(scales, 1), torch.stack(zeros, 1)
+    numbers = (weight / scale[:, groups] + zero[:, groups]).round().clamp(0, most)
+    return numbers.int(), scale, zero.int()
+
+
+def restore(numbers: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Tensor:
+    """Return the weights that numbers stand for."""
+    return (numbers - zeros[:, groups]).float() * scales[:, groups]
+
+
+def pack(numbers: Tensor, bits: int, places: tuple[int, ...] = tuple(range(32))) -> Tensor:
+    """Return the words of 32 bits of each row; the last is filled up with zeros."""
+    per_word = 32 // bits
+    rows = []
+    for row in torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word)).tolist():
+        words = [row[first : first + per_word] for first in range(0, len(row), per_word)]
+        rows.append([sum(word[places[i]] << (bits * i) for i in range(per_word)) for word in words])
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+def make_groups(inputs: int, size: int, *, shuffled: bool = False) -> Tensor:
+    groups = torch.arange(inputs) // size
+    return groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))] if shuffled else groups
+
+
+def write_packed(bits: int, size: int | None, *, symmetric: bool = True, shuffled: bool = False) -> Writer:
+    """compressed-tensors, pack-quantized; without a size there is one group."""
+
+    def write(weight: Tensor) -> Written:
+        groups, half = make_groups(weight.shape[1], size or weight.shape[1], shuffled=shuffled), 2 ** (bits - 1)
+        numbers, scales, zeros = quantize(weight, bits, groups, symmetric=symmetric)
+        stored = {
+            "weight_packed": pack(numbers, bits), "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor(weight.shape),
+        }  # fmt: skip
+        if not symmetric:
+            stored["weight_zero_point"] = pack(zeros.T, bits).T.contiguous()
+        if shuffled:
+            stored["weight_g_idx"] = groups.int()
+        return stored, restore(numbers - half, scales.bfloat16().float(), zeros - half, groups)
+
+    return write
+
+
+def write_bytes(weight: Tensor) -> Written:
+    """compressed-tensors, int-quantized with a scale for each row."""
+    groups = make_groups(weight.shape[1], weight.shape[1])
+    numbers, scales, zeros = quantize(weight, 8, groups, symmetric=True)
+    return {"weight": (numbers - 128).to(torch.int8), "weight_scale": scales}, restore(numbers, scales, zeros, groups)
+
+
+def write_fp8(height: int | None, width: int | None, shape: tuple[int, ...] | None, name: str) -> Writer:
+    """FP8 with a scale for each block of this size; None stands for the whole. The scales are stored in `shape`."""
+
+    def write(weight: Tensor) -> Written:
+        rows = torch.arange(weight.shape[0]) // (height or weight.shape[0])
+        columns = torch.arange(weight.shape[1]) // (width or weight.shape[1])
+        scales = torch.zeros(int(rows.max()) + 1, int(columns.max()) + 1)
+        for i, j in torch.cartesian_prod(torch.arange(scales.shape[0]), torch.arange(scales.shape[1])).tolist():
+            scales[i, j] = weight[rows == i][:, columns == j].abs().max() / 448
+        spread = scales[rows][:, columns]
+        stored = (weight / spread).to(torch.float8_e4m3fn)
+        written = {"weight": stored, name: scales if shape is None else scales.reshape(shape)}
+        return written, stored.float() * spread
+
+    return write
+
+
+def write_gptq(bits: int, size: int, *, symmetric: bool, stored_less: int, shuffled: bool = False) -> Writer:
+    """GPTQ, whose zeros are stored less one in its first form."""
+
+    def write(weight: Tensor) -> Written:
+        groups = make_groups(weight.shape[1], size if size > 0 else weight.shape[1], shuffled=shuffled)
+        numbers, scales, zeros = quantize(weight, bits, groups, symmetric=symmetric)
+        stored = {
+            "qweight": pack(numbers, bits).T.contiguous(), "scales": scales.T.half().contiguous(),
+            "qzeros": pack(zeros.T - stored_less, bits).contiguous(), "g_idx": groups.int(),
+        }  # fmt: skip
+        return stored, restore(numbers, scales, zeros, groups)
+
+    return write
+
+
+def write_awq(weight: Tensor) -> Written:
+    """AWQ in its order for GEMM, with groups of 16."""
+    groups = make_groups(weight.shape[1], 16)
+    numbers, scales, zeros = quantize(weight, 4, groups, symmetric=False)
+    stored = {
+        "qweight": pack(numbers.T, 4, AWQ_PLACES), "qzeros": pack(zeros.T, 4, AWQ_PLACES),
+        "scales": scales.T.half().contiguous(),
+    }  # fmt: skip
+    return stored, restore(numbers, scales, zeros, groups)
+
+
+def write_mxfp4(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks, scales and the plain weights of experts [experts, inputs, outputs]."""
+    by_group = experts.mT.reshape(experts.shape[0], experts.shape[2], -1, 32)
+    powers = (by_group.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    values = torch.tensor([*FP4, *(-value for value in FP4)])
+    numbers = ((by_group / 2**powers).unsqueeze(-1) - values).abs().argmin(-1)
+    blocks = (numbers[..., 0::2] + 16 * numbers[..., 1::2]).to(torch.uint8)
+    plain = (values[numbers] * 2**powers).flatten(2).mT.contiguous()
+    return blocks, (powers.squeeze(-1) + 127).to(torch.uint8), plain
+
+
+def write_checkpoint(source: Path, directory: Path, settings: dict[str, Any], write: Writer) -> dict[str, Tensor]:
+    """Write a llama of `source` with quantised layers, and return the plain weights that it stands for."""
+    shutil.copytree(source, directory)
+    stored: dict[str, Tensor] = {}
+    plain = load_file(directory / "model.safetensors")
+    for name, tensor in list(plain.items()):
+        if "_proj.weight" not in name:
+            stored[name] = tensor
+            continue
+        written, plain[name] = write(tensor)
+        stored |= {name.removesuffix("weight") + ending: part for ending, part in written.items()}
+    save_checkpoint(directory, settings, stored)
+    return plain
+
+
+def save_checkpoint(directory: Path, settings: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Store tensors in a model's directory, and the settings in its config.json."""
+    save_file({name: part.contiguous() for name, part in stored.items()}, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

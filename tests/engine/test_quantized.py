@@ -1,0 +1,330 @@
+"""Quantised checkpoints are the plain models that they stand for, and what is not known of them is refused by name."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.engine import Engine
+from penstock.engine.files import DEMO_MODEL
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from penstock.errors import ModelLoadError
+from tests.engine.helpers import run_sequences, sequence
+from tests.engine.quantized_checkpoints import (
+    Writer,
+    save_checkpoint,
+    write_awq,
+    write_bytes,
+    write_checkpoint,
+    write_fp8,
+    write_gptq,
+    write_mxfp4,
+    write_packed,
+)
+
+MODULE = "model.layers.1.mlp.down_proj"  # 32 outputs, 64 inputs
+PROMPT = [7, 300, 12, 45, 981, 5, 61, 400, 22, 8, 93, 17, 256, 31, 77, 140, 3, 19]
+
+
+def _compressed(form: str, strategy: str, **given: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, **given}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def _gptq(bits: int, size: int, form: str, *, sym: bool, **given: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form, "sym": sym,
+        "desc_act": False, "dynamic": {"-:.*lm_head.*": {}}, **given,
+    }  # fmt: skip
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+_INT4 = _compressed("pack-quantized", "group", num_bits=4, group_size=16)
+_DYNAMIC = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+CASES: dict[str, tuple[dict[str, Any], Writer]] = {
+    "packed 4 bits": (_INT4, write_packed(4, 16)),
+    "packed 4 bits with zeros": (
+        _compressed("pack-quantized", "group", num_bits=4, group_size=32, symmetric=False),
+        write_packed(4, 32, symmetric=False),
+    ),
+    "packed 4 bits reordered": (
+        _compressed("pack-quantized", "group", num_bits=4, group_size=16, actorder="group", symmetric=False),
+        write_packed(4, 16, symmetric=False, shuffled=True),
+    ),
+    "packed 8 bits": (_compressed("pack-quantized", "channel"), write_packed(8, None)),
+    "bytes": (_compressed("int-quantized", "channel"), write_bytes),
+    "fp8 by row": (_compressed("float-quantized", "channel", type="float"), write_fp8(1, None, None, "weight_scale")),
+    "fp8 by tensor": (
+        _compressed("float-quantized", "tensor", type="float"), write_fp8(None, None, (1,), "weight_scale")
+    ),
+    "fp8 by block": (
+        _compressed("float-quantized", "block", type="float", block_structure=[24, 24]),
+        write_fp8(24, 24, None, "weight_scale"),
+    ),
+    "gptq": (_gptq(4, 16, "gptq", sym=False), write_gptq(4, 16, symmetric=False, stored_less=1)),
+    "gptq symmetric": (_gptq(4, -1, "gptq", sym=True), write_gptq(4, -1, symmetric=True, stored_less=1)),
+    "gptq symmetric, zeros as in v2": (
+        _gptq(4, 16, "gptq", sym=True), write_gptq(4, 16, symmetric=True, stored_less=0)
+    ),
+    "gptq_v2 8 bits reordered": (
+        _gptq(8, 32, "gptq_v2", sym=False, desc_act=True),
+        write_gptq(8, 32, symmetric=False, stored_less=0, shuffled=True),
+    ),
+    "awq": (_AWQ, write_awq),
+    "deepseek's fp8": ({**_FP8, "weight_block_size": [24, 24]}, write_fp8(24, 24, None, "weight_scale_inv")),
+    "fp8 with one scale": (_FP8, write_fp8(None, None, (), "weight_scale_inv")),
+    "fp8 with a scale for each row": (_FP8, write_fp8(1, None, (-1,), "weight_scale")),
+}  # fmt: skip
+"""By what is special: settings, and who writes one weight."""
+WHOLE = ["packed 4 bits with zeros", "gptq_v2 8 bits reordered", "awq", "deepseek's fp8"]
+"""The cases whose tokens are compared, too."""
+
+
+def _settings(directory: Path) -> EngineSettings:
+    return EngineSettings(model=str(directory), pool_mb=1, dtype="float32")
+
+
+def _check_tokens(model: LoadedModel, plain: dict[str, Tensor]) -> None:
+    """The engine's greedy tokens are those of a transformers model with the plain weights."""
+    mine = run_sequences(Engine(model, _settings(Path())), [sequence(PROMPT, 8)])
+    config: Any = transformers.AutoConfig.for_model(**model.module.config.to_dict())
+    reference: Any = type(model.module)(config).eval()
+    reference.load_state_dict(plain)
+    with torch.inference_mode():
+        output = reference.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+    assert mine == [output[0, len(PROMPT) :].tolist()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_the_model_it_stands_for(
+    case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, write = CASES[case]
+    plain = write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
+    with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
+        model = load_model(_settings(tmp_path / "model"))
+    method = settings["quant_method"]
+    assert caplog.messages == [f"14 of 21 tensors are quantised ({method}) and unpacked to float32"]
+    loaded = model.module.state_dict()
+    for name, tensor in plain.items():
+        assert torch.equal(loaded[name], tensor), name
+    if case in WHOLE:
+        _check_tokens(model, plain)
+
+
+def _save_model(config: Any, directory: Path) -> dict[str, Tensor]:
+    """Save a random model with the demo model's tokenizer, and return its weights as they are stored."""
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, directory / name)
+    return load_file(directory / "model.safetensors")
+
+
+def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    stored = _save_model(config, tmp_path)
+    plain = dict(stored)
+    for name in [name for name in stored if name.endswith("_proj") and "experts" in name]:
+        blocks, scales, plain[name] = write_mxfp4(stored.pop(name))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_checkpoint(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, stored)
+    model = load_model(_settings(tmp_path))
+    loaded = model.module.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.items())
+    _check_tokens(model, plain)
+
+
+def test_experts_in_fp8_are_merged_as_plain_ones_are(tmp_path: Path) -> None:
+    make: Any = transformers.Qwen3MoeConfig
+    config = make(
+        vocab_size=1024, hidden_size=32, intermediate_size=64, moe_intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    source = tmp_path / "source"
+    _save_model(config, source)
+    write = write_fp8(16, 16, None, "weight_scale_inv")
+    plain = write_checkpoint(source, tmp_path / "fp8", {**_FP8, "weight_block_size": [16, 16]}, write)
+    save_file(plain, source / "model.safetensors")
+    model, expected = load_model(_settings(tmp_path / "fp8")), load_model(_settings(source))
+    loaded = model.module.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.module.state_dict().items())
+    _check_tokens(model, loaded)
+
+
+def test_rounded_once_to_the_dtype_of_the_engine(tiny_dir: Path, tmp_path: Path) -> None:
+    plain = write_checkpoint(tiny_dir, tmp_path / "model", *CASES["awq"])
+    model = load_model(_settings(tmp_path / "model").model_copy(update={"dtype": "bfloat16"}))
+    assert torch.equal(model.module.get_parameter(f"{MODULE}.weight"), plain[f"{MODULE}.weight"].bfloat16())
+
+
+def test_progress_moves_with_the_stored_bytes(tiny_dir: Path, tmp_path: Path) -> None:
+    write_checkpoint(tiny_dir, tmp_path / "model", *CASES["awq"])
+    seen: list[float] = []
+    load_model(_settings(tmp_path / "model"), lambda what, done: seen.append(done) if "loading" in what else None)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_the_settings_are_part_of_the_fingerprint(tiny_dir: Path, tmp_path: Path) -> None:
+    """The same stored tensors stand for other weights when the settings say so."""
+    settings, write = CASES["gptq"]
+    prints = set()
+    for form in ("gptq", "gptq_v2"):
+        write_checkpoint(tiny_dir, tmp_path / form, {**settings, "checkpoint_format": form}, write)
+        prints.add(load_model(_settings(tmp_path / form)).fingerprint)
+    assert len(prints) == 2
+
+
+# What is not known is refused
+
+
+def _refused(directory: Path, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_model(_settings(directory))
+    assert str(caught.value).startswith(f"cannot load model '{directory}': ")
+
+
+def _group(**given: Any) -> dict[str, Any]:
+    return {**_INT4, "config_groups": {"group_0": {**_INT4["config_groups"]["group_0"], **given}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes, which cannot be unpacked"),
+        ({"quant_method": "aqlm"}, "or by one of compressed-tensors, gptq, awq, fp8, mxfp4"),
+        ({**_INT4, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme .* use a checkpoint with no kv_cache_scheme"),
+        ({**_INT4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        ({**_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format \\('sparse-24-bitmask'\\)"),
+        ({**_INT4, "format": "nvfp4-pack-quantized"}, "format \\('nvfp4-pack-quantized'\\)"),
+        (_compressed("pack-quantized", "group", num_bits=3, group_size=16), "num_bits \\(3\\).* num_bits 4 or 8"),
+        (_compressed("pack-quantized", "group", num_bits=4, group_size=0), "group_size 0, not a positive number"),
+        (_group(input_activations={**_DYNAMIC, "dynamic": False}), "activations with fixed scales"),
+        (_group(weights=None), "has no weights in its group group_0"),
+        (_compressed("int-quantized", "channel"), "model.layers.*_proj is in 0 groups of quantization_config"),
+        ({**_INT4, "config_groups": {}}, "has no config_groups"),
+        (_gptq(2, 16, "gptq", sym=False), "bits \\(2\\)"),
+        (_gptq(4, 16, "marlin", sym=False), "checkpoint_format \\('marlin'\\)"),
+        (_gptq(4, 16, "gptq", sym=False, dynamic={".*down.*": {"bits": 8}}), "dynamic '.*down.*'"),
+        ({**_AWQ, "version": "gemv"}, "version \\('gemv'\\).* use a checkpoint with version gemm"),
+        ({**_AWQ, "zero_point": False}, "zero_point \\(False\\)"),
+        ({**_FP8, "activation_scheme": "static"}, "activation_scheme \\('static'\\)"),
+        ({**_FP8, "weight_block_size": [128]}, "weight_block_size \\[128\\], not two positive numbers"),
+    ],
+)  # fmt: skip
+def test_an_unknown_format_or_option(
+    settings: dict[str, Any], message: str, tiny_dir: Path, tmp_path: Path, packed_dir: Path
+) -> None:
+    shutil.copytree(packed_dir, tmp_path / "model")
+    save_checkpoint(tmp_path / "model", settings, load_file(packed_dir / "model.safetensors"))
+    seen: list[str] = []
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(_settings(tmp_path / "model"), lambda what, done: seen.append(what))
+    assert seen == []  # nothing was read
+
+
+@pytest.fixture(scope="module")
+def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("packed") / "model"
+    write_checkpoint(tiny_dir, directory, *CASES["packed 4 bits"])
+    return directory
+
+
+def test_packed_weights_without_settings(packed_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed_dir, tmp_path / "model")
+    save_checkpoint(tmp_path / "model", {}, load_file(packed_dir / "model.safetensors"))
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"quantization_config": {}', '"quantization_config": null'))
+    _refused(tmp_path / "model", r"its weights are quantised \(model.layers.0.*weight_packed\), but config.json has no")
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.attn.k_scale"])
+def test_scales_that_would_be_needed(name: str, packed_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed_dir, tmp_path / "model")
+    stored = load_file(packed_dir / "model.safetensors")
+    save_checkpoint(tmp_path / "model", _INT4, {**stored, f"model.layers.0.{name}": torch.ones(1)})
+    _refused(tmp_path / "model", rf"\(model.layers.0.{name}\), which cannot be unpacked")
+
+
+# Damaged checkpoints
+
+
+def _drop(ending: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda stored: stored.pop(f"{MODULE}.{ending}")
+
+
+def _change(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    def damage(stored: dict[str, Tensor]) -> None:
+        stored[f"{MODULE}.{ending}"] = change(stored[f"{MODULE}.{ending}"].clone())
+
+    return damage
+
+
+def _set_first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "damage", "message"),
+    [
+        ("packed 4 bits", _drop("weight_scale"), "weight_scale is missing"),
+        ("packed 4 bits", _drop("weight_shape"), "weight_shape is missing"),
+        ("packed 4 bits", _drop("weight_packed"), "weight_(scale|shape) is in the weights without"),
+        ("packed 4 bits", _change("weight_packed", lambda part: part[:, 1:]), r"weight_packed is \[32, 7\] .*, 8\]"),
+        ("packed 4 bits", _change("weight_packed", lambda part: part.long()), "weight_packed is of type I64"),
+        ("packed 4 bits", _change("weight_scale", lambda part: part[:, :3]), r"weight_scale is \[32, 3\] .*\[32, 4\]"),
+        ("packed 4 bits", _change("weight_scale", _set_first(float("nan"))), "weight cannot be unpacked: .*not finite"),
+        ("packed 4 bits", _change("weight_shape", _set_first(-32)), "weight_shape is damaged"),
+        ("packed 4 bits with zeros", _drop("weight_zero_point"), "weight_zero_point is missing"),
+        ("packed 4 bits reordered", _drop("weight_g_idx"), "weight_g_idx is missing"),
+        ("packed 4 bits reordered", _change("weight_g_idx", _set_first(4)), "weight cannot be unpacked: its g_idx"),
+        ("bytes", _drop("weight_scale"), "weight_scale is missing"),
+        ("fp8 by row", _change("weight", lambda part: part.view(torch.int8)), "weight is of type I8"),
+        ("gptq", _drop("qzeros"), "qzeros is missing"),
+        ("gptq", _drop("qweight"), "(scales|qzeros|g_idx) is in the weights without"),
+        ("gptq", _change("g_idx", _set_first(-1)), "weight cannot be unpacked: its g_idx"),
+        ("gptq", _change("scales", _set_first(float("inf"))), "weight cannot be unpacked: .*not finite"),
+        ("gptq symmetric", _change("qzeros", _set_first(0)), "qzeros is not symmetric"),
+        ("gptq_v2 8 bits reordered", _drop("g_idx"), "g_idx is missing"),
+        ("awq", _change("qzeros", lambda part: part[:3]), r"qzeros is \[3, 4\] .*\[4, 4\]"),
+        ("awq", _drop("scales"), "scales is missing"),
+        ("deepseek's fp8", _drop("weight_scale_inv"), "weight_scale_inv is missing"),
+        ("deepseek's fp8", _change("weight_scale_inv", lambda part: part[:1]), r"weight_scale_inv is \[1, 3\]"),
+        ("deepseek's fp8", _drop("weight"), "weight_scale_inv is in the weights without"),
+        ("fp8 with one scale", _change("weight", _set_first(float("nan"))), "weight cannot be unpacked: .*not finite"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint(
+    case: str, damage: Callable[[dict[str, Tensor]], object], message: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings, write = CASES[case]
+    write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    damage(stored)
+    save_checkpoint(tmp_path / "model", settings, stored)
+    _refused(tmp_path / "model", f"{MODULE}.{message}")
