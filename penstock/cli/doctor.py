@@ -111,7 +111,11 @@ def _check_kernels() -> Iterator[Finding]:
         return
     from penstock.engine.kernels import library
 
-    native = library.load_library()
+    try:
+        native = library.load_library()
+    except DependencyMissing as error:
+        yield Finding("fail", "native kernels", str(error))
+        return
     if native is not None:
         found = f"{native.isa}; in bfloat16 too no token depends on the batch"
         yield Finding("ok", "native kernels", found)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock import native
+from penstock.cli import doctor
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.memory import HUGE_PAGE_BYTES, map_zeros
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinears
@@ -55,6 +56,10 @@ def test_a_library_of_other_sources_is_never_loaded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ctypes, "CDLL", None)
     with pytest.raises(DependencyMissing, match=r"built from other sources .*install a C"):
         library.load_library.__wrapped__()
+    monkeypatch.setattr(library, "load_library", library.load_library.__wrapped__)
+    (found,) = doctor._check_kernels()
+    assert found.state == "fail"
+    assert "install a C" in found.detail
 
 
 def _structures() -> list[type[ctypes.Structure]]:
