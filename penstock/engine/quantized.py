@@ -30,7 +30,7 @@ ReadRows = Callable[[slice], Tensor]
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 2**22  # how many numbers are unpacked at a time: what is needed besides the weight itself is 16 times that
+_CHUNK = 2**18  # how many numbers are unpacked at a time: few enough to stay in the processor's cache
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _E8M0 = "F8_E8M0"
@@ -40,12 +40,12 @@ _FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(
 """By byte: the two numbers of 4 bits in it, the lower half first."""
 _POWERS_OF_TWO = torch.cat([2.0 ** (torch.arange(255, dtype=torch.float64) - 127), torch.tensor([math.nan])]).float()
 """By byte: the scale that it stands for in E8M0."""
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""By column: the place of its 4 bits within a word of eight columns."""
+_AWQ_SHIFTS = torch.tensor([[0], [16], [4], [20], [8], [24], [12], [28]], dtype=torch.int32)
+"""By column: where its 4 bits are within a word of eight columns."""
 
 _ACTIVATION_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-_PACKED_NAMES = (".qweight", ".weight_packed", ".weight_scale_inv")
+_PACKED_NAMES = (".qweight", ".weight_packed")
 
 
 def take_quantization(config: Any) -> Settings | None:
@@ -65,8 +65,8 @@ def take_quantization(config: Any) -> Settings | None:
     if method not in _FORMATS:
         known = ", ".join(_FORMATS)
         raise ModelLoadError(
-            f"its weights are quantised by {method}, which cannot be unpacked: use a checkpoint that is not quantised, "
-            f"or by one of {known}"
+            f"its weights are quantised by {method or 'an unnamed format'}, which cannot be unpacked: use a checkpoint "
+            f"that is not quantised, or by one of {known}"
         )
     return settings
 
@@ -78,13 +78,15 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
     another shape or type than the format says. What is wrong with a tensor's values is found, and raised, at reading.
     """
     if settings is None:
-        for name in weights.tensors:
-            if name.endswith(_PACKED_NAMES):
+        for name, part in weights.tensors.items():
+            if name.endswith(_PACKED_NAMES) or part.get_dtype().startswith("F8_"):
                 raise ModelLoadError(f"its weights are quantised ({name}), but config.json has no quantization_config")
         return
     stored = _Stored(weights.tensors, dtype)
     _FORMATS[settings["quant_method"]](stored, settings)
-    for name in stored.left:
+    for name, part in stored.left.items():
+        if part.get_dtype() == "I8" or part.get_dtype().startswith("F8_"):
+            raise ModelLoadError(f"{name} is of type {part.get_dtype()}, and quantization_config does not say how")
         if name.endswith(_ACTIVATION_SCALES):
             raise _not_unpacked("activations with fixed scales", name, "dynamic activations")
         if name.endswith(_CACHE_SCALES):
@@ -169,8 +171,9 @@ class _Stored:
 
 def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
     """compressed-tensors: whole numbers packed into words or stored as bytes, or FP8."""
-    for option in ("kv_cache_scheme", "transform_config"):
-        _expect(settings, option, None, {})
+    _expect(settings, "kv_cache_scheme", None)
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise _not_unpacked("transform_config", repr(settings["transform_config"]), "no transform_config")
     _expect(settings.get("sparsity_config") or {}, "format", None, "dense")
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
@@ -326,15 +329,16 @@ def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: b
     order = stored.take_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
 
     def fill(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None = None) -> None:
-        zeros = _unpack_bits(qzeros, bits)[:, :outputs]
+        # The first form has one less in each place. Its writers subtract from whole words, where a zero of 0 borrows.
+        word = sum(1 << place for place in range(0, 32, bits))
+        is_first = not is_second and not settings.get("sym")
+        zeros = _unpack_bits(qzeros + word if is_first else qzeros, bits)[:, :outputs]
         if settings.get("sym"):
             # Some writers name the first form and store zeros as in the second. Symmetric ones are known anyway.
             half = 1 << (bits - 1)
             if not bool(((zeros == half - 1) | (zeros == half)).all()) or bool((zeros != zeros[0, 0]).any()):
                 raise ValueError(f"{module}.qzeros is not symmetric, as quantization_config says it is")
             zeros = torch.full_like(zeros, half)
-        elif not is_second:  # the first form stores one less, modulo 2^bits
-            zeros = (zeros + 1) & ((1 << bits) - 1)
         grouping = _group_columns(inputs, width, order)
         _dequantize(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
 
@@ -363,7 +367,7 @@ def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
     scales = stored.take(f"{module}.scales", _FLOATS, [num_groups, outputs])
 
     def unpack(words: Tensor) -> Tensor:
-        return _unpack_bits(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1).T
+        return ((words.T.contiguous().unsqueeze(1) >> _AWQ_SHIFTS) & 15).flatten(0, 1)
 
     def fill(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         def read_rows(chosen: slice) -> Tensor:

@@ -29,7 +29,7 @@ def quantize(weight: Tensor, bits: int, groups: Tensor, *, symmetric: bool) -> t
         low, high = part.amin(1), part.amax(1)
         scale = part.abs().amax(1) * 2 / most if symmetric else (high - low) / most
         scales.append(scale.clamp(min=1e-6).half().float())
-        zeros.append(torch.full_like(low, (most + 1) // 2) if symmetric else (-low / scales[-1]).round().clamp(1, most))
+        zeros.append(torch.full_like(low, (most + 1) // 2) if symmetric else (-low / scales[-1]).round().clamp(0, most))
     scale, zero = torch.stack(scales, 1), torch.stack(zeros, 1)
     numbers = (weight / scale[:, groups] + zero[:, groups]).round().clamp(0, most)
     return numbers.int(), scale, zero.int()
@@ -74,6 +74,14 @@ def write_packed(bits: int, size: int | None, *, symmetric: bool = True, shuffle
     return write
 
 
+def write_older(weight: Tensor) -> Written:
+    """What `write_packed(8, 16, symmetric=False)` writes as older versions did: zeros as bytes, -1 for no order."""
+    groups = make_groups(weight.shape[1], 16)
+    stored, plain = write_packed(8, 16, symmetric=False)(weight)
+    numbers = quantize(weight, 8, groups, symmetric=False)[2] - 128
+    return {**stored, "weight_zero_point": numbers.to(torch.int8), "weight_g_idx": torch.full_like(groups, -1)}, plain
+
+
 def write_bytes(weight: Tensor) -> Written:
     """compressed-tensors, int-quantized with a scale for each row."""
     groups = make_groups(weight.shape[1], weight.shape[1])
@@ -98,15 +106,23 @@ def write_fp8(height: int | None, width: int | None, shape: tuple[int, ...] | No
     return write
 
 
-def write_gptq(bits: int, size: int, *, symmetric: bool, stored_less: int, shuffled: bool = False) -> Writer:
-    """GPTQ, whose zeros are stored less one in its first form."""
+def write_powers(weight: Tensor) -> Written:
+    """FP8 with a scale for each row that is a power of two, and stored as its exponent."""
+    scales = (weight.abs().amax(1, keepdim=True) / 448).log2().ceil().exp2()
+    stored = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}, stored.float() * scales
+
+
+def write_gptq(bits: int, size: int, *, symmetric: bool, stored_less: bool, shuffled: bool = False) -> Writer:
+    """GPTQ, which stores zeros in its first form less one, subtracted from words of several of them."""
 
     def write(weight: Tensor) -> Written:
+        one_in_each_place = int("1" * 8 if bits == 4 else "01" * 4, 16)
         groups = make_groups(weight.shape[1], size if size > 0 else weight.shape[1], shuffled=shuffled)
         numbers, scales, zeros = quantize(weight, bits, groups, symmetric=symmetric)
         stored = {
             "qweight": pack(numbers, bits).T.contiguous(), "scales": scales.T.half().contiguous(),
-            "qzeros": pack(zeros.T - stored_less, bits).contiguous(), "g_idx": groups.int(),
+            "qzeros": pack(zeros.T, bits) - (one_in_each_place if stored_less else 0), "g_idx": groups.int(),
         }  # fmt: skip
         return stored, restore(numbers, scales, zeros, groups)
 
@@ -150,7 +166,7 @@ def write_checkpoint(source: Path, directory: Path, settings: dict[str, Any], wr
     return plain
 
 
-def save_checkpoint(directory: Path, settings: dict[str, Any], stored: dict[str, Tensor]) -> None:
+def save_checkpoint(directory: Path, settings: dict[str, Any] | None, stored: dict[str, Tensor]) -> None:
     """Store tensors in a model's directory, and the settings in its config.json."""
     save_file({name: part.contiguous() for name, part in stored.items()}, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())

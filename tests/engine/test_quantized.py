@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
+from penstock.engine import quantized
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
 from penstock.engine.loading import load_model
@@ -28,7 +29,9 @@ from tests.engine.quantized_checkpoints import (
     write_fp8,
     write_gptq,
     write_mxfp4,
+    write_older,
     write_packed,
+    write_powers,
 )
 
 MODULE = "model.layers.1.mlp.down_proj"  # 32 outputs, 64 inputs
@@ -65,6 +68,19 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         _compressed("pack-quantized", "group", num_bits=4, group_size=16, actorder="group", symmetric=False),
         write_packed(4, 16, symmetric=False, shuffled=True),
     ),
+    "packed as by older versions": (
+        _compressed("pack-quantized", "group", group_size=16, actorder="group", symmetric=False), write_older
+    ),
+    "several groups": (
+        {**_INT4, "config_groups": {
+            "mlp": {**_INT4["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]},
+            "rest": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                     "input_activations": _DYNAMIC, "format": "float-quantized"},
+        }},
+        lambda weight: (
+            write_packed(4, 16) if 64 in weight.shape else write_fp8(1, None, None, "weight_scale")
+        )(weight),
+    ),
     "packed 8 bits": (_compressed("pack-quantized", "channel"), write_packed(8, None)),
     "bytes": (_compressed("int-quantized", "channel"), write_bytes),
     "fp8 by row": (_compressed("float-quantized", "channel", type="float"), write_fp8(1, None, None, "weight_scale")),
@@ -75,18 +91,25 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         _compressed("float-quantized", "block", type="float", block_structure=[24, 24]),
         write_fp8(24, 24, None, "weight_scale"),
     ),
-    "gptq": (_gptq(4, 16, "gptq", sym=False), write_gptq(4, 16, symmetric=False, stored_less=1)),
-    "gptq symmetric": (_gptq(4, -1, "gptq", sym=True), write_gptq(4, -1, symmetric=True, stored_less=1)),
+    "gptq": (_gptq(4, 16, "gptq", sym=False), write_gptq(4, 16, symmetric=False, stored_less=True)),
+    "gptq with zeros of 0": (
+        _gptq(4, 16, "gptq", sym=False),
+        lambda weight: write_gptq(4, 16, symmetric=False, stored_less=True)(
+            torch.where(torch.arange(len(weight))[:, None] % 3 == 0, weight.abs(), weight)
+        ),
+    ),
+    "gptq symmetric": (_gptq(4, -1, "gptq", sym=True), write_gptq(4, -1, symmetric=True, stored_less=True)),
     "gptq symmetric, zeros as in v2": (
-        _gptq(4, 16, "gptq", sym=True), write_gptq(4, 16, symmetric=True, stored_less=0)
+        _gptq(4, 16, "gptq", sym=True), write_gptq(4, 16, symmetric=True, stored_less=False)
     ),
     "gptq_v2 8 bits reordered": (
         _gptq(8, 32, "gptq_v2", sym=False, desc_act=True),
-        write_gptq(8, 32, symmetric=False, stored_less=0, shuffled=True),
+        write_gptq(8, 32, symmetric=False, stored_less=False, shuffled=True),
     ),
     "awq": (_AWQ, write_awq),
     "deepseek's fp8": ({**_FP8, "weight_block_size": [24, 24]}, write_fp8(24, 24, None, "weight_scale_inv")),
     "fp8 with one scale": (_FP8, write_fp8(None, None, (), "weight_scale_inv")),
+    "fp8 with powers of two": (_FP8, write_powers),
     "fp8 with a scale for each row": (_FP8, write_fp8(1, None, (-1,), "weight_scale")),
 }  # fmt: skip
 """By what is special: settings, and who writes one weight."""
@@ -111,8 +134,9 @@ def _check_tokens(model: LoadedModel, plain: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_the_model_it_stands_for(
-    case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK", 1)  # eight rows at a time
     settings, write = CASES[case]
     plain = write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
     with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
@@ -213,6 +237,7 @@ def _group(**given: Any) -> dict[str, Any]:
     ("settings", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes, which cannot be unpacked"),
+        ({"load_in_8bit": True}, "quantised by an unnamed format"),
         ({"quant_method": "aqlm"}, "or by one of compressed-tensors, gptq, awq, fp8, mxfp4"),
         ({**_INT4, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme .* use a checkpoint with no kv_cache_scheme"),
         ({**_INT4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
@@ -253,10 +278,17 @@ def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_packed_weights_without_settings(packed_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(packed_dir, tmp_path / "model")
-    save_checkpoint(tmp_path / "model", {}, load_file(packed_dir / "model.safetensors"))
-    config = tmp_path / "model" / "config.json"
-    config.write_text(config.read_text().replace('"quantization_config": {}', '"quantization_config": null'))
+    save_checkpoint(tmp_path / "model", None, load_file(packed_dir / "model.safetensors"))
     _refused(tmp_path / "model", r"its weights are quantised \(model.layers.0.*weight_packed\), but config.json has no")
+
+
+@pytest.mark.parametrize("settings", [_INT4, _AWQ, None])
+def test_a_type_that_nothing_explains(settings: dict[str, Any] | None, tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    stored = load_file(tiny_dir / "model.safetensors")
+    stored["model.embed_tokens.extra"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_checkpoint(tmp_path / "model", settings, stored)
+    _refused(tmp_path / "model", "model.embed_tokens.extra")
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.attn.k_scale"])
