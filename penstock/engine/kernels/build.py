@@ -21,8 +21,8 @@ LIBRARY = HERE / "libpenstock.so"
 _FLAGS = [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, "-ffp-contract=off", "-fno-math-errno"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 _X86: dict[str, list[str]] = {
-    "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+    "amx": [*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma"],
 }

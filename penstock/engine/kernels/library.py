@@ -27,7 +27,7 @@ class Packed(Structure):
 
     _fields_: ClassVar = [
         ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64),
-        ("element_bytes", c_int32),
+        ("element_bytes", c_int32), ("form", c_int32), ("scales", c_void_p),
     ]  # fmt: skip
 
 
@@ -100,6 +100,7 @@ class PackArgs(Structure):
     _fields_: ClassVar = [
         ("weight", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("row_stride", c_int64), ("data", c_void_p),
         ("first_panel", c_int64), ("columns", c_int32), ("first_column", c_int32), ("element_bytes", c_int32),
+        ("form", c_int32), ("scales", c_void_p),
     ]  # fmt: skip
 
 

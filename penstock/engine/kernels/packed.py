@@ -34,9 +34,25 @@ class Activation(IntEnum):
     GELU_TANH = 2
 
 
+class WeightForm(IntEnum):
+    """How weights are packed."""
+
+    STORED = 0
+    """As they are stored."""
+    INT8 = 1
+    """8 bits, a scale for each output."""
+    INT4 = 2
+    """4 bits, a scale for each output and 128 inputs."""
+
+
+GROUP_INPUTS = 128
+"""Inputs that are made integers with one scale, and with 4 bits the weights of one scale."""
+
+
 class PackedLinears:
     """The weights of linear layers with the same input, packed together: one pass over them serves all.
 
+    With 8 or 4 bits the inputs are made integers of 8 bits, too: products are summed exactly within a group of inputs.
     With an `activation` there are two of them, gate and up, and the result is act(gate) * up, rounded where the
     separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer out. A row's result depends on
     that row alone.
@@ -48,17 +64,17 @@ class PackedLinears:
         linears: Sequence[nn.Module],
         release: Release,
         activation: Activation = Activation.NONE,
+        form: WeightForm = WeightForm.STORED,
     ) -> None:
         weights = [weight_of(linear) for linear in linears]
         self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        self.dtype = weights[0].dtype
+        self.dtype, self.form = weights[0].dtype, form
         self._native = native
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         panels = [-(-n // width) for n in self.outputs]
         firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
         num_panels = panels[0] if activation else sum(panels)
-        units = -(-self.inputs * self.dtype.itemsize // 4)
-        self._memory = _ARENA.allocate_zeros(num_panels * units * PANEL_COLUMNS, torch.int32)
+        self._memory, self._scales = self._allocate(num_panels)
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
             for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
@@ -67,7 +83,9 @@ class PackedLinears:
                 release(piece)
         self._bias = _pack_bias(linears, firsts, width, num_panels)
         bias = self._bias.data_ptr() if self._bias is not None else None
-        self.packed = library.Packed(self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize)
+        self.packed = library.Packed(
+            self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, form, self._scales.data_ptr()
+        )
         count = 1 if activation else len(weights)
         parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs[:count], firsts, strict=False))
         self._parts = (library.Part * count)(*parts)
@@ -76,11 +94,27 @@ class PackedLinears:
         )
         self._address = ctypes.addressof(self._args)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights and their scales."""
+        return self._memory.nbytes + self._scales.nbytes
+
+    def _allocate(self, num_panels: int) -> tuple[Tensor, Tensor]:
+        """Return memory for the weights, all of them zero, and for their scales."""
+        if self.form == WeightForm.STORED:
+            units = -(-self.inputs * self.dtype.itemsize // 4)
+            return _ARENA.allocate_zeros(num_panels * units * PANEL_COLUMNS, torch.int32), torch.empty(0)
+        bits = 8 if self.form == WeightForm.INT8 else 4
+        lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // GROUP_INPUTS)
+        codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)
+        codes.fill_(0x80 if bits == 8 else 0x88)  # the code of zero
+        return codes, _ARENA.allocate_zeros(num_panels * groups * PANEL_COLUMNS, torch.float32)
+
     def _pack_weight(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
         weight = weight.contiguous()
         args = library.PackArgs(
             weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self._memory.data_ptr(),
-            first_panel, columns, first_column, self.dtype.itemsize,
+            first_panel, columns, first_column, self.dtype.itemsize, self.form, self._scales.data_ptr(),
         )  # fmt: skip
         self._native.pack(ctypes.addressof(args))
 

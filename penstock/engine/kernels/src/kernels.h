@@ -13,8 +13,13 @@ struct Packed {
   const float* bias;  // one for each column of all panels, or null
   int64_t inputs;
   int64_t num_panels;
-  int32_t element_bytes;
+  int32_t element_bytes;  // of the inputs and outputs, and of stored weights
+  int32_t form;
+  const float* scales;    // of quantized weights: see quantized.h
 };
+
+// How weights are packed: as they are stored, or as integers of 8 or 4 bits.
+enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2 };
 
 enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
@@ -148,6 +153,8 @@ struct PackArgs {
   int32_t columns;
   int32_t first_column;
   int32_t element_bytes;
+  int32_t form;
+  float* scales;
 };
 
 // Rows of a weight that was packed alone: out[i] = weight[ids[i]].

@@ -324,10 +324,26 @@ template <class T> void lookup_of(const LookupArgs& a) {
   });
 }
 
+#include "quantized.h"
+
+template <class Stored, class Int8, class Int4> auto of_form(int32_t form, Stored stored, Int8 int8, Int4 int4) {
+  return form == kInt8 ? int8 : form == kInt4 ? int4 : stored;
+}
+
+template <class T> void run_linear(const LinearArgs& a) {
+  of_form(a.weight->form, linear_of<T>, quantized_linear_of<T, 8>, quantized_linear_of<T, 4>)(a);
+}
+template <class T> void run_pack(const PackArgs& a) {
+  of_form(a.form, pack_of<T>, quantize_of<T, 8>, quantize_of<T, 4>)(a);
+}
+template <class T> void run_lookup(const LookupArgs& a) {
+  of_form(a.weight->form, lookup_of<T>, quantized_lookup_of<T, 8>, quantized_lookup_of<T, 4>)(a);
+}
+
 }  // namespace
 
-void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? linear_of<float>(*a) : linear_of<bf16>(*a); }
-void pack(const PackArgs* a) { a->element_bytes == 4 ? pack_of<float>(*a) : pack_of<bf16>(*a); }
-void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? lookup_of<float>(*a) : lookup_of<bf16>(*a); }
+void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? run_linear<float>(*a) : run_linear<bf16>(*a); }
+void pack(const PackArgs* a) { a->element_bytes == 4 ? run_pack<float>(*a) : run_pack<bf16>(*a); }
+void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? run_lookup<float>(*a) : run_lookup<bf16>(*a); }
 
 }  // namespace ISA

@@ -1,0 +1,282 @@
+// Linear layers with weights of 8 or 4 bits, part of linear.cpp.
+//
+// The inputs of a row become int8 in groups of 128, each with a scale. A group's products with the weights are summed in
+// int32, exactly, so that these sums are the same on every instruction set; then they are scaled and added to the
+// column's sum in float, group after group. Nothing depends on the rows beside a row.
+//
+// Weights are stored as codes without a sign: a weight is (code - kOffset) * scale. 8 bits have a scale for each column,
+// 4 bits one for each column and group. A line has four inputs of the panel's 32 columns: with 8 bits 128 bytes, with 4
+// bits 64, whose low nibbles are the first 16 columns.
+#pragma once
+
+constexpr int kGroup = 128, kGroupUnits = kGroup / 4;
+
+template <int BITS> struct Codes {
+  static constexpr int kOffset = 1 << (BITS - 1);
+  static constexpr int kLineBytes = 16 * BITS;
+};
+
+// c + the products of four codes in each lane with four int8 inputs.
+INLINE i32x16 dot(i32x16 c, u32x16 codes, uint32_t inputs) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)c, (__m512i)codes, _mm512_set1_epi32(int(inputs)));
+#else
+  // Bytes 0 and 2, then 1 and 3, as int16: products of bytes in pairs would not fit into 16 bits.
+  const uint32_t even = uint32_t(uint16_t(int16_t(int8_t(inputs)))) | uint32_t(int32_t(int8_t(inputs >> 16))) << 16;
+  const uint32_t odd = uint32_t(uint16_t(int16_t(int8_t(inputs >> 8)))) | uint32_t(int32_t(int8_t(inputs >> 24))) << 16;
+  const u32x16 low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
+#if defined(__AVX512BW__)
+  __m512i sums = _mm512_madd_epi16((__m512i)low, _mm512_set1_epi32(int(even)));
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16((__m512i)high, _mm512_set1_epi32(int(odd))));
+  return c + (i32x16)sums;
+#elif defined(__AVX2__)
+  union { u32x16 whole; __m256i half[2]; } x{low}, y{high}, sums;
+  for (int i = 0; i < 2; i++) {
+    sums.half[i] = _mm256_add_epi32(_mm256_madd_epi16(x.half[i], _mm256_set1_epi32(int(even))),
+                                    _mm256_madd_epi16(y.half[i], _mm256_set1_epi32(int(odd))));
+  }
+  return c + (i32x16)sums.whole;
+#else
+  const int32_t x[4] = {int8_t(inputs), int8_t(inputs >> 8), int8_t(inputs >> 16), int8_t(inputs >> 24)};
+  return c + (i32x16)(low & 0xffff) * x[0] + (i32x16)(high & 0xffff) * x[1] + (i32x16)(low >> 16) * x[2] +
+         (i32x16)(high >> 16) * x[3];
+#endif
+#endif
+}
+
+INLINE f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+
+// To the nearest integer, ties to even, of values below 2^22: the sum's low bits are the integer.
+INLINE i32x16 nearest(f32x16 v) { return (i32x16)(v + 12582912.0f) - 0x4b400000; }
+
+// ---- the inputs as int8
+
+struct QuantizedRows {
+  int8_t* codes;   // [rows, units * 4]; zeros behind the inputs
+  float* scales;   // [rows, groups]
+  int32_t* sums;   // [rows, groups], of the codes
+  int units, groups;
+};
+
+// A group whose values are not all finite has a scale that is not a number, and with it the row's results.
+template <class T> void quantize_group(const T* x, int count, int8_t* codes, float* scale, int32_t* sum) {
+  f32x16 most = {}, broken = {};
+  for (int i = 0; i < count; i += 16) {
+    const f32x16 v = load_first(x + i, count - i);
+    most = max(most, max(v, -v));
+    broken = v - v != 0.0f ? all(1.0f) : broken;
+  }
+  const float top = max(most), inverse = top > 0 ? 127.0f / top : 0.0f;
+  if (max(broken) > 0 || !(inverse <= 3e38f)) {
+    *scale = max(broken) > 0 ? __builtin_nanf("") : 0.0f;  // else it is too small to be told from zero
+    *sum = 0;
+    memset(codes, 0, (count + 3) / 4 * 4);
+    return;
+  }
+  *scale = top / 127.0f;
+  i32x16 total = {};
+  for (int i = 0; i < count; i += 16) {
+    const i32x16 code = nearest(load_first(x + i, count - i) * inverse);
+    total += code;
+    const int left = (count + 3) / 4 * 4 - i;
+    int8_t bytes[16];
+    for (int j = 0; j < 16; j++) bytes[j] = int8_t(code[j]);
+    memcpy(codes + i, bytes, left < 16 ? left : 16);
+  }
+  *sum = 0;
+  for (int j = 0; j < 16; j++) *sum += total[j];
+}
+
+template <class T> QuantizedRows quantize_rows(const LinearArgs& a, int64_t first_row, int rows) {
+  const int64_t inputs = a.weight->inputs;
+  const int units = int((inputs + 3) / 4), groups = int((inputs + kGroup - 1) / kGroup);
+  QuantizedRows q{(int8_t*)pool::scratch(4, size_t(rows) * units * 4),
+                  (float*)pool::scratch(5, size_t(rows) * groups * 4),
+                  (int32_t*)pool::scratch(6, size_t(rows) * groups * 4), units, groups};
+  auto task = [&](int r) {
+    const T* x = (const T*)a.x + (first_row + r) * a.x_stride;
+    for (int g = 0; g < groups; g++) {
+      const int left = int(inputs - int64_t(g) * kGroup);
+      quantize_group(x + g * kGroup, left < kGroup ? left : kGroup, q.codes + int64_t(r) * units * 4 + g * kGroup,
+                     q.scales + r * groups + g, q.sums + r * groups + g);
+    }
+  };
+  if (rows >= 8) pool::run(rows, task);
+  else for (int r = 0; r < rows; r++) task(r);
+  return q;
+}
+
+// ---- a group of inputs of a block of rows, times one panel
+
+struct GroupArgs {
+  const uint8_t* w;
+  const uint32_t* x;       // [units][16 rows]
+  int units;
+  const int32_t* sums;     // of the rows' codes, `stride` apart
+  const float* scales;     // of the rows, `stride` apart
+  int stride;
+  const float* columns;    // 4 bits: the weights' scales
+  float* out;              // [rows, 32], added to
+  bool fetches;            // what follows the group in memory
+};
+
+template <int BITS, int ROWS> void multiply_group(const GroupArgs& g) {
+  i32x16 left[ROWS], right[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) left[r] = right[r] = i32x16{} - Codes<BITS>::kOffset * g.sums[r * g.stride];
+  const uint8_t* w = g.w;
+  const uint32_t* x = g.x;
+  for (int u = 0; u < g.units; u++, w += Codes<BITS>::kLineBytes, x += 16) {
+    if (g.fetches) {
+      for (int i = 0; i < Codes<BITS>::kLineBytes; i += 64) prefetch_far(w + kAheadBytes + i);
+    }
+    u32x16 a = load((const uint32_t*)w), b;
+    if constexpr (BITS == 8) {
+      b = load((const uint32_t*)(w + 64));
+    } else {
+      b = a >> 4 & 0x0f0f0f0fu;
+      a &= 0x0f0f0f0fu;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      left[r] = dot(left[r], a, x[r]);
+      right[r] = dot(right[r], b, x[r]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) {
+    f32x16 l = as_float(left[r]) * g.scales[r * g.stride], h = as_float(right[r]) * g.scales[r * g.stride];
+    if constexpr (BITS == 4) {
+      l *= load(g.columns);
+      h *= load(g.columns + 16);
+    }
+    float* out = g.out + r * kColumns;
+    store(out, load(out) + l);
+    store(out + 16, load(out + 16) + h);
+  }
+}
+
+using MultiplyGroup = void (*)(const GroupArgs&);
+template <int BITS, int... ROWS> MultiplyGroup choose_group(int rows, std::integer_sequence<int, ROWS...>) {
+  static constexpr MultiplyGroup table[] = {multiply_group<BITS, ROWS + 1>...};
+  return table[rows - 1];
+}
+
+template <class T, int BITS> void quantized_panel(
+    const LinearArgs& a, const QuantizedRows& q, const Input& input, int64_t panel, int64_t first_row) {
+  alignas(64) float sums[kChunkRows * kColumns];
+  const int rows = input.blocks.rows, count = input.blocks.count;
+  memset(sums, 0, sizeof(float) * rows * kColumns);
+  const uint8_t* w = (const uint8_t*)a.weight->data + panel * q.units * Codes<BITS>::kLineBytes;
+  const float* columns = a.weight->scales + panel * kColumns * (BITS == 4 ? q.groups : 1);
+  for (int g = 0; g < q.groups; g++) {
+    const int first = g * kGroupUnits, slice = first / kSliceUnits;
+    const int units = q.units - first < kGroupUnits ? q.units - first : kGroupUnits;
+    for (int block = 0; block < count; block++) {
+      const int row = input.blocks.first(block), size = input.blocks.size(block);
+      const GroupArgs args{w, input.at(slice, block) + (first - slice * kSliceUnits) * 16, units,
+                           q.sums + row * q.groups + g, q.scales + row * q.groups + g, q.groups, columns,
+                           sums + row * kColumns, block == 0};
+      choose_group<BITS>(size, std::make_integer_sequence<int, kMaxBlockRows>())(args);
+    }
+    w += units * Codes<BITS>::kLineBytes;
+    if (BITS == 4) columns += kColumns;
+  }
+  if (BITS == 8) {
+    for (int r = 0; r < rows * kColumns; r += 16) store(sums + r, load(sums + r) * load(columns + r % kColumns));
+  }
+  finish<T>(a, panel, first_row, rows, sums);
+}
+
+template <class T, int BITS> void quantized_linear_of(const LinearArgs& a) {
+  for (int64_t row = 0; row < a.rows; row += kChunkRows) {
+    const int rows = int(a.rows - row < kChunkRows ? a.rows - row : kChunkRows);
+    const QuantizedRows q = quantize_rows<T>(a, row, rows);
+    Packed units = *a.weight;  // four codes are packed like a float
+    units.inputs = q.units;
+    LinearArgs codes = a;
+    codes.weight = &units;
+    codes.x = q.codes;
+    codes.x_stride = q.units;
+    const Input input = pack_input<float>(codes, 0, rows);
+    pool::run(int(a.weight->num_panels), [&](int panel) { quantized_panel<T, BITS>(a, q, input, panel, row); });
+  }
+}
+
+// ---- the weights
+
+INLINE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+// The nearest codes of a column's inputs [first, end), and their scale. 8 bits: the largest is 127 or -127. 4 bits: the
+// one of the largest magnitude becomes -8, whose like 8 does not exist.
+template <class T, int BITS> float quantize_weights(const T* w, int64_t count, uint8_t* codes) {
+  float most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const float v = scalar(w[i]);
+    if ((v < 0 ? -v : v) > (most < 0 ? -most : most)) most = v;
+  }
+  const float scale = BITS == 8 ? (most < 0 ? -most : most) / 127.0f : most / -8.0f;
+  const float inverse = scale != 0 && 1 / scale - 1 / scale == 0 ? 1 / scale : 0.0f;
+  constexpr int kOffset = Codes<BITS>::kOffset;
+  for (int64_t i = 0; i < count; i++) {
+    const int code = int(__builtin_nearbyintf(scalar(w[i]) * inverse));
+    codes[i] = uint8_t(clamp(code, BITS == 8 ? -127 : -kOffset, kOffset - 1) + kOffset);
+  }
+  return inverse != 0 ? scale : 0.0f;
+}
+
+// Where a weight's code is, and the nibble's shift.
+template <int BITS> INLINE uint8_t* code_at(uint8_t* panel, int64_t input, int column) {
+  uint8_t* line = panel + input / 4 * Codes<BITS>::kLineBytes;
+  return line + (BITS == 8 ? column : column % 16) * 4 + input % 4;
+}
+
+template <class T, int BITS> void quantize_of(const PackArgs& a) {
+  const int64_t units = (a.inputs + 3) / 4, groups = (a.inputs + kGroup - 1) / kGroup;
+  pool::run(int((a.outputs + a.columns - 1) / a.columns), [&](int number) {
+    const int64_t panel = a.first_panel + number;
+    uint8_t* data = (uint8_t*)a.data + panel * units * Codes<BITS>::kLineBytes;
+    uint8_t* codes = (uint8_t*)pool::scratch(4, size_t(a.inputs));
+    for (int c = 0; c < a.columns; c++) {
+      const int64_t output = int64_t(number) * a.columns + c;
+      const int column = a.first_column + c;
+      if (output >= a.outputs) break;
+      const T* w = (const T*)a.weight + output * a.row_stride;
+      if (BITS == 8) {
+        a.scales[panel * kColumns + column] = quantize_weights<T, BITS>(w, a.inputs, codes);
+      } else {
+        for (int64_t g = 0; g < groups; g++) {
+          const int64_t left = a.inputs - g * kGroup;
+          a.scales[(panel * groups + g) * kColumns + column] =
+              quantize_weights<T, BITS>(w + g * kGroup, left < kGroup ? left : kGroup, codes + g * kGroup);
+        }
+      }
+      for (int64_t i = 0; i < a.inputs; i++) {
+        uint8_t* at = code_at<BITS>(data, i, column);
+        if (BITS == 8) *at = codes[i];
+        else *at = uint8_t(column < 16 ? (*at & 0xf0) | codes[i] : (*at & 0x0f) | codes[i] << 4);
+      }
+    }
+  });
+}
+
+template <class T, int BITS> void quantized_lookup_of(const LookupArgs& a) {
+  const Packed& p = *a.weight;
+  const int64_t units = (p.inputs + 3) / 4, groups = (p.inputs + kGroup - 1) / kGroup;
+  pool::run(int(a.rows), [&](int row) {
+    const int64_t panel = a.ids[row] / kColumns;
+    const int column = int(a.ids[row] % kColumns);
+    uint8_t* data = (uint8_t*)p.data + panel * units * Codes<BITS>::kLineBytes;
+    const float* scales = p.scales + panel * kColumns * (BITS == 4 ? groups : 1) + column;
+    T* out = (T*)a.out + row * p.inputs;
+    for (int64_t i = 0; i < p.inputs; i += 16) {
+      f32x16 v = {};
+      const int count = int(p.inputs - i < 16 ? p.inputs - i : 16);
+      for (int j = 0; j < count; j++) {
+        const int code = *code_at<BITS>(data, i + j, column);
+        v[j] = float((BITS == 8 ? code : column < 16 ? code & 15 : code >> 4) - Codes<BITS>::kOffset);
+      }
+      store_first(out + i, v * scales[BITS == 4 ? i / kGroup * kColumns : 0], count);
+    }
+  });
+}
