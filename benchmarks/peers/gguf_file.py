@@ -29,8 +29,11 @@ _PARTS = {
 }
 
 
-def write_gguf(model: Path, target: Path) -> None:
-    """Convert a model of the Llama or Qwen3 architecture."""
+def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
+    """Convert a model of the Llama or Qwen3 architecture.
+
+    `form` is that of the matrices. The embedding, which is the output layer too, has 8 bits where the others have 4.
+    """
     gguf: Any = importlib.import_module("gguf")
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(target, config["model_type"])
@@ -50,8 +53,12 @@ def write_gguf(model: Path, target: Path) -> None:
         if bits.ndim == 1:
             writer.add_tensor(_rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
-            raw = np.ascontiguousarray(_arrange_rotary(name, bits, config)).view(np.uint8)
-            writer.add_tensor(_rename_tensor(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            bits = np.ascontiguousarray(_arrange_rotary(name, bits, config))  # noqa: PLW2901
+            own = "Q8_0" if "embed" in name and form == "Q4_0" else form
+            kind = gguf.GGMLQuantizationType[own]
+            floats = (bits.astype(np.uint32) << 16).view(np.float32)
+            raw = bits.view(np.uint8) if own == "BF16" else gguf.quants.quantize(floats, kind)
+            writer.add_tensor(_rename_tensor(name), raw, raw_dtype=kind)
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,

@@ -49,8 +49,12 @@ class Results:
 
     def compute_ratio(self, cell: str, side: str) -> float | None:
         """Ours to a side, the median over the rounds that both have."""
-        ours, theirs = (self.values.get(cell, {}).get(name, {}) for name in (OURS, side))
-        ratios = [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
+        return self.compare_sides(cell, OURS, side)
+
+    def compare_sides(self, cell: str, one: str, other: str) -> float | None:
+        """One side to another, the median over the rounds that both have."""
+        mine, theirs = (self.values.get(cell, {}).get(name, {}) for name in (one, other))
+        ratios = [mine[number] / theirs[number] for number in sorted(mine.keys() & theirs.keys())]
         return statistics.median(ratios) if ratios else None
 
     def compute_best_ratio(self, cell: str) -> float | None:
@@ -69,16 +73,30 @@ class Rounds:
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
 
-    def load_side(self, name: str, model: Path, log: Path, *, threads: int, pool_mb: int, device: str) -> None:
-        """Start a side and load the model in it; one that fails is left out, and why is said."""
+    def load_side(
+        self,
+        name: str,
+        model: Path,
+        log: Path,
+        *,
+        threads: int,
+        pool_mb: int,
+        device: str,
+        engine: str = "",
+        **form: str,
+    ) -> None:
+        """Start a side and load the model in it; one that fails is left out, and why is said.
+
+        `engine` is named where it has several sides; `form` says how this one has its weights.
+        """
         missing_mb = _estimate_needed_mb(self.shape, pool_mb) - _read_free_mb()
         if missing_mb > 0:
             self.say(f"{name}: left out, {missing_mb:,} MB of memory are missing")
             return
-        side = Side(name, log, threads, pool_mb)
+        side = Side(engine or name, log, threads, pool_mb)
         try:
             answer = side.ask(
-                "load", _LOAD_TIMEOUT_S, model=str(model), threads=threads, pool_mb=pool_mb, device=device
+                "load", _LOAD_TIMEOUT_S, model=str(model), threads=threads, pool_mb=pool_mb, device=device, **form
             )
         except SideFailed as error:
             self.say(f"{name}: left out, {error}")

@@ -36,7 +36,8 @@ def run_timed(engine: Any, requests: list[Request]) -> dict[str, Any]:
 
 def load_timed(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Load the engine; returns it and what that cost, beside reading the weights once (from the page cache too)."""
-    prepared = module.prepare(Path(given.pop("model")))
+    model, form = Path(given.pop("model")), given.pop("form", "")
+    prepared = module.prepare(model, form) if form else module.prepare(model)
     _read_all(prepared)
     read_s = _read_all(prepared)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

@@ -8,6 +8,7 @@
 An original's weights are freed as soon as they are packed, so that memory never holds the model twice.
 """
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,7 @@ from penstock.engine.kernels.packed import (
     PackedLinear,
     PackedLinears,
     Release,
+    WeightForm,
     weight_of,
 )
 from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, make_native_body
@@ -40,12 +42,17 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step
 from penstock.engine.storage import KVStorage
+from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
 NUM_PROBE_TOKENS = 6
 """How many tokens the model reads for the comparison."""
 MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
+MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4}
+"""The same where weights and inputs become integers: random weights lose as much, trained ones less."""
+MIN_QUANTIZED_WEIGHTS = 2**14
+"""A matrix with fewer weights, such as a router of experts, stays as it is stored."""
 
 
 @dataclass
@@ -76,20 +83,29 @@ class _ForwardRecord:
 
 
 @torch.inference_mode()
-def accelerate_model(model: LoadedModel) -> LoadedModel:
+def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     """Return the model with the fastest backend that computes it here: a GPU, the native kernels, or torch.
 
-    For the native kernels the module is changed in place, and only the returned model can be used any more.
+    For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
+    is the setting. Raises `ModelLoadError` where the weights cannot have that form.
     """
+    is_quantized = weights in MAX_QUANTIZED_ERROR
+    if is_quantized and (model.device.type != "cpu" or load_library() is None or model.dtype not in DTYPES):
+        raise ModelLoadError(
+            f"PENSTOCK_ENGINE_WEIGHTS={weights} needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
+        )
     if model.device.type == "cuda":
         return replace(model, backend=CudaBackend(find_varlen_windows(model)))
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model
     record = _record_forward(model)
-    replacer = _Replacer(model, native, record)
+    replacer = _Replacer(model, native, record, weights)
     replacer.replace_parts()
-    return replace(model, backend=NativeBackend(native, record.layers, replacer.build_body()))
+    if is_quantized and not replacer.num_quantized:
+        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
+    backend = NativeBackend(native, record.layers, replacer.build_body())
+    return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -161,11 +177,15 @@ def _make_storage(model: LoadedModel) -> KVStorage:
 class _Replacer:
     """Replaces the parts of one model by native ones that give the recorded outputs."""
 
-    def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord) -> None:
-        self._model, self._native, self._record = model, native, record
+    def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord, weights: str) -> None:
+        self._model, self._native, self._record, self._weights = model, native, record, weights
+        self.num_quantized = 0
+        """Linear layers that were packed as integers."""
         self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
         self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
+        self._layer_tolerance = MAX_QUANTIZED_ERROR.get(weights, self._tolerance)
+        """Of what linear layers are part of."""
 
     def replace_parts(self) -> None:
         """Replace decoder layers, then the norms and the linear layers that are left."""
@@ -187,10 +207,21 @@ class _Replacer:
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
         step = self._make_step()
+        right = self._compute_logits() if self.num_quantized else self._record.logits
         with hooks.run_with_step(self._root, step):
             mine = new(step.batch.input_ids, self._record.position_ids).logits[0].float()
-        error = _root_mean_square(mine - self._record.logits)
-        return new if error <= self._tolerance * self._record.logits.std() else None
+        return new if _root_mean_square(mine - right) <= self._tolerance * right.std() else None
+
+    def _compute_logits(self) -> Tensor:
+        """Return the logits of the module with its replaced parts: [T, vocabulary]."""
+        step = self._make_step()
+        with hooks.run_with_step(self._root, step):
+            output = self._root(
+                input_ids=step.batch.input_ids, position_ids=self._record.position_ids,
+                past_key_values=hooks.PagedCache(), use_cache=True,
+            )  # fmt: skip
+        logits: Tensor = output.logits[0].float()
+        return logits
 
     def _make_step(self) -> NativeStep:
         """Return a step over the recorded batch whose attention the kernels compute."""
@@ -215,10 +246,10 @@ class _Replacer:
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
         groups = (
-            PackedLinears(self._native, form.projections, _keep_weight),
-            PackedLinears(self._native, [form.output_projection], _keep_weight),
-            PackedLinears(self._native, form.gate_up, _keep_weight, activation),
-            PackedLinears(self._native, [form.down_projection], _keep_weight),
+            self._pack_linears(form.projections, _keep_weight),
+            self._pack_linears([form.output_projection], _keep_weight),
+            self._pack_linears(form.gate_up, _keep_weight, activation),
+            self._pack_linears([form.down_projection], _keep_weight),
         )
         new = NativeLayer(form.attention, groups, good, activation)
         if not self._gives_same(new, name):
@@ -237,7 +268,7 @@ class _Replacer:
             return False
         right, given = call.output.float(), _input_of(call).float()
         return mine.shape == right.shape and bool(
-            _root_mean_square(mine - right) <= self._tolerance * _root_mean_square(right - given)
+            _root_mean_square(mine - right) <= self._layer_tolerance * _root_mean_square(right - given)
         )
 
     # Norms
@@ -268,12 +299,29 @@ class _Replacer:
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
         tied = self._find_tied_embedding(linears[0])
-        group = PackedLinears(self._native, linears, _keep_weight if tied == "" else self._release)
+        group = self._pack_linears(linears, _keep_weight if tied == "" else self._release)
         first = PackedLinear(group)
         for index, name in enumerate(names):
             self._set_module(name, first if index == 0 else PackedFollower(first, index))
         if tied:
             self._set_module(tied, PackedEmbedding(self._native, group))
+
+    def _pack_linears(
+        self, linears: abc.Sequence[nn.Module], release: Release, activation: Activation = Activation.NONE
+    ) -> PackedLinears:
+        """Pack linear layers in the form that the setting has for them."""
+        form = self._choose_form(linears)
+        self.num_quantized += len(linears) * (form != WeightForm.STORED)
+        return PackedLinears(self._native, linears, release, activation, form)
+
+    def _choose_form(self, linears: abc.Sequence[nn.Module]) -> WeightForm:
+        if (
+            self._weights not in MAX_QUANTIZED_ERROR
+            or min(weight_of(one).numel() for one in linears) < MIN_QUANTIZED_WEIGHTS
+        ):
+            return WeightForm.STORED
+        is_output = any(len(weight_of(one)) == self._model.vocab_size for one in linears)
+        return WeightForm.INT4 if self._weights == "int4" and not is_output else WeightForm.INT8
 
     def _is_present(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
         """Return whether the model still has a module of this name and kind: its decoder layer may be replaced."""

@@ -12,6 +12,9 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.storage import KVLayout, KVStorage
 from penstock.engine.weights import MappedWeights
 
+QUANTIZATION_VERSION = 1
+"""Counts the changes of what a weight or an input becomes in 8 or 4 bits; part of the fingerprint."""
+
 
 class Backend(Protocol):
     """What computes a model's steps: chosen when the model is loaded and proved. No module asks which it is."""
@@ -64,12 +67,15 @@ class LoadedModel:
     """The attention implementation transformers would use."""
     backend: Backend = TorchBackend()
     """What computes the model."""
+    weight_form: str = ""
+    """`int8` or `int4` where the weights were made integers; empty: they are as they are stored."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
     """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the content and, in 16 bits, of the backend: if equal, KV blocks can be exchanged."""
-        if self.dtype == torch.float32:
-            return self.content_fingerprint
-        return add_arithmetic(self.content_fingerprint, self.backend.name)
+        """Hex digest of content, form of weights and, in 16 bits, backend: if equal, KV blocks can be exchanged."""
+        name = self.content_fingerprint
+        if self.weight_form:
+            name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
+        return name if self.dtype == torch.float32 else add_arithmetic(name, self.backend.name)

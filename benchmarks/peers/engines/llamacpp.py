@@ -16,12 +16,12 @@ BATCH_TOKENS = 2048
 _FLASH_ATTENTION = 1
 
 
-def prepare(model: Path) -> Path:
-    """The GGUF file, beside the original; made once."""
-    target = model.with_name(f"{model.name}.gguf")
+def prepare(model: Path, form: str = "BF16") -> Path:
+    """The GGUF file, in the directory of the original; made once. `form`: GGUF's name for that of matrices."""
+    target = model / f"{form}.gguf"
     if not target.exists():
         scratch = target.with_suffix(".unfinished")
-        write_gguf(model, scratch)
+        write_gguf(model, scratch, form)
         scratch.rename(target)
     return target
 
@@ -135,5 +135,5 @@ class LlamaCpp:
 
 def _count_token_bytes(model: Path) -> int:
     """KV of one token, 16 bits a number, from the configuration beside the converted model."""
-    config = json.loads((model.with_suffix("") / "config.json").read_text())
+    config = json.loads((model.parent / "config.json").read_text())
     return 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])

