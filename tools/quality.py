@@ -101,7 +101,8 @@ def score_text(text: Text) -> dict[str, Score]:
     }
     losses, divergences = dict.fromkeys(FORMS, 0.0), dict.fromkeys(FORMS, 0.0)
     same, num_tokens = dict.fromkeys(FORMS, 0), 0
-    for _number, window in enumerate(text.windows):
+    for number, window in enumerate(text.windows):
+        print(f"\r{number + 1} of {len(text.windows)}", end="", flush=True)
         shares = {form: compute_logits(models[form], window)[:-1].log_softmax(-1) for form in FORMS}
         targets, right = torch.tensor(window[1:]), shares["auto"]
         num_tokens += len(targets)
@@ -109,6 +110,7 @@ def score_text(text: Text) -> dict[str, Score]:
             losses[form] -= float(found.gather(1, targets[:, None]).sum())
             divergences[form] += float((right.exp() * (right - found)).sum())
             same[form] += int((found.argmax(-1) == right.argmax(-1)).sum())
+    print()
     return {
         form: Score(
             losses[form] / math.log(2) / text.num_chars,
@@ -126,9 +128,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the scores to this file")
     given = parser.parse_args()
     found = {name: score_text(text) for name, text in make_texts().items()}
-    for scores in found.values():
-        for _form in scores:
-            pass
+    for name, scores in found.items():
+        print(f"{name:8} {'bits a character':>18} {'perplexity':>12} {'divergence':>12} {'same likeliest':>16}")
+        for form, score in scores.items():
+            label = "bf16" if form == "auto" else form
+            print(
+                f"{label:8} {score.bits_per_char:18.4f} {score.perplexity:12.3f} {score.divergence:12.5f} "
+                f"{score.same_top:16.2%}"
+            )
     if given.json:
         flat = {
             f"{name}_{form}_{what}": value
