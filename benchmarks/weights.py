@@ -2,10 +2,19 @@
 
 python -m benchmarks.weights [--quick] [--json FILE]
 
-Random bf16 weights in the shape of Qwen3-0.6B, two threads for everybody. Each side has a process of its own, which is
-stopped while another is measured; they take turns, and ratios are formed within a round. Ours has the weights as they
-are stored, in 8 and in 4 bits (`PENSTOCK_ENGINE_WEIGHTS`); llama.cpp has Q8_0 and Q4_0, its embedding in Q8_0; OpenVINO
-has int8, and int4 in groups of 128. What is not installed (`python -m benchmarks.peers.setup`) is left out.
+First the linear layers of a few decoder layers, more bytes than the caches hold, each form right after the other:
+
+    p12_linear_m1, …           time in bf16 to that in 12 bits, for as many rows; int8 and int4 likewise
+    p12_bits_per_weight_demo   of the demo model, with palettes and exceptions
+    p12_identical              1: every result has the bits of that in bf16
+
+    p12_memory_ratio           bytes of these layers' weights to those in bf16
+
+Then whole engines. Random bf16 weights in the shape of Qwen3-0.6B, two threads for everybody. Each side has a process
+of its own, which is stopped while another is measured; they take turns, and ratios are formed within a round. Ours has
+the weights as they are stored, in 12, 8 and 4 bits (`PENSTOCK_ENGINE_WEIGHTS`); llama.cpp has Q8_0 and Q4_0, its
+embedding in Q8_0; OpenVINO has int8, and int4 in groups of 128. What is not installed (`python -m
+benchmarks.peers.setup`) is left out.
 
     int8_decode_b1, …          tokens a second to those of ours in bf16: 1, 8 and 32 sequences, and a prompt of 2,048
     int8_vs_best_peer_b1, …    to the best of the other engines with 8 bits; int4 likewise
@@ -13,26 +22,122 @@ has int8, and int4 in groups of 128. What is not installed (`python -m benchmark
 `--quick` takes the shape with 135 million weights, without the others.
 """
 
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
 from benchmarks.engine import POOL_MB, THREADS
 from benchmarks.peers.process import is_available
 from benchmarks.peers.rounds import OURS, Results, Rounds
 from benchmarks.peers.setup import DIRECTORY
-from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
 from benchmarks.peers.write import make_model_directory
+from penstock.config.settings import EngineSettings
+from penstock.engine.kernels.library import Library, load_library
+from penstock.engine.kernels.packed import PackedLinears, WeightForm
+from penstock.engine.loading import load_model
 
-FORMS = ("int8", "int4")
-PEERS = {
+FORMS = ("p12", "int8", "int4")
+NAMES = {WeightForm.COMPRESSED: "p12", WeightForm.INT8: "int8", WeightForm.INT4: "int4"}
+ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
+NUM_LAYERS = 4
+LINEAR_GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""Layers with the same input."""
+PEERS: dict[str, dict[str, tuple[str, str]]] = {
+    "p12": {},
     "int8": {"llamacpp Q8_0": ("llamacpp", "Q8_0"), "openvino int8": ("openvino", "int8")},
     "int4": {"llamacpp Q4_0": ("llamacpp", "Q4_0"), "openvino int4": ("openvino", "int4")},
 }
 """By number of bits and name of the side: the engine, and what it calls the form."""
 MEASURED = ("decode_b1", "decode_b8", "decode_b32", "prefill_2048")
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """Seconds of the linear layers of some decoder layers, by form, for a number of rows."""
+
+    by_form: dict[WeightForm, list[float]]
+    is_identical: bool
+
+    def compare_with(self, form: WeightForm) -> float:
+        """Return how much faster than stored weights a form is: the median of the rounds' ratios."""
+        pairs = zip(self.by_form[WeightForm.STORED], self.by_form[form], strict=True)
+        return statistics.median(stored / other for stored, other in pairs)
+
+
+def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLinears]]:
+    """Return the groups of linear layers of a few decoder layers, in each form."""
+    chance, groups = torch.Generator().manual_seed(0), []
+    sizes = shape.linear_shapes()
+    for _, names in itertools.product(range(NUM_LAYERS), LINEAR_GROUPS):
+        linears = []
+        for outputs, inputs in (sizes[name] for name in names):
+            linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+            linear.weight.copy_(torch.randn(outputs, inputs, generator=chance) / inputs**0.5)
+            linears.append(linear)
+        groups.append({form: PackedLinears(native, linears, lambda _: None, form=form) for form in WeightForm})
+    return groups
+
+
+def time_linears(groups: list[dict[WeightForm, PackedLinears]], rows: int, num_rounds: int) -> LinearTimes:
+    """Time all groups in all forms, one form right after the other, the order reversed every other round."""
+    times: dict[WeightForm, list[float]] = {form: [] for form in WeightForm}
+    inputs = {group[WeightForm.STORED].inputs: None for group in groups}
+    given = {size: torch.randn(rows, size).to(torch.bfloat16) for size in inputs}
+    is_identical = True
+    for number in range(num_rounds + 1):
+        spent = dict.fromkeys(WeightForm, 0.0)
+        for group in groups:
+            outs = {}
+            for form in WeightForm if number % 2 else reversed(WeightForm):
+                x, begun_s = given[group[form].inputs], time.perf_counter()
+                outs[form] = group[form](x)
+                spent[form] += time.perf_counter() - begun_s
+            pairs = zip(outs[WeightForm.STORED], outs[WeightForm.COMPRESSED], strict=True)
+            is_identical &= all(torch.equal(one, other) for one, other in pairs)
+        if number:  # the first one warms up
+            for form, seconds in spent.items():
+                times[form].append(seconds)
+    return LinearTimes(times, is_identical)
+
+
+def measure_linears(quick: bool) -> dict[str, float]:
+    """Return the figures of linear layers by themselves, on two threads."""
+    native = load_library()
+    assert native is not None, "the kernels are not built"
+    native.set_threads(THREADS)
+    groups, figures, identical = make_groups(native, SHAPES["q06"]), dict[str, float](), True
+    for rows in ROWS:
+        times = time_linears(groups, rows, 20 if quick else 60)
+        identical &= times.is_identical
+        ratios = {NAMES[form]: times.compare_with(form) for form in NAMES}
+        print(f"{rows:3} rows: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), flush=True)
+        figures |= {f"{name}_linear_m{rows}": ratio for name, ratio in ratios.items()}
+    native.set_threads(1)
+    bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
+    figures["p12_memory_ratio"] = bytes_of[WeightForm.COMPRESSED] / bytes_of[WeightForm.STORED]
+    return {"p12_identical": float(identical), "p12_bits_per_weight_demo": count_demo_bits(native)} | figures
+
+
+def count_demo_bits(native: Library) -> float:
+    """Return the bits of a weight of the demo model in 12 bits, with all that belongs to it."""
+    module = load_model(EngineSettings(dtype="bfloat16")).module
+    linears = [part for part in module.modules() if type(part) is nn.Linear]
+    packed = [PackedLinears(native, [one], lambda _: None, form=WeightForm.COMPRESSED) for one in linears]
+    return 8 * sum(one.num_bytes for one in packed) / sum(one.weight.numel() for one in linears)
 
 
 def measure(quick: bool) -> Results:
@@ -49,7 +154,7 @@ def measure(quick: bool) -> Results:
         rounds.load_side(name, model, log, engine=engine, threads=THREADS, pool_mb=pool_mb, device="cpu", **form)
 
     try:
-        load("bf16", OURS, weights="auto")
+        load("bf16", OURS, weights="bf16")
         for form in FORMS:
             load(form, OURS, weights=form)
             for name, (engine, own_form) in ({} if quick else PEERS[form]).items():
@@ -96,10 +201,11 @@ def draw_plot(results: Results) -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, draw and return the figures."""
     Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
+    figures = measure_linears(given.quick)
     results = measure(given.quick)
     if not given.quick:
         draw_plot(results)
-    return compare(results)
+    return figures | compare(results)
 
 
 def main() -> None:

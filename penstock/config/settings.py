@@ -131,10 +131,11 @@ class EngineSettings(BaseSettings):
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one."""
-    weights: Literal["auto", "int8", "int4"] = "auto"
-    """How the weights of linear layers are kept on a CPU. `auto`: so that no bit of a result changes. `int8`: in 8 bits
-    with a scale for each output. `int4`: in 4 bits with a scale for each output and 128 inputs, and the output layer
-    in 8 bits. The same on all workers of a pipeline."""
+    weights: Literal["auto", "bf16", "p12", "int8", "int4"] = "auto"
+    """How the weights of linear layers are kept on a CPU. `bf16`: as they are. `p12`: bfloat16 in 12 bits, without
+    loss. `auto`: one of these two, whichever is faster. `int8`: in 8 bits with a scale for each output. `int4`: in 4
+    bits with a scale for each output and 128 inputs, and the output layer in 8 bits. `int8` and `int4` have tokens of
+    their own: the same on all workers of a pipeline."""
     threads: int = Field(default=1, ge=1)
     """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)

@@ -8,7 +8,6 @@
 An original's weights are freed as soon as they are packed, so that memory never holds the model twice.
 """
 
-from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend
 from penstock.engine.cuda.trial import find_varlen_windows
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
+from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
@@ -31,9 +31,7 @@ from penstock.engine.kernels.packed import (
     PackedEmbedding,
     PackedFollower,
     PackedLinear,
-    PackedLinears,
     Release,
-    WeightForm,
     weight_of,
 )
 from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, make_native_body
@@ -51,8 +49,6 @@ MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
 MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4}
 """The same where weights and inputs become integers: random weights lose as much, trained ones less."""
-MIN_QUANTIZED_WEIGHTS = 2**14
-"""A matrix with fewer weights, such as a router of experts, stays as it is stored."""
 
 
 @dataclass
@@ -89,8 +85,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
     is the setting. Raises `ModelLoadError` where the weights cannot have that form.
     """
-    is_quantized = weights in MAX_QUANTIZED_ERROR
-    if is_quantized and (model.device.type != "cpu" or load_library() is None or model.dtype not in DTYPES):
+    is_native = model.device.type == "cpu" and load_library() is not None and model.dtype in DTYPES
+    if not is_native and weights in ("p12", *QUANTIZED):
         raise ModelLoadError(
             f"PENSTOCK_ENGINE_WEIGHTS={weights} needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
         )
@@ -102,7 +98,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     record = _record_forward(model)
     replacer = _Replacer(model, native, record, weights)
     replacer.replace_parts()
-    if is_quantized and not replacer.num_quantized:
+    is_quantized = weights in QUANTIZED
+    if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     backend = NativeBackend(native, record.layers, replacer.build_body())
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
@@ -178,9 +175,8 @@ class _Replacer:
     """Replaces the parts of one model by native ones that give the recorded outputs."""
 
     def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord, weights: str) -> None:
-        self._model, self._native, self._record, self._weights = model, native, record, weights
-        self.num_quantized = 0
-        """Linear layers that were packed as integers."""
+        self._model, self._native, self._record = model, native, record
+        self.packer = WeightPacker(native, weights, model.dtype, model.weights.num_bytes, model.vocab_size)
         self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
         self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
@@ -207,7 +203,7 @@ class _Replacer:
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
         step = self._make_step()
-        right = self._compute_logits() if self.num_quantized else self._record.logits
+        right = self._compute_logits() if self.packer.num_quantized else self._record.logits
         with hooks.run_with_step(self._root, step):
             mine = new(step.batch.input_ids, self._record.position_ids).logits[0].float()
         return new if _root_mean_square(mine - right) <= self._tolerance * right.std() else None
@@ -246,10 +242,10 @@ class _Replacer:
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
         groups = (
-            self._pack_linears(form.projections, _keep_weight),
-            self._pack_linears([form.output_projection], _keep_weight),
-            self._pack_linears(form.gate_up, _keep_weight, activation),
-            self._pack_linears([form.down_projection], _keep_weight),
+            self.packer.pack_linears(form.projections, _keep_weight),
+            self.packer.pack_linears([form.output_projection], _keep_weight),
+            self.packer.pack_linears(form.gate_up, _keep_weight, activation),
+            self.packer.pack_linears([form.down_projection], _keep_weight),
         )
         new = NativeLayer(form.attention, groups, good, activation)
         if not self._gives_same(new, name):
@@ -299,29 +295,12 @@ class _Replacer:
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
         tied = self._find_tied_embedding(linears[0])
-        group = self._pack_linears(linears, _keep_weight if tied == "" else self._release)
+        group = self.packer.pack_linears(linears, _keep_weight if tied == "" else self._release)
         first = PackedLinear(group)
         for index, name in enumerate(names):
             self._set_module(name, first if index == 0 else PackedFollower(first, index))
         if tied:
             self._set_module(tied, PackedEmbedding(self._native, group))
-
-    def _pack_linears(
-        self, linears: abc.Sequence[nn.Module], release: Release, activation: Activation = Activation.NONE
-    ) -> PackedLinears:
-        """Pack linear layers in the form that the setting has for them."""
-        form = self._choose_form(linears)
-        self.num_quantized += len(linears) * (form != WeightForm.STORED)
-        return PackedLinears(self._native, linears, release, activation, form)
-
-    def _choose_form(self, linears: abc.Sequence[nn.Module]) -> WeightForm:
-        if (
-            self._weights not in MAX_QUANTIZED_ERROR
-            or min(weight_of(one).numel() for one in linears) < MIN_QUANTIZED_WEIGHTS
-        ):
-            return WeightForm.STORED
-        is_output = any(len(weight_of(one)) == self._model.vocab_size for one in linears)
-        return WeightForm.INT4 if self._weights == "int4" and not is_output else WeightForm.INT8
 
     def _is_present(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
         """Return whether the model still has a module of this name and kind: its decoder layer may be replaced."""

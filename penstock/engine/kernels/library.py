@@ -27,7 +27,8 @@ class Packed(Structure):
 
     _fields_: ClassVar = [
         ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64),
-        ("element_bytes", c_int32), ("form", c_int32), ("scales", c_void_p),
+        ("element_bytes", c_int32), ("form", c_int32), ("scales", c_void_p), ("palettes", c_void_p),
+        ("exceptions", c_void_p), ("first_exception", c_void_p),
     ]  # fmt: skip
 
 
@@ -104,6 +105,15 @@ class PackArgs(Structure):
     ]  # fmt: skip
 
 
+class CompressArgs(Structure):
+    """Stored panels, to be compressed."""
+
+    _fields_: ClassVar = [
+        ("stored", c_void_p), ("inputs", c_int64), ("num_panels", c_int64), ("data", c_void_p), ("palettes", c_void_p),
+        ("counts", c_void_p), ("first_exception", c_void_p), ("exceptions", c_void_p),
+    ]  # fmt: skip
+
+
 class BestArgs(Structure):
     """The highest value of each row."""
 
@@ -164,7 +174,7 @@ class Library:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
-        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best", "score"):
+        for name in ("pack", "compress", "linear", "lookup", "attention", "write", "norm", "rope", "best", "score"):
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
         handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
@@ -172,6 +182,7 @@ class Library:
         self.layer = handle.penstock_layer
         self.read = handle.penstock_read
         self.pack = handle.penstock_pack
+        self.compress = handle.penstock_compress
         self.linear = handle.penstock_linear
         self.lookup = handle.penstock_lookup
         self.attention = handle.penstock_attention

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.memory import Arena
+from penstock.engine.kernels.memory import Arena, map_zeros
 
 PANEL_COLUMNS = 32
 """Number of output columns in a panel."""
@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that the kernels support."""
 
 _ARENA = Arena()
+_PAIR_BYTES = 192  # of a compressed panel, for four inputs
 _PACKED_ROWS_PER_RELEASE = 128 * PANEL_COLUMNS  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
@@ -43,8 +44,12 @@ class WeightForm(IntEnum):
     """8 bits, a scale for each output."""
     INT4 = 2
     """4 bits, a scale for each output and 128 inputs."""
+    COMPRESSED = 3
+    """bf16 in 12 bits, without loss."""
 
 
+MAX_EXCEPTIONS = 0.003
+"""Share of a group's weights that compression may keep apart: with more it is slow, and all stay as they are."""
 GROUP_INPUTS = 128
 """Inputs that are made integers with one scale, and with 4 bits the weights of one scale."""
 
@@ -68,13 +73,19 @@ class PackedLinears:
     ) -> None:
         weights = [weight_of(linear) for linear in linears]
         self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        self.dtype, self.form = weights[0].dtype, form
+        self.dtype = weights[0].dtype
+        is_compressed = form == WeightForm.COMPRESSED
+        self.form = WeightForm.STORED if is_compressed else form
         self._native = native
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         panels = [-(-n // width) for n in self.outputs]
         firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
         num_panels = panels[0] if activation else sum(panels)
-        self._memory, self._scales = self._allocate(num_panels)
+        self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
+        self._tables: tuple[Tensor, ...] = ()
+        """Of compressed weights."""
+        self.num_exceptions = 0
+        """Weights that compression keeps apart."""
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
             for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
@@ -84,8 +95,11 @@ class PackedLinears:
         self._bias = _pack_bias(linears, firsts, width, num_panels)
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(
-            self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, form, self._scales.data_ptr()
-        )
+            self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, self.form,
+            self._scales.data_ptr(),
+        )  # fmt: skip
+        if is_compressed:
+            self._compress()
         count = 1 if activation else len(weights)
         parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs[:count], firsts, strict=False))
         self._parts = (library.Part * count)(*parts)
@@ -96,14 +110,39 @@ class PackedLinears:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights and their scales."""
-        return self._memory.nbytes + self._scales.nbytes
+        """Bytes of the packed weights, their scales, palettes and exceptions."""
+        return self._memory.nbytes + self._scales.nbytes + sum(one.nbytes for one in self._tables)
 
-    def _allocate(self, num_panels: int) -> tuple[Tensor, Tensor]:
+    def _compress(self) -> None:
+        """Compress the packed weights, if they are bf16 and few of them are exceptions."""
+        num_panels = int(self.packed.num_panels)
+        if self.dtype != torch.bfloat16 or self.inputs % 4:
+            return
+        stored = self._memory
+        data = _ARENA.allocate_zeros(num_panels * self.inputs // 4 * _PAIR_BYTES, torch.uint8)
+        palettes, counts = torch.empty(num_panels * 16, dtype=torch.uint8), torch.empty(num_panels, dtype=torch.int32)
+        args = library.CompressArgs(
+            stored.data_ptr(), self.inputs, num_panels, data.data_ptr(), palettes.data_ptr(), counts.data_ptr()
+        )
+        self._native.compress(ctypes.addressof(args))
+        self.num_exceptions = int(counts.sum())
+        if self.num_exceptions > MAX_EXCEPTIONS * num_panels * PANEL_COLUMNS * self.inputs:
+            return
+        first = torch.cat([torch.zeros(1, dtype=torch.int32), (counts + 1).cumsum(0).int()])  # each list has an end
+        exceptions = torch.empty(int(first[-1]), dtype=torch.int32)
+        args.first_exception, args.exceptions = first.data_ptr(), exceptions.data_ptr()
+        self._native.compress(ctypes.addressof(args))
+        self._memory, self._tables, self.form = data, (palettes, exceptions, first), WeightForm.COMPRESSED
+        self.packed.data, self.packed.form = data.data_ptr(), self.form
+        self.packed.palettes, self.packed.exceptions = palettes.data_ptr(), exceptions.data_ptr()
+        self.packed.first_exception = first.data_ptr()
+
+    def _allocate(self, num_panels: int, *, for_long: bool) -> tuple[Tensor, Tensor]:
         """Return memory for the weights, all of them zero, and for their scales."""
         if self.form == WeightForm.STORED:
             units = -(-self.inputs * self.dtype.itemsize // 4)
-            return _ARENA.allocate_zeros(num_panels * units * PANEL_COLUMNS, torch.int32), torch.empty(0)
+            allocate = _ARENA.allocate_zeros if for_long else map_zeros
+            return allocate(num_panels * units * PANEL_COLUMNS, torch.int32), torch.empty(0)
         bits = 8 if self.form == WeightForm.INT8 else 4
         lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // GROUP_INPUTS)
         codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)

@@ -85,6 +85,7 @@ EXPORT const char* penstock_select(const char* name) {
 
 EXPORT int penstock_set_threads(int count) { return pool::set_threads(count); }
 EXPORT int penstock_pack(const PackArgs* a) { return call(table().pack, a); }
+EXPORT int penstock_compress(const CompressArgs* a) { return call(table().compress, a); }
 EXPORT int penstock_linear(const LinearArgs* a) { return call(table().linear, a); }
 EXPORT int penstock_lookup(const LookupArgs* a) {
   const uint64_t num_columns = uint64_t(a->weight->num_panels) * 32;

@@ -5,6 +5,7 @@
 namespace ISA {
 
 void pack(const PackArgs*);
+void compress(const CompressArgs*);
 void linear(const LinearArgs*);
 void lookup(const LookupArgs*);
 void attention(const AttentionArgs*);

@@ -15,11 +15,14 @@ struct Packed {
   int64_t num_panels;
   int32_t element_bytes;  // of the inputs and outputs, and of stored weights
   int32_t form;
-  const float* scales;    // of quantized weights: see quantized.h
+  const float* scales;               // of quantized weights: see quantized.h
+  const uint8_t* palettes;           // of compressed weights: see compressed.h
+  const uint32_t* exceptions;
+  const uint32_t* first_exception;   // of each panel
 };
 
-// How weights are packed: as they are stored, or as integers of 8 or 4 bits.
-enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2 };
+// How weights are packed: as they are stored, as integers of 8 or 4 bits, or bf16 without loss in 12 bits.
+enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2, kCompressed = 3 };
 
 enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
@@ -157,6 +160,17 @@ struct PackArgs {
   float* scales;
 };
 
+// Panels of stored bf16 weights, compressed. `inputs` is a multiple of four.
+struct CompressArgs {
+  const uint32_t* stored;
+  int64_t inputs, num_panels;
+  uint8_t* data;
+  uint8_t* palettes;
+  uint32_t* counts;                 // of each panel's exceptions
+  const uint32_t* first_exception;
+  uint32_t* exceptions;             // each panel's list, or null: they are counted
+};
+
 // Rows of a weight that was packed alone: out[i] = weight[ids[i]].
 struct LookupArgs {
   const Packed* weight;
@@ -186,6 +200,7 @@ struct ScoreArgs {
 struct Table {
   const char* name;
   void (*pack)(const PackArgs*);
+  void (*compress)(const CompressArgs*);
   void (*linear)(const LinearArgs*);
   void (*lookup)(const LookupArgs*);
   void (*attention)(const AttentionArgs*);

@@ -325,25 +325,37 @@ template <class T> void lookup_of(const LookupArgs& a) {
 }
 
 #include "quantized.h"
+#include "compressed.h"
 
-template <class Stored, class Int8, class Int4> auto of_form(int32_t form, Stored stored, Int8 int8, Int4 int4) {
-  return form == kInt8 ? int8 : form == kInt4 ? int4 : stored;
+template <class T> void linear_in_form(const LinearArgs& a) {
+  switch (a.weight->form) {
+    case kInt8: return quantized_linear_of<T, 8>(a);
+    case kInt4: return quantized_linear_of<T, 4>(a);
+    case kCompressed: return compressed_linear(a);
+    default: return linear_of<T>(a);
+  }
 }
-
-template <class T> void run_linear(const LinearArgs& a) {
-  of_form(a.weight->form, linear_of<T>, quantized_linear_of<T, 8>, quantized_linear_of<T, 4>)(a);
+template <class T> void pack_in_form(const PackArgs& a) {
+  switch (a.form) {
+    case kInt8: return quantize_of<T, 8>(a);
+    case kInt4: return quantize_of<T, 4>(a);
+    default: return pack_of<T>(a);
+  }
 }
-template <class T> void run_pack(const PackArgs& a) {
-  of_form(a.form, pack_of<T>, quantize_of<T, 8>, quantize_of<T, 4>)(a);
-}
-template <class T> void run_lookup(const LookupArgs& a) {
-  of_form(a.weight->form, lookup_of<T>, quantized_lookup_of<T, 8>, quantized_lookup_of<T, 4>)(a);
+template <class T> void lookup_in_form(const LookupArgs& a) {
+  switch (a.weight->form) {
+    case kInt8: return quantized_lookup_of<T, 8>(a);
+    case kInt4: return quantized_lookup_of<T, 4>(a);
+    case kCompressed: return compressed_lookup(a);
+    default: return lookup_of<T>(a);
+  }
 }
 
 }  // namespace
 
-void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? run_linear<float>(*a) : run_linear<bf16>(*a); }
-void pack(const PackArgs* a) { a->element_bytes == 4 ? run_pack<float>(*a) : run_pack<bf16>(*a); }
-void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? run_lookup<float>(*a) : run_lookup<bf16>(*a); }
+void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? linear_in_form<float>(*a) : linear_in_form<bf16>(*a); }
+void pack(const PackArgs* a) { a->element_bytes == 4 ? pack_in_form<float>(*a) : pack_in_form<bf16>(*a); }
+void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? lookup_in_form<float>(*a) : lookup_in_form<bf16>(*a); }
+void compress(const CompressArgs* a) { compress_panels(*a); }
 
 }  // namespace ISA
