@@ -163,7 +163,7 @@ def measure(quick: bool) -> Results:
                 else:
                     print(f"{name}: left out, not installed")
         rounds.warm_up()
-        for number in range(3 if quick else 5):
+        for number in range(3):
             rounds.run_round(number)
     finally:
         rounds.close()

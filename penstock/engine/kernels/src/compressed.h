@@ -16,25 +16,25 @@ constexpr int kPairBytes = 192;
 INLINE int place_of(int column, int k) { return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k; }
 
 #if defined(__AVX512BW__)
-struct Pair {
-  __m512i lines[4];  // of the first unit the first 16 columns, and the others; of the second unit
-};
-
 struct Palette {
   __m512i table;
   explicit Palette(const uint8_t* bytes) : table(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)bytes))) {}
 
-  INLINE Pair decode(const uint8_t* w) const {
-    const __m512i nibbles = _mm512_loadu_si512(w), low = _mm512_set1_epi8(15);
-    const __m512i first = _mm512_loadu_si512(w + 64), second = _mm512_loadu_si512(w + 128);
-    const __m512i high0 = _mm512_shuffle_epi8(table, _mm512_and_si512(nibbles, low));
-    const __m512i high1 = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low));
-    return {{_mm512_unpacklo_epi8(first, high0), _mm512_unpackhi_epi8(first, high0),
-             _mm512_unpacklo_epi8(second, high1), _mm512_unpackhi_epi8(second, high1)}};
+  // The lines of a unit of the pair at `w`: the first 16 columns, and the others.
+  INLINE void decode_unit(const uint8_t* w, int unit, u32x16& left, u32x16& right) const {
+    const __m512i nibbles = _mm512_loadu_si512(w), bytes = _mm512_loadu_si512(w + 64 + 64 * unit);
+    const __m512i index = _mm512_and_si512(unit ? _mm512_srli_epi16(nibbles, 4) : nibbles, _mm512_set1_epi8(15));
+    const __m512i high = _mm512_shuffle_epi8(table, index);
+    left = (u32x16)_mm512_unpacklo_epi8(bytes, high);
+    right = (u32x16)_mm512_unpackhi_epi8(bytes, high);
   }
   INLINE void decode_to(const uint8_t* w, uint32_t* lines) const {
-    const Pair pair = decode(w);
-    for (int i = 0; i < 4; i++) _mm512_storeu_si512(lines + 16 * i, pair.lines[i]);
+    for (int unit = 0; unit < 2; unit++, lines += 32) {
+      u32x16 left, right;
+      decode_unit(w, unit, left, right);
+      store(lines, left);
+      store(lines + 16, right);
+    }
   }
 };
 #elif defined(__AVX2__)
@@ -114,16 +114,14 @@ void multiply_compressed(CompressedPanel& panel, const uint32_t* x, int units, b
     left[r] = begins ? f32x16{} : load(c + r * kColumns);
     right[r] = begins ? f32x16{} : load(c + r * kColumns + 16);
   }
-  auto add_pair = [&](const Pair& pair) __attribute__((always_inline)) {
-#pragma GCC unroll 2
-    for (int unit = 0; unit < 2; unit++, x += 16) {
+  auto add_unit = [&](u32x16 a, u32x16 b) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const u32x16 both = all(x[r]);
-        left[r] = Unit<bf16>::madd((u32x16)pair.lines[2 * unit], both, left[r]);
-        right[r] = Unit<bf16>::madd((u32x16)pair.lines[2 * unit + 1], both, right[r]);
-      }
+    for (int r = 0; r < ROWS; r++) {
+      const u32x16 both = all(x[r]);
+      left[r] = Unit<bf16>::madd(a, both, left[r]);
+      right[r] = Unit<bf16>::madd(b, both, right[r]);
     }
+    x += 16;
   };
   const int end = panel.pair + units / 2;
   int pair = panel.pair;
@@ -136,7 +134,12 @@ void multiply_compressed(CompressedPanel& panel, const uint32_t* x, int units, b
         for (int at = 0; at < ahead.step; at += 64) prefetch(ahead.address + at);
         ahead.address += ahead.step;
       }
-      add_pair(palette.decode(w));
+#pragma GCC unroll 2
+      for (int unit = 0; unit < 2; unit++) {  // one after the other: more lines at a time would not fit into registers
+        u32x16 a, b;
+        palette.decode_unit(w, unit, a, b);
+        add_unit(a, b);
+      }
     }
     if (pair == end) break;
     alignas(64) uint32_t lines[64];
@@ -144,9 +147,8 @@ void multiply_compressed(CompressedPanel& panel, const uint32_t* x, int units, b
     for (; int(*exception >> 16) == pair; exception++) {
       ((uint8_t*)lines)[*exception >> 8 & 255] = uint8_t(*exception);
     }
-    Pair patched;
-    for (int i = 0; i < 4; i++) patched.lines[i] = _mm512_load_si512(lines + 16 * i);
-    add_pair(patched);
+    add_unit(load(lines), load(lines + 16));
+    add_unit(load(lines + 32), load(lines + 48));
     pair++;
     w += kPairBytes;
   }
