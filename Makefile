@@ -52,7 +52,7 @@ $(VLLM)/installed: pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
 	@$(VLLM)/bin/uv pip install --python $(VLLM)/bin/python --override constraints-vllm.txt \
-	  --editable '.[worker,embedded,$(VLLM_EXTRA)]' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7' 'matplotlib>=3.10,<4'
+	  --editable '.[worker,gateway,embedded,$(VLLM_EXTRA)]' 'httpx>=0.28,<1' 'pytest>=9.0,<10' 'pytest-asyncio>=1.2,<2' 'pytest-timeout>=2.4,<3' 'hypothesis>=6.150,<7' 'matplotlib>=3.10,<4'
 	@touch $@
 
 format: install

@@ -1,20 +1,29 @@
 """vLLM with several ranks, models with several kinds of layers, and what is refused when a model is loaded."""
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from penstock.bus.connect import connect_bus
+from penstock.config.settings import BusSettings
 from penstock.engine.files import DEMO_MODEL
+from penstock.engine.loading import load_model
 from penstock.engine_vllm.blocks import RankKV, combine_ranks
 from penstock.errors import ModelLoadError
+from penstock.local.processes import find_free_port
+from penstock.local.stack import Stack
+from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
+from penstock.names import Pipeline
 from sim.workload import ENGINE_SETTINGS
 from tests.engine_contract.engines import BLOCK, Caller, EngineUnderTest, open_vllm
 from tests.engine_contract.test_engine_contract import NUM_NEW, add_all, expect, make_work, prefill_all, prompt_of
@@ -182,3 +191,53 @@ def test_arguments_of_vllm_are_read_as_it_reads_them() -> None:
     assert parse_vllm_arguments("") == {}
     given = parse_vllm_arguments("--no-enforce-eager -tp 2 --hf-overrides '{\"rope_theta\": 5}'")
     assert given == {"enforce_eager": False, "tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 5}}
+
+
+def count_results(stack: Stack) -> int:
+    bus = connect_bus(stack.addresses, BusSettings())
+    return len(bus.read_all(Pipeline(stack.addresses.pipeline).results_topic))
+
+
+@needs_vllm
+@pytest.mark.timeout(300)
+def test_a_gateway_serves_a_pipeline_with_vllm_beside_one_with_the_own_engine(tmp_path: Path) -> None:
+    """Each model is computed by its own pipeline. Their blocks have different names."""
+    copied = tmp_path / "copied"
+    shutil.copytree(DEMO_MODEL, copied)
+    plain = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+    by_vllm = {
+        "PENSTOCK_ENGINE_KIND": "vllm",
+        "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK),
+        "PENSTOCK_ENGINE_MODEL": str(copied),
+    }
+    (work, *_), answers = make_work(), {}
+    with (
+        ValkeyServer(tmp_path / "valkey") as server,
+        Stack(tmp_path / "a", pipeline="own", redis=server.url, gateway=find_free_port(), environment=plain) as own,
+        Stack(tmp_path / "b", pipeline="vllm", redis=server.url, environment=plain | by_vllm) as other,
+    ):
+        own.wait_until_ready(120)
+        other.wait_until_ready(240)
+        with httpx.Client(base_url=own.gateway_url, timeout=60) as gateway:
+            for model in ("demo", str(copied)):
+                body = {
+                    "model": model,
+                    "prompt": prompt_of(work),
+                    "max_tokens": NUM_NEW,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                answers[model] = (
+                    gateway.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"]
+                )
+        counts = [count_results(stack) for stack in (own, other)]
+    assert answers["demo"] == answers[str(copied)]
+    assert counts == [1, 1]
+
+
+@needs_vllm
+def test_engines_of_different_kinds_do_not_share_blocks(tmp_path: Path) -> None:
+    with opened(tmp_path, "one rank") as under_test:
+        fingerprint = under_test.engine.model.fingerprint
+    own = load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
+    assert fingerprint != own.fingerprint
