@@ -12,7 +12,9 @@ undisturbed, to one request at a time.
 """
 
 import argparse
+import os
 import shlex
+import signal
 import sys
 import tempfile
 import threading
@@ -181,7 +183,7 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
                         _, whom = kills.pop(0)
                         print(f"{time.monotonic() - begun_s:6.1f} s: {readers.num_over} are over, {whom} is killed")
                         if whom == "endpoint":
-                            endpoint.kill()
+                            os.killpg(endpoint.pid, signal.SIGKILL)  # vLLM's engine outlives its server
                             endpoint = start_endpoint(port, command)
                         elif stack.gateway is not None and stack.gateway.child is not None:
                             stack.gateway.child.kill()

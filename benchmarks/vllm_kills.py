@@ -49,6 +49,8 @@ NUM_UNDER_WAY = 6
 MAX_TOKENS = 120
 MAX_PASSES = {"prefill": 5, "decode": 30}
 """A worker is killed at latest when it gets to its point for the so manieth time."""
+MAX_LIFE_S = 40.0
+"""A worker is killed from outside after this time: some points are passed only where another worker has died."""
 BLOCK = 32
 PATIENCE_S = 240.0
 POINTS = {"prefill": failpoints.PREFILL, "decode": failpoints.DECODE}
@@ -114,6 +116,9 @@ def run_kills(stack: KilledStack, load: Load, num_kills: int) -> Counter[str]:
     by_line = {worker.name: worker.stage for worker in stack.workers}
     while killed.total() < num_kills:
         load.keep_up()
+        for worker in stack.workers:
+            if worker.child is not None and time.monotonic() - worker.started_at > MAX_LIFE_S:
+                worker.child.kill()
         for line in stack.restart_dead():
             name = line.split()[0]
             if "status -9" not in line:
