@@ -15,7 +15,7 @@ Progress = Callable[[str, float], None]
 def find_model(name: str, report: Progress) -> Path:
     """Return the model's directory, downloaded from the hub if there is none on disk."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
-    if directory.suffix == ".gguf":
+    if directory.suffix == ".gguf" or (any(directory.glob("*.gguf")) and not any(directory.glob("*.safetensors"))):
         raise ModelLoadError("GGUF files are not read: use a checkpoint of the model in safetensors")
     if not directory.is_dir():
         if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):

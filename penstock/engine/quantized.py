@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.weights import MappedWeights, PackedTensor
 from penstock.errors import ModelLoadError
 
@@ -142,13 +143,18 @@ class _Stored:
         """Return whether there is a tensor of this name and type."""
         return name in self.left and self.left[name].get_dtype() == kind
 
-    def add(self, name: str, shape: list[int], parts: Iterable[Any], fill: Callable[..., None]) -> None:
-        """Add a weight of this name and shape. `fill(out, *parts)` computes it when it is read."""
+    def add(self, name: str, shape: list[int], parts: list[Any], fill: Callable[..., None]) -> None:
+        """Add a weight of this name and shape. `fill(out, *parts)` computes it when it is read.
+
+        A part that the checkpoint does not have is None, here and there.
+        """
 
         def unpack(*tensors: Tensor) -> Tensor:
-            out = torch.empty(shape, dtype=self.dtype)
+            given = iter(tensors)
+            # A mapping of its own goes back to the system when the kernels have packed the weight in their order.
+            out = map_zeros(math.prod(shape), self.dtype).view(shape)
             try:
-                fill(out, *tensors)
+                fill(out, *(None if part is None else next(given) for part in parts))
             except ValueError as error:
                 raise ModelLoadError(f"{name} cannot be unpacked: {error}") from error
             return out
@@ -157,7 +163,7 @@ class _Stored:
             raise ModelLoadError(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
             raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
-        self.unpacked[name] = PackedTensor(tuple(parts), shape, unpack)
+        self.unpacked[name] = PackedTensor(tuple(part for part in parts if part is not None), shape, unpack)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
@@ -211,7 +217,8 @@ def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
 def _find_scheme(module: str, schemes: list[Settings], kind: str) -> Settings:
     """Return the scheme that has the module as a target: by its name if there is one, else by its class."""
     named = [s for s in schemes if any(_is_target(module, target) for target in s["targets"])]
-    fitting = [s for s in named or schemes if (s["format"] == "pack-quantized") == (kind == "pack-quantized")]
+    by_class = [s for s in schemes if any(target[:1].isupper() for target in s["targets"])]
+    fitting = [s for s in named or by_class if (s["format"] == "pack-quantized") == (kind == "pack-quantized")]
     if len(fitting) != 1:
         raise ModelLoadError(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
     return fitting[0]
@@ -227,18 +234,15 @@ def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
     rows, columns = _read_shape(stored, f"{module}.weight_shape")
     words = stored.take(f"{module}.weight_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
     scales, grid, width = _take_scales(stored, f"{module}.weight_scale", rows, columns, scheme)
-    half, parts = 1 << (bits - 1), [words, scales]
+    half = 1 << (bits - 1)
     packed = stored.has_type(f"{module}.weight_zero_point", "I32")  # older writers stored them as bytes
     zero_shapes = [[math.ceil(grid[0] * bits / 32), grid[1]]] if packed else _list_shapes(grid)
     is_needed = scheme.get("symmetric") is False
     zeros = stored.take_if(is_needed, f"{module}.weight_zero_point", ("I32", "I8"), *zero_shapes)
     is_needed = scheme.get("actorder") in ("group", "dynamic")
     order = stored.take_if(is_needed, f"{module}.weight_g_idx", ("I32", "I64"), [columns])
-    names = [name for name, part in (("zeros", zeros), ("order", order)) if part is not None]
 
-    def fill(out: Tensor, words: Tensor, scales: Tensor, *others: Tensor) -> None:
-        given = dict(zip(names, others, strict=True))
-        zeros, order = given.get("zeros"), given.get("order")
+    def fill(out: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> None:
         if zeros is not None:
             zeros = _unpack_bits(zeros.T, bits)[:, : grid[0]].T - half if packed else zeros.reshape(grid)
         if order is not None and bool((order == -1).all()):  # so it is where columns were not reordered
@@ -251,7 +255,7 @@ def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
             _group_columns(columns, width, order),
         )
 
-    stored.add(f"{module}.weight", [rows, columns], [*parts, *(p for p in (zeros, order) if p is not None)], fill)
+    stored.add(f"{module}.weight", [rows, columns], [words, scales, zeros, order], fill)
 
 
 def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
@@ -275,7 +279,7 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
     is_needed = scheme.get("symmetric") is False
     zeros = stored.take_if(is_needed, f"{name}_zero_point", ("I8", *_FP8), *_list_shapes(grid))
 
-    def fill(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
+    def fill(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
         _dequantize(
             out,
             weight.__getitem__,
@@ -284,7 +288,7 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
             _group_columns(columns, width),
         )
 
-    stored.add(name, shape, [part for part in (weight, scales, zeros) if part is not None], fill)
+    stored.add(name, shape, [weight, scales, zeros], fill)
 
 
 def _take_scales(
@@ -328,7 +332,7 @@ def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: b
     qzeros = stored.take(f"{module}.qzeros", ("I32",), [num_groups, math.ceil(outputs * bits / 32)])
     order = stored.take_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
 
-    def fill(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None = None) -> None:
+    def fill(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None) -> None:
         # The first form has one less in each place. Its writers subtract from whole words, where a zero of 0 borrows.
         word = sum(1 << place for place in range(0, 32, bits))
         is_first = not is_second and not settings.get("sym")
@@ -342,8 +346,7 @@ def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: b
         grouping = _group_columns(inputs, width, order)
         _dequantize(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
 
-    parts = [part for part in (qweight, scales, qzeros, order) if part is not None]
-    stored.add(f"{module}.weight", [outputs, inputs], parts, fill)
+    stored.add(f"{module}.weight", [outputs, inputs], [qweight, scales, qzeros, order], fill)
 
 
 def _unpack_awq(stored: _Stored, settings: Settings) -> None:
@@ -545,7 +548,7 @@ def _dequantize(
     step = max(8, _CHUNK // columns // 8 * 8)
     for first in range(0, rows, step):
         chosen = slice(first, min(rows, first + step))
-        numbers = read_rows(chosen).to(torch.float32, copy=True)
+        numbers = read_rows(chosen).float()  # a copy, as nothing is stored in float32
         by_group = numbers.view(len(numbers), scales.shape[1], -1) if grouping is None else numbers
         if zeros is not None:
             by_group -= _spread_columns(zeros[chosen], grouping)

@@ -220,8 +220,11 @@ def test_a_missing_file(copy: Path, missing: str, message: str) -> None:
     _refused(copy, message)
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
-    _refused(tmp_path / "model.Q4_K_M.gguf", "GGUF files are not read: use a checkpoint of the model in safetensors")
+def test_a_gguf_file(copy: Path) -> None:
+    message = "GGUF files are not read: use a checkpoint of the model in safetensors"
+    _refused(copy / "model.Q4_K_M.gguf", message)
+    (copy / WEIGHTS).rename(copy / "model.Q4_K_M.gguf")
+    _refused(copy, message)
 
 
 def test_an_unknown_device(tiny_dir: Path) -> None:

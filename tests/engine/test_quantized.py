@@ -22,6 +22,7 @@ from penstock.errors import ModelLoadError
 from tests.engine.helpers import run_sequences, sequence
 from tests.engine.quantized_checkpoints import (
     Writer,
+    Written,
     save_checkpoint,
     write_awq,
     write_bytes,
@@ -56,8 +57,25 @@ def _gptq(bits: int, size: int, form: str, *, sym: bool, **given: Any) -> dict[s
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _INT4 = _compressed("pack-quantized", "group", num_bits=4, group_size=16)
 _DYNAMIC = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+_SEVERAL = {**_INT4, "config_groups": {
+    "mlp": {**_INT4["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]},
+    "queries": {"targets": ["re:.*\\.[qo]_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": _DYNAMIC, "format": "float-quantized"},
+    "rest": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}},
+}}  # fmt: skip
+
+
+def _write_several(weight: Tensor) -> Written:
+    """Write a weight as its group in `_SEVERAL` says."""
+    if 64 in weight.shape:
+        return write_packed(4, 16)(weight)
+    is_square = weight.shape[0] == weight.shape[1]
+    return (write_fp8(1, None, None, "weight_scale") if is_square else write_packed(8, None))(weight)
+
+
 CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "packed 4 bits": (_INT4, write_packed(4, 16)),
     "packed 4 bits with zeros": (
@@ -71,16 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "packed as by older versions": (
         _compressed("pack-quantized", "group", group_size=16, actorder="group", symmetric=False), write_older
     ),
-    "several groups": (
-        {**_INT4, "config_groups": {
-            "mlp": {**_INT4["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]},
-            "rest": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-                     "input_activations": _DYNAMIC, "format": "float-quantized"},
-        }},
-        lambda weight: (
-            write_packed(4, 16) if 64 in weight.shape else write_fp8(1, None, None, "weight_scale")
-        )(weight),
-    ),
+    "several groups": (_SEVERAL, _write_several),
     "packed 8 bits": (_compressed("pack-quantized", "channel"), write_packed(8, None)),
     "bytes": (_compressed("int-quantized", "channel"), write_bytes),
     "fp8 by row": (_compressed("float-quantized", "channel", type="float"), write_fp8(1, None, None, "weight_scale")),
@@ -160,22 +169,46 @@ def _save_model(config: Any, directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
+def _write_gpt_oss(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Write a small gpt-oss with experts in MXFP4, and return what is stored and the plain weights."""
     config = transformers.GptOssConfig(
         vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
     )  # fmt: skip
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-    stored = _save_model(config, tmp_path)
+    stored = _save_model(config, directory)
     plain = dict(stored)
     for name in [name for name in stored if name.endswith("_proj") and "experts" in name]:
         blocks, scales, plain[name] = write_mxfp4(stored.pop(name))
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_checkpoint(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, stored)
+    save_checkpoint(directory, _MXFP4, stored)
+    return stored, plain
+
+
+def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    _, plain = _write_gpt_oss(tmp_path)
     model = load_model(_settings(tmp_path))
     loaded = model.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.items())
     _check_tokens(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("ending", "change", "message"),
+    [
+        ("blocks", lambda part: part[..., :8], "_blocks is .*, not .experts, outputs, groups, 16."),
+        ("blocks", lambda part: None, "_scales is in the weights without"),
+        ("scales", lambda part: None, "_scales is missing"),
+        ("scales", lambda part: part[:3], r"_scales is \[3, 128, 1\] in the weights, and \[4, 128, 1\]"),
+        ("scales", lambda part: torch.full_like(part, 255), " cannot be unpacked: .* not finite"),
+    ],
+)
+def test_damaged_experts(ending: str, change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path) -> None:
+    stored, _ = _write_gpt_oss(tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    changed = change(stored.pop(f"{name}_{ending}"))
+    save_checkpoint(tmp_path, _MXFP4, stored if changed is None else {**stored, f"{name}_{ending}": changed})
+    _refused(tmp_path, f"{name}{message}")
 
 
 def test_experts_in_fp8_are_merged_as_plain_ones_are(tmp_path: Path) -> None:
@@ -210,14 +243,18 @@ def test_progress_moves_with_the_stored_bytes(tiny_dir: Path, tmp_path: Path) ->
     assert seen[-1] == 1.0
 
 
-def test_the_settings_are_part_of_the_fingerprint(tiny_dir: Path, tmp_path: Path) -> None:
+def test_settings_and_arithmetic_are_part_of_the_fingerprint(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same stored tensors stand for other weights when the settings say so."""
     settings, write = CASES["gptq"]
     prints = set()
     for form in ("gptq", "gptq_v2"):
         write_checkpoint(tiny_dir, tmp_path / form, {**settings, "checkpoint_format": form}, write)
         prints.add(load_model(_settings(tmp_path / form)).fingerprint)
-    assert len(prints) == 2
+    monkeypatch.setattr("penstock.engine.loading.UNPACKING_VERSION", quantized.UNPACKING_VERSION + 1)
+    prints.add(load_model(_settings(tmp_path / "gptq")).fingerprint)
+    assert len(prints) == 3
 
 
 # What is not known is refused
@@ -313,6 +350,10 @@ def _change(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
     return damage
 
 
+def _add(ending: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda stored: stored.update({f"{MODULE}.{ending}": tensor})
+
+
 def _set_first(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         tensor.view(-1)[0] = value
@@ -345,6 +386,11 @@ def _set_first(value: float) -> Callable[[Tensor], Tensor]:
         ("gptq_v2 8 bits reordered", _drop("g_idx"), "g_idx is missing"),
         ("awq", _change("qzeros", lambda part: part[:3]), r"qzeros is \[3, 4\] .*\[4, 4\]"),
         ("awq", _drop("scales"), "scales is missing"),
+        ("awq", _add("weight", torch.zeros(32, 64)), "weight is in the weights twice, plain and quantised"),
+        ("awq", _change("qweight", torch.flatten), "qweight is .* no matrix"),
+        ("bytes", _change("weight", torch.flatten), "weight is .* no matrix"),
+        ("deepseek's fp8", _change("weight", torch.flatten), "weight is .* no matrix"),
+        ("deepseek's fp8", _change("weight", lambda part: part[:0]), "weight_scale_inv is|weight has no values"),
         ("deepseek's fp8", _drop("weight_scale_inv"), "weight_scale_inv is missing"),
         ("deepseek's fp8", _change("weight_scale_inv", lambda part: part[:1]), r"weight_scale_inv is \[1, 3\]"),
         ("deepseek's fp8", _drop("weight"), "weight_scale_inv is in the weights without"),
