@@ -62,7 +62,8 @@ Checkpoints whose `config.json` has a `quantization_config` of these formats are
 
 Each weight is unpacked at load, one after the other, to the plain one that it stands for: computed in float32, and
 rounded once to the dtype in which the engine runs (`PENSTOCK_ENGINE_DTYPE`). From then on the model is like any other.
-It takes the memory of the plain model, not of its files, and workers of a host do not share it through the page cache.
+It takes the memory of the plain model, not of its files, and workers of a host do not share it through the page cache;
+`PENSTOCK_ENGINE_WEIGHTS` may keep it in fewer bits again ([precision of weights](precision.md)).
 Activations are computed in the engine's dtype, also where the format would quantise them at run time. The tokens are
 those of `generate()` with the unpacked weights, and the log says how many tensors were unpacked. The fingerprint is not
 that of the model before it was quantised: the two exchange no KV blocks.
