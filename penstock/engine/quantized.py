@@ -89,9 +89,9 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
         if part.get_dtype() == "I8" or part.get_dtype().startswith("F8_"):
             raise ModelLoadError(f"{name} is of type {part.get_dtype()}, and quantization_config does not say how")
         if name.endswith(_ACTIVATION_SCALES):
-            raise _not_unpacked("activations with fixed scales", name, "dynamic activations")
+            raise _make_refusal("activations with fixed scales", name, "dynamic activations")
         if name.endswith(_CACHE_SCALES):
-            raise _not_unpacked("scales of a KV cache", name, "none of them")
+            raise _make_refusal("scales of a KV cache", name, "none of them")
     log.info(
         "%d of %d tensors are quantised (%s) and unpacked to %s",
         len(stored.unpacked),
@@ -120,7 +120,7 @@ class _Stored:
         """Return the names of all tensors of these types of safetensors."""
         return [name for name, part in self.left.items() if part.get_dtype() in kinds]
 
-    def take(self, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any:
+    def take_tensor(self, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any:
         """Return the slice of a tensor, which is then no longer left.
 
         Raises `ModelLoadError` if it is missing, is of no such type, or has none of the shapes where some are given.
@@ -135,26 +135,26 @@ class _Stored:
             raise ModelLoadError(f"{name} is {part.get_shape()} in the weights, and {expected} by config.json")
         return part
 
-    def take_if(self, is_needed: bool, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any | None:
-        """Return what `take` does, or None for a tensor that is neither needed nor there."""
-        return self.take(name, kinds, *shapes) if is_needed or name in self.left else None
+    def take_tensor_if(self, is_needed: bool, name: str, kinds: Iterable[str], *shapes: list[int]) -> Any | None:
+        """Return what `take_tensor` does, or None for a tensor that is neither needed nor there."""
+        return self.take_tensor(name, kinds, *shapes) if is_needed or name in self.left else None
 
     def has_type(self, name: str, kind: str) -> bool:
         """Return whether there is a tensor of this name and type."""
         return name in self.left and self.left[name].get_dtype() == kind
 
-    def add(self, name: str, shape: list[int], parts: list[Any], fill: Callable[..., None]) -> None:
-        """Add a weight of this name and shape. `fill(out, *parts)` computes it when it is read.
+    def add_weight(self, name: str, shape: list[int], parts: list[Any], fill_weight: Callable[..., None]) -> None:
+        """Add a weight of this name and shape. `fill_weight(out, *parts)` computes it when it is read.
 
         A part that the checkpoint does not have is None, here and there.
         """
 
-        def unpack(*tensors: Tensor) -> Tensor:
+        def unpack_parts(*tensors: Tensor) -> Tensor:
             given = iter(tensors)
             # A mapping of its own goes back to the system when the kernels have packed the weight in their order.
             out = map_zeros(math.prod(shape), self.dtype).view(shape)
             try:
-                fill(out, *(None if part is None else next(given) for part in parts))
+                fill_weight(out, *(None if part is None else next(given) for part in parts))
             except ValueError as error:
                 raise ModelLoadError(f"{name} cannot be unpacked: {error}") from error
             return out
@@ -163,7 +163,7 @@ class _Stored:
             raise ModelLoadError(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
             raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
-        self.unpacked[name] = PackedTensor(tuple(part for part in parts if part is not None), shape, unpack)
+        self.unpacked[name] = PackedTensor(tuple(part for part in parts if part is not None), shape, unpack_parts)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
@@ -177,10 +177,10 @@ class _Stored:
 
 def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
     """compressed-tensors: whole numbers packed into words or stored as bytes, or FP8."""
-    _expect(settings, "kv_cache_scheme", None)
+    _expect_option(settings, "kv_cache_scheme", None)
     if (settings.get("transform_config") or {}).get("config_groups"):
-        raise _not_unpacked("transform_config", repr(settings["transform_config"]), "no transform_config")
-    _expect(settings.get("sparsity_config") or {}, "format", None, "dense")
+        raise _make_refusal("transform_config", repr(settings["transform_config"]), "no transform_config")
+    _expect_option(settings.get("sparsity_config") or {}, "format", None, "dense")
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ModelLoadError("quantization_config has no config_groups")
@@ -200,17 +200,17 @@ def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ModelLoadError(f"quantization_config has no weights in its group {name}")
-    _expect(group, "output_activations", None)
+    _expect_option(group, "output_activations", None)
     if (activations := group.get("input_activations")) and activations.get("dynamic") is not True:
-        raise _not_unpacked("activations with fixed scales", f"{name}: {activations}", "dynamic activations")
+        raise _make_refusal("activations with fixed scales", f"{name}: {activations}", "dynamic activations")
     scheme = {**weights, "targets": group.get("targets") or [], "format": group.get("format") or settings.get("format")}
-    _expect(scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    _expect_option(scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     packed = scheme["format"] == "pack-quantized"
-    _expect(scheme, "num_bits", *((4, 8) if packed else (8,)))
-    _expect(scheme, "type", *(("int",) if packed else ("int", "float")))
+    _expect_option(scheme, "num_bits", *((4, 8) if packed else (8,)))
+    _expect_option(scheme, "type", *(("int",) if packed else ("int", "float")))
     size = scheme.get("group_size") or 0
     scheme["strategy"] = scheme.get("strategy") or ("group" if size > 0 else "channel" if size == -1 else "tensor")
-    _expect(scheme, "strategy", "tensor", "channel", "group", "block")
+    _expect_option(scheme, "strategy", "tensor", "channel", "group", "block")
     return scheme
 
 
@@ -232,22 +232,22 @@ def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
     """Take a weight of 4 or 8 bits in words of 32: [rows, columns * bits / 32], in rows of whole words."""
     bits = scheme["num_bits"]
     rows, columns = _read_shape(stored, f"{module}.weight_shape")
-    words = stored.take(f"{module}.weight_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
+    words = stored.take_tensor(f"{module}.weight_packed", ("I32",), [rows, math.ceil(columns * bits / 32)])
     scales, grid, width = _take_scales(stored, f"{module}.weight_scale", rows, columns, scheme)
     half = 1 << (bits - 1)
     packed = stored.has_type(f"{module}.weight_zero_point", "I32")  # older writers stored them as bytes
     zero_shapes = [[math.ceil(grid[0] * bits / 32), grid[1]]] if packed else _list_shapes(grid)
     is_needed = scheme.get("symmetric") is False
-    zeros = stored.take_if(is_needed, f"{module}.weight_zero_point", ("I32", "I8"), *zero_shapes)
+    zeros = stored.take_tensor_if(is_needed, f"{module}.weight_zero_point", ("I32", "I8"), *zero_shapes)
     is_needed = scheme.get("actorder") in ("group", "dynamic")
-    order = stored.take_if(is_needed, f"{module}.weight_g_idx", ("I32", "I64"), [columns])
+    order = stored.take_tensor_if(is_needed, f"{module}.weight_g_idx", ("I32", "I64"), [columns])
 
-    def fill(out: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> None:
+    def fill_weight(out: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> None:
         if zeros is not None:
             zeros = _unpack_bits(zeros.T, bits)[:, : grid[0]].T - half if packed else zeros.reshape(grid)
         if order is not None and bool((order == -1).all()):  # so it is where columns were not reordered
             order = None
-        _dequantize(
+        _fill_weight(
             out,
             lambda chosen: _unpack_bits(words[chosen], bits)[:, :columns] - half,
             _spread_rows(scales.reshape(grid), rows, scheme),
@@ -255,12 +255,12 @@ def _take_packed(stored: _Stored, module: str, scheme: Settings) -> None:
             _group_columns(columns, width, order),
         )
 
-    stored.add(f"{module}.weight", [rows, columns], [words, scales, zeros, order], fill)
+    stored.add_weight(f"{module}.weight", [rows, columns], [words, scales, zeros, order], fill_weight)
 
 
 def _read_shape(stored: _Stored, name: str) -> tuple[int, int]:
     """Return a weight's numbers of rows and columns, which are stored as a tensor."""
-    shape = stored.take(name, ("I64", "I32"), [2])[...].tolist()
+    shape = stored.take_tensor(name, ("I64", "I32"), [2])[...].tolist()
     if min(shape) < 1:
         raise ModelLoadError(f"{name} is damaged: {shape}")
     return shape[0], shape[1]
@@ -274,13 +274,13 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
     if len(shape) != 2:
         raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
     rows, columns = shape
-    weight = stored.take(name, kinds)
+    weight = stored.take_tensor(name, kinds)
     scales, grid, width = _take_scales(stored, f"{name}_scale", rows, columns, scheme)
     is_needed = scheme.get("symmetric") is False
-    zeros = stored.take_if(is_needed, f"{name}_zero_point", ("I8", *_FP8), *_list_shapes(grid))
+    zeros = stored.take_tensor_if(is_needed, f"{name}_zero_point", ("I8", *_FP8), *_list_shapes(grid))
 
-    def fill(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        _dequantize(
+    def fill_weight(out: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+        _fill_weight(
             out,
             weight.__getitem__,
             _spread_rows(scales.reshape(grid), rows, scheme),
@@ -288,7 +288,7 @@ def _take_bytes(stored: _Stored, module: str, scheme: Settings) -> None:
             _group_columns(columns, width),
         )
 
-    stored.add(name, shape, [weight, scales, zeros], fill)
+    stored.add_weight(name, shape, [weight, scales, zeros], fill_weight)
 
 
 def _take_scales(
@@ -299,23 +299,23 @@ def _take_scales(
     if strategy == "channel":
         height = 1
     elif strategy == "group":
-        height, width = 1, _positive(scheme, "group_size")
+        height, width = 1, _read_positive(scheme, "group_size")
     elif strategy == "block":
-        height, width = _block_size(scheme, "block_structure")
+        height, width = _read_block_size(scheme, "block_structure")
     grid = math.ceil(rows / height), math.ceil(columns / width)
-    return stored.take(name, _FLOATS, *_list_shapes(grid)), grid, width
+    return stored.take_tensor(name, _FLOATS, *_list_shapes(grid)), grid, width
 
 
 def _unpack_gptq(stored: _Stored, settings: Settings) -> None:
     """GPTQ: words of 32 bits along the inputs, [inputs * bits / 32, outputs]; groups of inputs, in any order."""
-    _expect(settings, "bits", 4, 8)
-    _expect(settings, "checkpoint_format", None, "gptq", "gptq_v2")
-    _expect(settings, "format", None, "gptq", "gptq_v2")
-    _expect(settings, "pack_dtype", None, "int32")
-    _expect(settings, "is_marlin_format", None, False)
+    _expect_option(settings, "bits", 4, 8)
+    _expect_option(settings, "checkpoint_format", None, "gptq", "gptq_v2")
+    _expect_option(settings, "format", None, "gptq", "gptq_v2")
+    _expect_option(settings, "pack_dtype", None, "int32")
+    _expect_option(settings, "is_marlin_format", None, False)
     for pattern, changes in (settings.get("dynamic") or {}).items():
         if changes and not pattern.startswith("-:"):
-            raise _not_unpacked("other settings for some modules", f"dynamic {pattern!r}", "one setting for all")
+            raise _make_refusal("other settings for some modules", f"dynamic {pattern!r}", "one setting for all")
     is_second = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
     for module in stored.find_modules(".qweight"):
         _take_gptq(stored, module, settings, is_second=is_second)
@@ -324,15 +324,15 @@ def _unpack_gptq(stored: _Stored, settings: Settings) -> None:
 
 def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: bool) -> None:
     bits = settings["bits"]
-    (inputs, outputs), size = _transposed_shape(stored, module, 32 // bits, 1), settings.get("group_size", -1)
-    width = inputs if size == -1 else _positive(settings, "group_size")
+    (inputs, outputs), size = _find_transposed_shape(stored, module, 32 // bits, 1), settings.get("group_size", -1)
+    width = inputs if size == -1 else _read_positive(settings, "group_size")
     num_groups = math.ceil(inputs / width)
-    qweight = stored.take(f"{module}.qweight", ("I32",))
-    scales = stored.take(f"{module}.scales", _FLOATS, [num_groups, outputs])
-    qzeros = stored.take(f"{module}.qzeros", ("I32",), [num_groups, math.ceil(outputs * bits / 32)])
-    order = stored.take_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
+    qweight = stored.take_tensor(f"{module}.qweight", ("I32",))
+    scales = stored.take_tensor(f"{module}.scales", _FLOATS, [num_groups, outputs])
+    qzeros = stored.take_tensor(f"{module}.qzeros", ("I32",), [num_groups, math.ceil(outputs * bits / 32)])
+    order = stored.take_tensor_if(bool(settings.get("desc_act")), f"{module}.g_idx", ("I32", "I64"), [inputs])
 
-    def fill(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None) -> None:
+    def fill_weight(out: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None) -> None:
         # The first form has one less in each place. Its writers subtract from whole words, where a zero of 0 borrows.
         word = sum(1 << place for place in range(0, 32, bits))
         is_first = not is_second and not settings.get("sym")
@@ -344,44 +344,44 @@ def _take_gptq(stored: _Stored, module: str, settings: Settings, *, is_second: b
                 raise ValueError(f"{module}.qzeros is not symmetric, as quantization_config says it is")
             zeros = torch.full_like(zeros, half)
         grouping = _group_columns(inputs, width, order)
-        _dequantize(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
+        _fill_weight(out, lambda chosen: _unpack_bits(qweight[:, chosen].T, bits), scales.T, zeros.T, grouping)
 
-    stored.add(f"{module}.weight", [outputs, inputs], [qweight, scales, qzeros, order], fill)
+    stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, scales, qzeros, order], fill_weight)
 
 
 def _unpack_awq(stored: _Stored, settings: Settings) -> None:
     """AWQ in its order for GEMM: eight outputs in a word, [inputs, outputs / 8]; groups of inputs."""
-    _expect(settings, "bits", None, 4)
-    _expect(settings, "zero_point", None, True)
+    _expect_option(settings, "bits", None, 4)
+    _expect_option(settings, "zero_point", None, True)
     for option in ("version", "format"):
-        _expect({option: str(settings.get(option) or "gemm").lower()}, option, "gemm")
+        _expect_option({option: str(settings.get(option) or "gemm").lower()}, option, "gemm")
     for module in stored.find_modules(".qweight"):
         _take_awq(stored, module, settings)
     stored.refuse_left(".qweight", ".qzeros", ".scales")
 
 
 def _take_awq(stored: _Stored, module: str, settings: Settings) -> None:
-    inputs, outputs = _transposed_shape(stored, module, 1, 8)
+    inputs, outputs = _find_transposed_shape(stored, module, 1, 8)
     size = settings.get("group_size", 128)
-    width = inputs if size == -1 else _positive({"group_size": size}, "group_size")
+    width = inputs if size == -1 else _read_positive({"group_size": size}, "group_size")
     num_groups = math.ceil(inputs / width)
-    qweight = stored.take(f"{module}.qweight", ("I32",))
-    qzeros = stored.take(f"{module}.qzeros", ("I32",), [num_groups, outputs // 8])
-    scales = stored.take(f"{module}.scales", _FLOATS, [num_groups, outputs])
+    qweight = stored.take_tensor(f"{module}.qweight", ("I32",))
+    qzeros = stored.take_tensor(f"{module}.qzeros", ("I32",), [num_groups, outputs // 8])
+    scales = stored.take_tensor(f"{module}.scales", _FLOATS, [num_groups, outputs])
 
-    def unpack(words: Tensor) -> Tensor:
+    def unpack_words(words: Tensor) -> Tensor:
         return ((words.T.contiguous().unsqueeze(1) >> _AWQ_SHIFTS) & 15).flatten(0, 1)
 
-    def fill(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+    def fill_weight(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         def read_rows(chosen: slice) -> Tensor:
-            return unpack(qweight[:, chosen.start // 8 : chosen.stop // 8])
+            return unpack_words(qweight[:, chosen.start // 8 : chosen.stop // 8])
 
-        _dequantize(out, read_rows, scales.T, unpack(qzeros), _group_columns(inputs, width))
+        _fill_weight(out, read_rows, scales.T, unpack_words(qzeros), _group_columns(inputs, width))
 
-    stored.add(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales], fill)
+    stored.add_weight(f"{module}.weight", [outputs, inputs], [qweight, qzeros, scales], fill_weight)
 
 
-def _transposed_shape(stored: _Stored, module: str, per_row: int, per_column: int) -> tuple[int, int]:
+def _find_transposed_shape(stored: _Stored, module: str, per_row: int, per_column: int) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a `qweight`, by how many are in each of its rows and columns."""
     shape = stored.left[f"{module}.qweight"].get_shape()
     if len(shape) != 2:
@@ -391,12 +391,12 @@ def _transposed_shape(stored: _Stored, module: str, per_row: int, per_column: in
 
 def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
     """FP8 with a scale for the tensor, for each row, or for each block of rows and columns, also in stacks."""
-    _expect(settings, "activation_scheme", None, "dynamic")
-    _expect(settings, "expert_dtype", None, "fp8")
+    _expect_option(settings, "activation_scheme", None, "dynamic")
+    _expect_option(settings, "expert_dtype", None, "fp8")
     block = settings.get("weight_block_size")
-    height, width = _block_size(settings, "weight_block_size") if block else (0, 0)
+    height, width = _read_block_size(settings, "weight_block_size") if block else (0, 0)
     for name in stored.find_of_type(_FP8):
-        weight = stored.take(name, _FP8)
+        weight = stored.take_tensor(name, _FP8)
         shape = weight.get_shape()
         if len(shape) < 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
@@ -412,16 +412,16 @@ def _take_fp8(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[
     grids[rows, 1] = (1, columns)
     by_shape = {(): (1, 1), (1,): (1, 1), tuple(stack): (1, 1), (*stack, rows): (rows, 1)}
     by_shape |= {(*stack, *grid): grid for grid in grids}
-    scales = stored.take(scale, (*_FLOATS, _E8M0), *map(list, by_shape))
+    scales = stored.take_tensor(scale, (*_FLOATS, _E8M0), *map(list, by_shape))
     grid = by_shape[tuple(scales.get_shape())]
     height, width = grids[grid]
 
-    def fill(out: Tensor, weight: Tensor, scales: Tensor) -> None:
+    def fill_weight(out: Tensor, weight: Tensor, scales: Tensor) -> None:
         grid_of_each = scales.float().reshape(-1, *grid).expand(math.prod(stack), *grid)
         for part, stored_part, grid_of_part in zip(
             out.view(-1, rows, columns), weight.view(-1, rows, columns), grid_of_each, strict=True
         ):
-            _dequantize(
+            _fill_weight(
                 part,
                 stored_part.__getitem__,
                 grid_of_part.repeat_interleave(height, dim=0)[:rows],
@@ -429,7 +429,7 @@ def _take_fp8(stored: _Stored, name: str, weight: Any, scale: str, block: tuple[
                 _group_columns(columns, width),
             )
 
-    stored.add(name, shape, [weight, scales], fill)
+    stored.add_weight(name, shape, [weight, scales], fill_weight)
 
 
 def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
@@ -441,14 +441,14 @@ def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
         shape = stored.left[f"{name}_blocks"].get_shape()
         if len(shape) != 4 or shape[-1] != 16:
             raise ModelLoadError(f"{name}_blocks is {shape} in the weights, not [experts, outputs, groups, 16]")
-        blocks = stored.take(f"{name}_blocks", ("U8",))
-        scales = stored.take(f"{name}_scales", ("U8",), shape[:-1])
+        blocks = stored.take_tensor(f"{name}_blocks", ("U8",))
+        scales = stored.take_tensor(f"{name}_scales", ("U8",), shape[:-1])
 
-        def fill(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
+        def fill_weight(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
             for part, numbers, powers in zip(out, blocks, scales, strict=True):
-                _dequantize(part.T, partial(_read_fp4, numbers), _POWERS_OF_TWO[powers.int()])
+                _fill_weight(part.T, partial(_read_fp4, numbers), _POWERS_OF_TWO[powers.int()])
 
-        stored.add(name, [shape[0], shape[2] * 32, shape[1]], [blocks, scales], fill)
+        stored.add_weight(name, [shape[0], shape[2] * 32, shape[1]], [blocks, scales], fill_weight)
     stored.refuse_left("_blocks", "_scales")
 
 
@@ -464,28 +464,28 @@ _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
 # Options
 
 
-def _expect(settings: Settings, option: str, *known: object) -> None:
+def _expect_option(settings: Settings, option: str, *known: object) -> None:
     """Raise `ModelLoadError` if an option has none of the known values."""
     if settings.get(option) not in known:
         wanted = " or ".join(str(value) for value in known if value not in (None, {}))
-        raise _not_unpacked(option, repr(settings.get(option)), f"{option} {wanted}" if wanted else f"no {option}")
+        raise _make_refusal(option, repr(settings.get(option)), f"{option} {wanted}" if wanted else f"no {option}")
 
 
-def _not_unpacked(what: str, value: str, wanted: str) -> ModelLoadError:
+def _make_refusal(what: str, value: str, wanted: str) -> ModelLoadError:
     return ModelLoadError(
         f"its weights are quantised with {what} ({value[:100]}), which cannot be unpacked: use a checkpoint with "
         f"{wanted}, or one that is not quantised"
     )
 
 
-def _positive(settings: Settings, option: str) -> int:
+def _read_positive(settings: Settings, option: str) -> int:
     value = settings.get(option)
     if type(value) is not int or value < 1:
         raise ModelLoadError(f"quantization_config has {option} {value!r}, not a positive number")
     return value
 
 
-def _block_size(settings: Settings, option: str) -> tuple[int, int]:
+def _read_block_size(settings: Settings, option: str) -> tuple[int, int]:
     value = settings.get(option)
     if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
         raise ModelLoadError(f"quantization_config has {option} {value!r}, not two positive numbers")
@@ -519,7 +519,7 @@ def _spread_rows(grid: Tensor, rows: int, scheme: Settings) -> Tensor:
     """Return the grid with a row for each row of the weight."""
     if grid.shape[0] == rows:
         return grid
-    height = _block_size(scheme, "block_structure")[0] if scheme["strategy"] == "block" else rows
+    height = _read_block_size(scheme, "block_structure")[0] if scheme["strategy"] == "block" else rows
     return grid.float().repeat_interleave(height, dim=0)[:rows]
 
 
@@ -536,7 +536,7 @@ def _group_columns(columns: int, width: int, order: Tensor | None = None) -> Ten
     return None if columns % width == 0 else plain
 
 
-def _dequantize(
+def _fill_weight(
     out: Tensor, read_rows: ReadRows, scales: Tensor, zeros: Tensor | None = None, grouping: Tensor | None = None
 ) -> None:
     """Fill `out` [rows, columns] with (number - zero) * scale, some rows at a time, so that little is held twice.
