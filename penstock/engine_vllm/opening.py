@@ -131,7 +131,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
             f"PENSTOCK_ENGINE_BLOCK_SIZE={settings.block_size}: vLLM needs a multiple of {CPU_BLOCK_SIZE} on a CPU"
         )
     if settings.weights not in ("auto", "bf16"):
-        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: vLLM has --quantization in its own arguments")
+        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
     given = parse_vllm_arguments(settings.vllm_args)
     prepare_transformers()
     directory = find_model(settings.model, report)

@@ -181,8 +181,9 @@ void multiply_slice(CompressedPanel& panel, const Input& input, int slice, float
   const int64_t bytes = int64_t(units) / 2 * kPairBytes;
   for (int block = 0; block < count; block++) {
     panel = begun;
-    // What follows is fetched in shares, whole lines of the cache at a time.
-    const Ahead ahead{(const char*)begun.w + bytes + bytes * block / count, block < 3 && count < 4 ? kPairBytes / count : 64};
+    // The first blocks fetch what follows, a share each: the three lines of the cache that a pair has are shared by three.
+    const int shares = count < 3 ? count : 3;
+    const Ahead ahead{(const char*)begun.w + bytes + bytes * block / shares, block < shares ? kPairBytes / shares : 0};
     choose_compressed<false>(input.blocks.size(block), all_rows)(
         panel, input.at(slice, block), units, slice == 0, sums + input.blocks.first(block) * kColumns, ahead);
   }
