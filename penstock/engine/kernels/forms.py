@@ -15,6 +15,8 @@ QUANTIZED = ("int8", "int4")
 MIN_QUANTIZED_WEIGHTS = 2**14
 """A matrix with fewer weights, such as a router of experts, does not become integers."""
 NUM_PROBES = 5
+MAX_PROBED_OUTPUTS = 8192
+"""A probe packs a group twice more: of a large output layer a part will do."""
 _CACHE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _USUAL_CACHE_BYTES = 32 * 2**20
 
@@ -53,13 +55,17 @@ class WeightPacker:
         if self._weights == "p12":
             return PackedLinears(self._native, linears, release, activation, WeightForm.COMPRESSED)
         sizes = (*(tuple(weight_of(linear).shape) for linear in linears), activation)
-        if sizes in self._found:
-            return PackedLinears(self._native, linears, release, activation, self._found[sizes])
-        compressed = PackedLinears(self._native, linears, _keep_weight, activation, WeightForm.COMPRESSED)
-        stored = PackedLinears(self._native, linears, release, activation)
+        if sizes not in self._found:
+            self._found[sizes] = self._probe_forms(linears, activation)
+        return PackedLinears(self._native, linears, release, activation, self._found[sizes])
+
+    def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
+        """Return the form in which the first outputs of a group are faster."""
+        parts = [_make_linear(weight_of(linear)[:MAX_PROBED_OUTPUTS]) for linear in linears]
+        compressed = PackedLinears(self._native, parts, _keep_weight, activation, WeightForm.COMPRESSED)
+        stored = PackedLinears(self._native, parts, _keep_weight, activation)
         is_faster = compressed.form == WeightForm.COMPRESSED and self._is_faster(compressed, stored)
-        self._found[sizes] = WeightForm.COMPRESSED if is_faster else WeightForm.STORED
-        return compressed if is_faster else stored
+        return WeightForm.COMPRESSED if is_faster else WeightForm.STORED
 
     def _choose_quantized(self, linears: Sequence[nn.Module]) -> WeightForm:
         if min(weight_of(linear).numel() for linear in linears) < MIN_QUANTIZED_WEIGHTS:
@@ -88,6 +94,12 @@ def read_cache_bytes() -> int:
         return int(text.removesuffix("K")) * 2**10 if text.endswith("K") else int(text)
     except (OSError, ValueError):
         return _USUAL_CACHE_BYTES
+
+
+def _make_linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def _keep_weight(weight: Tensor) -> None:
