@@ -27,7 +27,7 @@ from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, measure_prefill_rate
 from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
-from penstock.engine.sampling.penalties import changes_scores
+from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
@@ -434,13 +434,14 @@ def make_sampling_params(
     seq: Sequence, masks: list[NDArray[np.int32] | None], end_token_ids: frozenset[int]
 ) -> list[SamplingParams]:
     """Return how the sequence's next token is chosen, and those behind the tokens of its draft."""
-    position, reads_tokens = seq.num_output_tokens, changes_scores(seq.sampling)
+    position = seq.num_output_tokens
+    counts = seq.count_tokens() if has_penalties(seq.sampling) else None
     return [
         SamplingParams(
             seq.sampling,
             seq.seed,
             position + number,
-            [*seq.token_ids, *seq.draft[:number]] if number and reads_tokens else seq.token_ids,
+            counts if counts is None or number == 0 else counts.copy_with(seq.draft[:number]),
             mask,
             end_token_ids,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.engine.kernels.sampling import draw_rows, find_library
 from penstock.engine.sampling.allowed import has_mask, make_scores
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.filters import draw_at_random, scatter_rows
@@ -24,10 +25,15 @@ __all__ = ["SamplingParams", "compute_logprobs", "compute_row_logprobs", "draw_u
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
-    are_changed = any(changes_scores(draw.sampling) or has_mask(draw) for draw in draws)
-    if not are_changed and not any(draw.sampling.temperature > 0 for draw in draws):
+    if not any(draw.sampling.temperature > 0 or _changes_row(draw) for draw in draws):
         return list(argmax_lowest_id(logits).tolist())
-    scores = make_scores(logits, draws) if are_changed else logits.float()
+    native = find_library(logits)
+    return draw_rows(native, logits, draws) if native is not None else draw_with_torch(logits, draws)
+
+
+def draw_with_torch(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
+    """Draw as the native sampler does, to the last bit: for devices, and where the kernels were not built."""
+    scores = make_scores(logits, draws) if any(map(_changes_row, draws)) else logits.float()
     apply_penalties(scores, draws)
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores).tolist()
@@ -36,3 +42,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
             tokens, at_random, draw_at_random(select_rows(scores, at_random), [draws[row] for row in at_random])
         )
     return tokens
+
+
+def _changes_row(draw: SamplingParams) -> bool:
+    return changes_scores(draw.sampling) or has_mask(draw)

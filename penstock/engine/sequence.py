@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.drafts import Drafter
+from penstock.engine.sampling.counts import TokenCounts
 from penstock.errors import GrammarFailed
 from penstock.grammar.state import GrammarState
 from penstock.kvstore.block import BlockHasher
@@ -101,6 +102,9 @@ class Sequence:
         self.draft: list[int] = []
         """Tokens that the current step computes behind the last one, in case they are drawn; empty between steps."""
         self.drafter = Drafter()
+        self._counts: TokenCounts | None = None
+        self._num_counted_tokens = 0
+        """How many leading tokens `_counts` has."""
         self.state = State.WAITING
         self.num_preemptions = 0
         self.priority = CLASSES.index(klass)
@@ -166,6 +170,15 @@ class Sequence:
                     break
                 masks.append(_compute_mask(state))
         return masks
+
+    def count_tokens(self) -> TokenCounts:
+        """Return how often each token occurs, up to the last one. Later calls change the counts that are returned."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.token_ids[: self.num_prompt_tokens])
+            self._num_counted_tokens = self.num_prompt_tokens
+        self._counts.add_output(self.token_ids[self._num_counted_tokens :])
+        self._num_counted_tokens = len(self.token_ids)
+        return self._counts
 
     def count_blocks_needed(self, block_size: int) -> int:
         """Return how many blocks it needs in the end: for every token but the last, whose KV is never read."""

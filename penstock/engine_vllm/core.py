@@ -11,7 +11,7 @@ A step that fails ends the worker, as vLLM cannot undo it.
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.limits import check_sequence
 from penstock.engine.rates import PrefillRate
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.sampling.penalties import changes_scores
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
 from penstock.errors import SequenceFailed
@@ -376,8 +375,7 @@ class VllmCore:
     def _make_draw(self, seq: Sequence) -> SamplingParams:
         """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""
         ends = self.model.eos_token_ids | {*seq.sampling.stop_token_ids} if seq.sampling.min_tokens else frozenset()
-        (params,) = make_sampling_params(seq, compute_masks(seq), ends)
-        return params if changes_scores(params.sampling) else replace(params, token_ids=())  # ranks get a copy
+        return make_sampling_params(seq, compute_masks(seq), ends)[0]
 
     @torch.inference_mode()
     def _execute(self, output: Any) -> list[Any]:

@@ -88,6 +88,14 @@ def test_greedy_tokens_are_those_of_transformers(
         assert alone[::2] == generate_with_transformers(demo, prompts[::2], NUM_NEW)
 
 
+def test_tokens_do_not_depend_on_the_form_of_the_sampler(
+    model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sampler", "sampling.logprobs"):
+        monkeypatch.setattr(f"penstock.engine.{module}.find_library", lambda logits: None)
+    assert run_sequences(_make_engine(model), _make_sequences(prompts[:8])) == alone[:8]
+
+
 @pytest.mark.parametrize(
     ("threads", "step_tokens", "max_batch"), [(1, 256, 32), (2, 1024, 64), (1, 23, 5), (2, 64, 12), (3, 1, 1)]
 )

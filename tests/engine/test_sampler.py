@@ -1,5 +1,8 @@
 import math
+from collections import Counter
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,8 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.kernels import build, library
+from penstock.engine.kernels.sampling import find_library
 from penstock.engine.sampler import SamplingParams, compute_logprobs, draw_uniform, sample_tokens
-from penstock.messages import MIN_LOGPROB, Sampling
+from penstock.engine.sampling.counts import TokenCounts
+from penstock.errors import SettingsError
+from penstock.messages import MIN_LOGPROB, Logprobs, Sampling
 from tests.engine.reference_sampler import reference_token
 
 
@@ -88,7 +95,7 @@ def test_penalties_and_bias() -> None:
 
     def greedy(output: list[int], prompt: tuple[int, ...] = (), **changes: Any) -> int:
         sampling = Sampling(temperature=0, **changes)
-        return sample_tokens(logits, [SamplingParams(sampling, 0, len(output), [*prompt, *output])])[0]
+        return sample_tokens(logits, [SamplingParams(sampling, 0, len(output), TokenCounts(prompt, output))])[0]
 
     assert greedy([0, 0]) == 0
     assert greedy([0], presence_penalty=0.2) == 1
@@ -110,7 +117,7 @@ def test_penalties_and_bias() -> None:
 def _draw_with_ends(sampling: Sampling, position: int, allowed: list[int] | None = None) -> int:
     """Draw from tokens of which 0 and 1 end the answer, and are the likeliest. `allowed` is what a grammar allows."""
     mask = None if allowed is None else np.array([sum(1 << token for token in allowed)], np.int32)
-    draw = SamplingParams(sampling, 0, position, [9] * position, mask, end_token_ids={0, 1, 700})
+    draw = SamplingParams(sampling, 0, position, allowed=mask, end_token_ids={0, 1, 700})
     return sample_tokens(torch.tensor([[9.0, 8.0, 1.0, 2.0]]), [draw])[0]
 
 
@@ -143,7 +150,7 @@ Row = tuple[Sampling, int, list[int], list[int]]
 
 def _draw(row: Row) -> SamplingParams:
     sampling, seed, prompt, output = row
-    return SamplingParams(sampling, seed, len(output), prompt + output)
+    return SamplingParams(sampling, seed, len(output), TokenCounts(prompt, output))
 
 
 def _logits(rows: int, size: int, seed: int, step: float, dtype: torch.dtype) -> Tensor:
@@ -211,7 +218,8 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count: int, step: float) -> None:
     logits = _logits(2, size, seed, step, torch.float32)
     sampling = Sampling(temperature=0.5, top_k=2, logprobs=count, logit_bias={0: 5.0}, repetition_penalty=2.0)
-    draws = [SamplingParams(sampling, 1, 1, [3, 4]), SamplingParams(Sampling(), 1, 1, [3, 4])]
+    counts = TokenCounts([3], [4])
+    draws = [SamplingParams(sampling, 1, 1, counts), SamplingParams(Sampling(), 1, 1, counts)]
     logprobs, absent = compute_logprobs(logits, draws, [5, 6])
     assert absent is None
     assert logprobs is not None
@@ -228,3 +236,128 @@ def test_an_impossible_token_has_the_least_logprob() -> None:
     (logprobs,) = compute_logprobs(logits, _draws(1, logprobs=2), [0])
     assert logprobs is not None
     assert [(entry.token, entry.logprob) for entry in logprobs.top] == [(0, 0.0), (1, MIN_LOGPROB)]
+
+
+needs_kernels = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
+
+
+def _draw_in_torch(logits: Tensor, draws: list[SamplingParams]) -> tuple[list[int], list[Logprobs | None]]:
+    with patch.object(library, "load_library", return_value=None):
+        return sample_tokens(logits, draws), compute_logprobs(logits, draws, [1] * len(draws))
+
+
+def _draw_natively(logits: Tensor, draws: list[SamplingParams]) -> tuple[list[int], list[Logprobs | None]]:
+    assert find_library(logits) is not None
+    return sample_tokens(logits, draws), compute_logprobs(logits, draws, [1] * len(draws))
+
+
+ALL_KINDS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1e-30}, {"temperature": 100.0}, {"top_k": 1},
+    {"top_k": 40}, {"top_k": 5000, "temperature": 3.0}, {"top_p": 0.9}, {"top_p": 0.999, "temperature": 20.0},
+    {"top_p": 1e-9}, {"min_p": 0.05}, {"min_p": 1e-9}, {"min_p": 1.0}, {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
+    {"top_p": 0.95, "min_p": 0.02}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": -0.3},
+    {"logit_bias": {3: 7.25, 5: -100.0}, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 0.7},
+]  # fmt: skip
+
+
+def _kinds(seed: int, vocabulary: int, position: int = 3) -> list[SamplingParams]:
+    """One row of each kind, some of them with a grammar's mask or with tokens that may not end the answer."""
+    chance = np.random.default_rng(seed)
+    found = []
+    for number, kind in enumerate(ALL_KINDS):
+        counts = TokenCounts(chance.integers(0, vocabulary, 50).tolist(), chance.integers(0, 9, 20).tolist())
+        mask = chance.integers(-(2**31), 2**31, -(-vocabulary // 32), dtype=np.int32) if number % 3 == 1 else None
+        sampling = Sampling.model_validate({**kind, "min_tokens": 9, "logprobs": number % 7})
+        ends = (2, 4, 10**6) if number % 2 else ()
+        found.append(SamplingParams(sampling, seed, position, counts, mask, end_token_ids=ends))
+    return found
+
+
+def _adverse(name: str, rows: int, size: int) -> Tensor:
+    chance = torch.Generator().manual_seed(size)
+    logits = torch.randn(rows, size, generator=chance) * 4
+    match name:
+        case "ties":
+            return (logits / 3).round() * 3
+        case "equal":
+            return torch.zeros(rows, size)
+        case "spike":
+            return torch.full((rows, size), -60.0).index_fill(1, torch.tensor([size // 2]), 25.0)
+        case "forbidden":
+            return logits.masked_fill(torch.rand(rows, size, generator=chance) < 0.9, -torch.inf)
+        case "nothing":
+            return torch.full((rows, size), -torch.inf)
+        case "rising":
+            return torch.linspace(-30, 30, size).expand(rows, size).contiguous()
+        case "infinite":
+            return logits.index_fill(1, torch.tensor([6]), torch.inf)
+        case "zeros":
+            return torch.where(torch.rand(rows, size, generator=chance) < 0.5, 0.0, -0.0)
+    return logits
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 11), (torch.bfloat16, 1025), (torch.float32, 9001)])
+@pytest.mark.parametrize(
+    "name", ["random", "ties", "equal", "spike", "forbidden", "nothing", "rising", "infinite", "zeros"]
+)
+def test_the_native_sampler_is_that_in_torch(name: str, size: int, dtype: torch.dtype) -> None:
+    logits, draws = _adverse(name, len(ALL_KINDS), size).to(dtype), _kinds(size, size)
+    assert _draw_natively(logits, draws) == _draw_in_torch(logits, draws)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_what_is_not_a_number_is_drawn_from_as_in_torch(sign: float) -> None:
+    logits = _adverse("random", len(ALL_KINDS), 9001)
+    logits[:, 7::900] = torch.copysign(torch.tensor(torch.nan), torch.tensor(sign))
+    draws = [draw for draw in _kinds(1, 9001) if draw.sampling.temperature > 0]
+    logits = logits[: len(draws)]
+    assert sample_tokens(logits, draws) == _draw_in_torch(logits, draws)[0]
+
+
+@needs_kernels
+def test_a_large_vocabulary_is_drawn_from_as_in_torch_on_every_instruction_set() -> None:
+    native = library.load_library()
+    assert native is not None
+    size, isas = 151_936, []
+    draws = _kinds(5, size)
+    logits = _adverse("random", len(draws), size)
+    expected = _draw_in_torch(logits, draws)
+    before = native.isa
+    try:
+        for isa in build.instruction_sets():
+            with suppress(SettingsError):
+                native.select_isa(isa)
+                isas.append(isa)
+                for threads in (1, 3):
+                    native.set_threads(threads)
+                    assert _draw_natively(logits, draws) == expected
+        order = torch.randperm(len(draws), generator=torch.Generator().manual_seed(1)).tolist()
+        assert sample_tokens(logits[order], [draws[row] for row in order]) == [expected[0][row] for row in order]
+    finally:
+        native.select_isa(before)
+        native.set_threads(1)
+    assert "plain" in isas
+
+
+@needs_kernels
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    draw = SamplingParams(Sampling(repetition_penalty=2.0), 0, 0, TokenCounts([12]))
+    with pytest.raises(IndexError):
+        sample_tokens(torch.zeros(1, 12), [draw])
+
+
+@given(st.lists(st.integers(0, 40), max_size=20), st.lists(st.integers(0, 600), max_size=300), st.integers(0, 300))
+def test_counts_grow_with_the_output(prompt: list[int], output: list[int], number: int) -> None:
+    counts = TokenCounts(prompt, output[:number])
+    copied = counts.copy_with(output[number:])
+    assert _as_counter(counts) == Counter(output[:number])
+    counts.add_output(output[number:])
+    for grown in (counts, copied):
+        assert _as_counter(grown) == Counter(output)
+        assert sorted(grown.token_ids.tolist()) == sorted({*prompt, *output})
+
+
+def _as_counter(counts: TokenCounts) -> Counter[int]:
+    return +Counter(dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist(), strict=True)))

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import subprocess
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import ClassVar
 
 from penstock.engine.kernels.build import HERE, LIBRARY, build_library, is_current
@@ -123,12 +123,32 @@ class BestArgs(Structure):
     ]  # fmt: skip
 
 
-class ScoreArgs(Structure):
-    """Logits as scores, with masks."""
+class SampleRow(Structure):
+    """How the token of one row is drawn."""
 
     _fields_: ClassVar = [
-        ("logits", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("masks", c_void_p),
-        ("scores", c_void_p), ("element_bytes", c_int32),
+        ("mask", c_void_p), ("forbidden", c_void_p), ("num_forbidden", c_int64), ("biased", c_void_p),
+        ("biases", c_void_p), ("num_biased", c_int64), ("tokens", c_void_p), ("counts", c_void_p),
+        ("num_tokens", c_int64), ("presence", c_double), ("frequency", c_double), ("repetition", c_float),
+        ("rate", c_float), ("top_k", c_int64), ("top_p", c_double), ("min_p", c_double), ("uniform", c_double),
+    ]  # fmt: skip
+
+
+class SampleArgs(Structure):
+    """A token of each row of logits."""
+
+    _fields_: ClassVar = [
+        ("logits", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("each", c_void_p),
+        ("drawn", c_void_p), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class RankArgs(Structure):
+    """The likeliest tokens of each row of logits, and the weight of all."""
+
+    _fields_: ClassVar = [
+        ("logits", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("width", c_int64),
+        ("rate", c_float), ("values", c_void_p), ("ids", c_void_p), ("totals", c_void_p), ("element_bytes", c_int32),
     ]  # fmt: skip
 
 
@@ -167,14 +187,16 @@ def _check_status(status: int) -> None:
 class Library:
     """The functions and the instruction set they run on. Calls release the interpreter's lock.
 
-    They raise `MemoryError`, and `lookup` an `IndexError` for rows outside the weight.
+    They raise `MemoryError`, and `lookup` and `sample` an `IndexError` for tokens that are not in the vocabulary.
     """
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
-        for name in ("pack", "compress", "linear", "lookup", "attention", "write", "norm", "rope", "best", "score"):
+        for name in (
+            "pack", "compress", "linear", "lookup", "attention", "write", "norm", "rope", "best", "sample", "rank"
+        ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
         handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
@@ -190,7 +212,8 @@ class Library:
         self.norm = handle.penstock_norm
         self.rope = handle.penstock_rope
         self.best = handle.penstock_best
-        self.score = handle.penstock_score
+        self.sample = handle.penstock_sample
+        self.rank = handle.penstock_rank
         self._set_threads = handle.penstock_set_threads
         self._select = handle.penstock_select
         self.isa = ""

@@ -4,9 +4,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -180,23 +178,6 @@ def native_argmax(native: Library, scores: Tensor) -> Tensor:
     )  # fmt: skip
     native.best(ctypes.addressof(args))
     return found
-
-
-def native_scores(native: Library, logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> Tensor:
-    """Return logits [rows, columns] as float32 scores, minus infinity where a row's mask does not have the column.
-
-    Bit i of a mask's word w stands for column 32 w + i.
-    """
-    rows, columns = logits.shape
-    assert all(mask is None or (32 * mask.size >= columns and mask.flags.c_contiguous) for mask in masks)
-    scores = torch.empty(rows, columns)
-    addresses = (ctypes.c_void_p * rows)(*(None if mask is None else mask.ctypes.data for mask in masks))
-    args = library.ScoreArgs(
-        logits.data_ptr(), rows, columns, logits.stride(0), ctypes.addressof(addresses), scores.data_ptr(),
-        logits.element_size(),
-    )  # fmt: skip
-    native.score(ctypes.addressof(args))
-    return scores
 
 
 def weight_of(linear: nn.Module) -> Tensor:

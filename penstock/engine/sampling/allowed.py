@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock.engine.kernels import library
-from penstock.engine.kernels.packed import DTYPES, native_scores
 from penstock.engine.sampling.draw import SamplingParams
-from penstock.engine.sampling.shares import CHUNK_SCORES
+from penstock.engine.sampling.shares import count_chunk_rows
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
 _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
@@ -23,25 +21,27 @@ def has_mask(draw: SamplingParams) -> bool:
     return draw.allowed is not None or bool(draw.forbidden_token_ids)
 
 
-def make_scores(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
-    """Return logits [rows, vocabulary] as new scores in float32, minus infinity where a token may not follow.
+def find_masks(draws: Sequence[SamplingParams], size: int) -> tuple[list[NDArray[np.int32] | None], list[list[int]]]:
+    """Return the mask of each row, and the tokens that may not follow where it has none.
 
-    Where everything that a grammar allows would end the answer before `min_tokens` tokens, the grammar decides.
+    Where everything that a grammar allows would end the answer before `min_tokens` tokens, the grammar decides. `size`
+    is that of the vocabulary.
     """
-    size = logits.shape[1]
     forbidden = [[token for token in draw.forbidden_token_ids if token < size] for draw in draws]
     masks = [
         _remove_tokens(draw.allowed, tokens) if draw.allowed is not None and tokens else draw.allowed
         for draw, tokens in zip(draws, forbidden, strict=True)
     ]
-    native = library.load_library()
-    if native is not None and logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1:
-        scores = native_scores(native, logits, masks)
-    else:
-        scores = logits.to(torch.float32, copy=True)
-        _mask_rows(scores, {row: mask for row, mask in enumerate(masks) if mask is not None})
+    return masks, [[] if mask is not None else tokens for mask, tokens in zip(masks, forbidden, strict=True)]
+
+
+def make_scores(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
+    """Return logits [rows, vocabulary] as new scores in float32, minus infinity where a token may not follow."""
+    masks, forbidden = find_masks(draws, logits.shape[1])
+    scores = logits.to(torch.float32, copy=True)
+    _mask_rows(scores, {row: mask for row, mask in enumerate(masks) if mask is not None})
     for row, tokens in enumerate(forbidden):
-        if masks[row] is None and tokens:
+        if tokens:
             scores[row, torch.tensor(tokens, device=scores.device)] = -torch.inf
     return scores
 
@@ -49,14 +49,13 @@ def make_scores(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
 def _mask_rows(scores: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
     if not masks:
         return
-    size = scores.shape[1]
     packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(scores.device).int()
     maxima_by_byte = _MAXIMA_BY_BYTE.to(scores.device)
-    rows, step = list(masks), max(1, CHUNK_SCORES // size)
+    rows, step = list(masks), count_chunk_rows(scores)
     for begin in range(0, len(rows), step):
         chunk = rows[begin : begin + step]
         # Filling by booleans takes ten times as long where allowed and forbidden tokens alternate, because it branches.
-        maxima = embedding(packed[begin : begin + step], maxima_by_byte).flatten(1)[:, :size]
+        maxima = embedding(packed[begin : begin + step], maxima_by_byte).flatten(1)[:, : scores.shape[1]]
         if chunk == list(range(chunk[0], chunk[0] + len(chunk))):
             part = scores[chunk[0] : chunk[0] + len(chunk)]
             torch.minimum(part, maxima, out=part)

@@ -3,12 +3,13 @@
 A resumed request draws the numbers it would have drawn, in another batch, on another worker or after a crash.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.sampling.counts import TokenCounts
 from penstock.messages import Sampling
 
 _MASK = 2**64 - 1
@@ -22,8 +23,8 @@ class SamplingParams:
     sampling: Sampling
     seed: int
     position: int
-    token_ids: Sequence[int] = ()
-    """The prompt and the output so far. Only penalties read it."""
+    counts: TokenCounts | None = None
+    """The tokens so far, if penalties read them."""
     allowed: NDArray[np.int32] | None = None
     """The mask of the tokens that may follow, if the sequence has a grammar (`GrammarState.fill_mask`)."""
 
@@ -34,11 +35,6 @@ class SamplingParams:
     def forbidden_token_ids(self) -> Collection[int]:
         """The tokens that may not be drawn at this position, because the answer would be shorter than it must be."""
         return self.end_token_ids if self.position < (self.sampling.min_tokens or 0) else ()
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        """The output tokens so far."""
-        return self.token_ids[len(self.token_ids) - self.position :]
 
 
 def draw_uniform(seed: int, position: int) -> float:

@@ -12,12 +12,17 @@ from torch import Tensor
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.ranking import MAX_BLOCKWISE_TOKENS, top_tokens
-from penstock.engine.sampling.shares import pick_index, pick_token, select_rows, sum_block_weights, to_weights
+from penstock.engine.sampling.shares import (
+    compute_rate,
+    pick_index,
+    pick_token,
+    select_rows,
+    sum_block_weights,
+    to_weights,
+)
 
 _CANDIDATE_COUNTS = (MAX_BLOCKWISE_TOKENS, 4096, 2**31)
 """How many top tokens are considered at first, and how many for rows whose filters leave more than that."""
-_MIN_TEMPERATURE = 1e-30
-"""The lowest divisor in float32. Any temperature near it gives the best token."""
 
 
 def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
@@ -27,22 +32,23 @@ def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]
     filtered = [row for row, draw in enumerate(draws) if _has_filters(draw)]
     tokens = [0] * len(draws)
     totals = [0] * len(draws)
+    top = scores.amax(-1, keepdim=True)
     weighed = whole + nucleus
     if weighed:
         settings = _RowSettings([draws[row] for row in weighed], scores)
-        top = select_rows(scores, weighed).amax(-1, keepdim=True)
-        blocks = sum_block_weights(scores, weighed, top, settings.temperature)
+        blocks = sum_block_weights(scores, weighed, select_rows(top, weighed), settings.rate)
         scatter_rows(totals, weighed, blocks.sum(-1).tolist())
     if whole:
         n = len(whole)
         ids = pick_token(
-            select_rows(scores, whole), blocks[:n], top[:n], settings.temperature[:n], settings.uniform[:n]
+            select_rows(scores, whole), blocks[:n], select_rows(top, whole), settings.rate[:n], settings.uniform[:n]
         )
         scatter_rows(tokens, whole, ids[:, 0].tolist())
     for width in _CANDIDATE_COUNTS:
         if filtered:
             found = _draw_filtered(
                 select_rows(scores, filtered),
+                select_rows(top, filtered),
                 [draws[row] for row in filtered],
                 [totals[row] for row in filtered],
                 width,
@@ -67,14 +73,17 @@ def _has_top_k(draw: SamplingParams, scores: Tensor) -> bool:
     return 0 < draw.sampling.top_k < scores.shape[1]
 
 
-def _draw_filtered(scores: Tensor, draws: Sequence[SamplingParams], totals: list[int], width: int) -> list[int]:
+def _draw_filtered(
+    scores: Tensor, top: Tensor, draws: Sequence[SamplingParams], totals: list[int], width: int
+) -> list[int]:
     """Draw a token for each row; -1 if its filters leave more than the first `width` tokens.
 
-    `totals` are the weights of whole rows, for those with top-p and no top-k.
+    `top` has the best score of each row, [rows, 1]. `totals` are the weights of whole rows, for those with top-p and no
+    top-k.
     """
     settings = _RowSettings(draws, scores)
     values, ids = top_tokens(scores, min(width, scores.shape[1]))
-    weights = to_weights(values, values[:, :1], settings.temperature)
+    weights = to_weights(values, top, settings.rate)
     weights.masked_fill_(torch.arange(weights.shape[1], device=scores.device) >= settings.top_k, 0)
     reached = weights.cumsum(-1)
     top_k_seen = settings.top_k <= weights.shape[1]
@@ -89,7 +98,8 @@ def _draw_filtered(scores: Tensor, draws: Sequence[SamplingParams], totals: list
     complete = top_k_seen | (whole_known & (weights[:, -1:].double() < least))
     complete |= whole_known & (settings.top_p < 1) & (reached[:, -1:].double() >= limit)
     tokens = ids.gather(1, pick_index(weights.masked_fill_(~inside, 0), settings.uniform))
-    found: list[int] = torch.where(complete, tokens, -1)[:, 0].tolist()
+    tokens = torch.where(complete, tokens, -1).masked_fill_(~top.isfinite(), 0)  # as rows without filters have it
+    found: list[int] = tokens[:, 0].tolist()
     return found
 
 
@@ -99,7 +109,7 @@ class _RowSettings:
     def __init__(self, draws: Sequence[SamplingParams], scores: Tensor) -> None:
         self._device = scores.device
         samplings, size = [draw.sampling for draw in draws], scores.shape[1]
-        self.temperature = self._to_column([max(s.temperature, _MIN_TEMPERATURE) for s in samplings], torch.float32)
+        self.rate = self._to_column([compute_rate(s.temperature) for s in samplings], torch.float32)
         self.top_k = self._to_column([min(s.top_k or size, size) for s in samplings], torch.int64)
         self.top_p = self._to_column([s.top_p for s in samplings], torch.float64)
         self.min_p = self._to_column([s.min_p for s in samplings], torch.float64)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.sampling import find_library, rank_rows
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.engine.sampling.ranking import top_tokens
-from penstock.engine.sampling.shares import WEIGHT_SCALE, sum_block_weights
+from penstock.engine.sampling.shares import WEIGHT_SCALE, compute_rate, sum_block_weights
 from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob
 
 
@@ -30,11 +31,16 @@ def compute_logprobs(logits: Tensor, draws: Sequence[SamplingParams], tokens: Se
 
 def compute_row_logprobs(logits: Tensor, counts: Sequence[int], tokens: Sequence[int]) -> list[Logprobs]:
     """Return log probabilities of a token and of the `counts` likeliest ones, for each row of `logits`."""
-    scores = logits.float()
-    ones = torch.ones(len(scores), 1, device=scores.device)
-    values, ids = top_tokens(scores, min(max(1, *counts), scores.shape[1]))
-    totals = sum_block_weights(scores, list(range(len(scores))), values[:, :1], ones).sum(-1)
-    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    width = min(max(1, *counts), logits.shape[1])
+    native = find_library(logits)
+    if native is not None:
+        values, ids, totals = rank_rows(native, logits, width)
+    else:
+        scores = logits.float()
+        rates = torch.full((len(scores), 1), compute_rate(1.0), device=scores.device)
+        values, ids = top_tokens(scores, width)
+        totals = sum_block_weights(scores, list(range(len(scores))), values[:, :1], rates).sum(-1)
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).float()
     found = []
     lines = zip(counts, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
     for count, value, best, best_ids, total in lines:

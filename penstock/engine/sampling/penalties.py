@@ -1,19 +1,27 @@
 """Logit bias and penalties, applied to the scores before a token is drawn."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.messages import Sampling
 
+Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Tokens of a row, none twice, and an amount for each."""
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Return whether a row of this sampling depends on the tokens before it."""
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
 
 def changes_scores(sampling: Sampling) -> bool:
     """Return whether `apply_penalties` changes a row of this sampling."""
-    penalties = sampling.presence_penalty or sampling.frequency_penalty
-    return bool(sampling.logit_bias or penalties or sampling.repetition_penalty != 1)
+    return bool(sampling.logit_bias) or has_penalties(sampling)
 
 
 def apply_penalties(scores: Tensor, draws: Sequence[SamplingParams]) -> None:
@@ -21,46 +29,44 @@ def apply_penalties(scores: Tensor, draws: Sequence[SamplingParams]) -> None:
 
     Repetition looks at prompt and output and makes scores r times worse: divided where positive, multiplied where
     negative (Keskar et al., CTRL, 2019). Presence and frequency count the output: a token that occurs n times loses
-    presence + n * frequency.
+    presence + n * frequency. The native sampler does the same.
     """
-    biased, repeated, penalized = _SparseAmounts(), _SparseAmounts(), _SparseAmounts()
-    for row, draw in enumerate(draws):
-        sampling = draw.sampling
-        biased.add_row(row, sampling.logit_bias)
-        if sampling.repetition_penalty != 1:
-            repeated.add_row(row, dict.fromkeys(draw.token_ids, sampling.repetition_penalty))
-        presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-        if presence or frequency:
-            penalized.add_row(
-                row, {token: presence + n * frequency for token, n in Counter(draw.output_token_ids).items()}
-            )
-    if biased.rows:
-        where, amounts = biased.to_tensors(scores.device)
-        scores[where] += amounts
-    if repeated.rows:
-        where, factors = repeated.to_tensors(scores.device)
-        found = scores[where]
-        scores[where] = torch.where(found > 0, found / factors, found * factors)
-    if penalized.rows:
-        where, amounts = penalized.to_tensors(scores.device)
-        scores[where] -= amounts
+    for find_entries, change in (
+        (_find_biases, torch.add), (_find_repetitions, _penalize_repetition), (_find_occurrences, torch.sub)
+    ):  # fmt: skip
+        _change_scores(scores, [find_entries(draw) for draw in draws], change)
 
 
-class _SparseAmounts:
-    """Amounts by row and token; no token of a row occurs twice."""
+def _find_biases(draw: SamplingParams) -> Entries:
+    bias = draw.sampling.logit_bias
+    return np.array([*bias], np.int64), np.array([*bias.values()], np.float64)
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self._tokens: list[int] = []
-        self._amounts: list[float] = []
 
-    def add_row(self, row: int, amounts: dict[int, float]) -> None:
-        """Add the amounts of a row."""
-        self.rows += [row] * len(amounts)
-        self._tokens += amounts
-        self._amounts += amounts.values()
+def _find_repetitions(draw: SamplingParams) -> Entries:
+    if draw.counts is None or draw.sampling.repetition_penalty == 1:
+        return np.empty(0, np.int64), np.empty(0)
+    return draw.counts.token_ids, np.full(len(draw.counts.token_ids), draw.sampling.repetition_penalty)
 
-    def to_tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the index (rows, tokens) into the scores, and the amounts there."""
-        where = torch.tensor(self.rows, device=device), torch.tensor(self._tokens, device=device)
-        return where, torch.tensor(self._amounts, device=device, dtype=torch.float32)
+
+def _find_occurrences(draw: SamplingParams) -> Entries:
+    sampling = draw.sampling
+    if draw.counts is None or not (sampling.presence_penalty or sampling.frequency_penalty):
+        return np.empty(0, np.int64), np.empty(0)
+    counts = draw.counts.output_counts
+    occurs = counts > 0
+    lost = sampling.presence_penalty + counts[occurs].astype(np.float64) * sampling.frequency_penalty
+    return draw.counts.token_ids[occurs], lost
+
+
+def _penalize_repetition(scores: Tensor, factors: Tensor) -> Tensor:
+    return torch.where(scores > 0, scores / factors, scores * factors)
+
+
+def _change_scores(scores: Tensor, found: Sequence[Entries], change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    lengths = [len(tokens) for tokens, _ in found]
+    if not any(lengths):
+        return
+    rows = torch.from_numpy(np.repeat(np.arange(len(found)), lengths)).to(scores.device)
+    tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in found])).to(scores.device)
+    amounts = torch.from_numpy(np.concatenate([amounts for _, amounts in found]).astype(np.float32)).to(scores.device)
+    scores[rows, tokens] = change(scores[rows, tokens], amounts)

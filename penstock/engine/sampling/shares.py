@@ -1,15 +1,39 @@
-"""Probabilities as integers, so that sums and shares are exact: the same in any order, batch and number of threads."""
+"""Probabilities as integers, so that sums and shares are exact: the same in any order, batch and number of threads.
+
+A weight is made of the score by additions and multiplications in float32 alone, each rounded as IEEE 754 says, so that
+every processor, instruction set and device has the same. `kernels/src/sampler.cpp` computes it in the same order.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
 from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
 
-WEIGHT_SCALE = 2.0**40
+WEIGHT_BITS = 40
+WEIGHT_SCALE = 2.0**WEIGHT_BITS
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
-_MIN_EXPONENT = -80.0
-CHUNK_SCORES = 2**18
+_MIN_EXPONENT = -64.0
+_POWER_OF_TWO = (1.32647203e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.93147004e-1, 1.0)
+"""The polynomial of 2^x between -1/2 and 1/2, highest power first; it is wrong by 2e-7 of the value at most."""
+_FLOAT_BIAS, _FLOAT_FRACTION_BITS = 127, 23
+_MIN_TEMPERATURE = 1e-30
+"""The lowest divisor in float32. Any temperature near it gives the best token."""
+_CHUNK_SCORES = 2**18
 """Scores weighed at once, so that intermediate results stay in the processor's cache."""
+_DEVICE_CHUNK_SCORES = 2**24
+"""The same on a device, where each operation costs a launch."""
+
+
+def compute_rate(temperature: float) -> float:
+    """Return how fast the logarithm of a weight, to base 2, falls with the score. Used in float32."""
+    return math.log2(math.e) / max(temperature, _MIN_TEMPERATURE)
+
+
+def count_chunk_rows(scores: Tensor) -> int:
+    """Return how many rows are to be processed at once."""
+    return max(1, (_CHUNK_SCORES if scores.device.type == "cpu" else _DEVICE_CHUNK_SCORES) // scores.shape[1])
 
 
 def select_rows(scores: Tensor, rows: list[int]) -> Tensor:
@@ -21,20 +45,31 @@ def _is_every_row(rows: list[int], scores: Tensor) -> bool:
     return rows == list(range(len(scores)))
 
 
-def to_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `temperature`: [rows, 1]."""
-    # Below the least exponent the weight is 0 all the same, and `exp` of such numbers takes up to 30 times as long.
-    return (scores - top).div_(temperature).clamp_(min=_MIN_EXPONENT).exp_().mul_(WEIGHT_SCALE).long()
+def to_weights(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
+    """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `rate`: [rows, 1].
+
+    What is not a number has no weight, and neither has any token beside a best score that is not finite.
+    """
+    least = torch.tensor(_MIN_EXPONENT, device=scores.device)
+    part = torch.fmax((scores - top).mul_(rate), least)  # takes the number of the two
+    whole = part.round()
+    part -= whole
+    value = part * _POWER_OF_TWO[0]
+    for coefficient in _POWER_OF_TWO[1:-1]:
+        value.add_(coefficient).mul_(part)
+    value.add_(_POWER_OF_TWO[-1])
+    bits = whole.int().add_(_FLOAT_BIAS + WEIGHT_BITS).bitwise_left_shift_(_FLOAT_FRACTION_BITS)
+    return value.mul_(bits.view(torch.float32)).long()
 
 
-def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
+def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, rate: Tensor) -> Tensor:
     """Return the sum of weights in each block of `scores[rows]`: [rows, blocks]."""
-    step = max(1, CHUNK_SCORES // scores.shape[1])
+    step = count_chunk_rows(scores)
     found, is_whole = [], _is_every_row(rows, scores)
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)
         part = scores[chunk] if is_whole else scores[rows[chunk]]
-        found.append(reduce_blocks(to_weights(part, top[chunk], temperature[chunk]), lambda block: block.sum(-1)))
+        found.append(reduce_blocks(to_weights(part, top[chunk], rate[chunk]), lambda block: block.sum(-1)))
     return torch.cat(found)
 
 
@@ -43,13 +78,13 @@ def pick_index(weights: Tensor, uniform: Tensor) -> Tensor:
     return _index_reaching(weights, _target_weight(weights, uniform))
 
 
-def pick_token(scores: Tensor, blocks: Tensor, top: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def pick_token(scores: Tensor, blocks: Tensor, top: Tensor, rate: Tensor, uniform: Tensor) -> Tensor:
     """`pick` over whole rows [rows, vocabulary] whose blocks weigh `blocks`: token ids [rows, 1]."""
     wanted = _target_weight(blocks, uniform)
     block = _index_reaching(blocks, wanted)
     before = (blocks.cumsum(-1) - blocks).gather(1, block)
     found, ids = gather_blocks(scores, block)
-    place = _index_reaching(to_weights(found, top, temperature), wanted - before)
+    place = _index_reaching(to_weights(found, top, rate), wanted - before)
     return ids.gather(1, place).clamp_(max=scores.shape[1] - 1)
 
 

@@ -1,4 +1,5 @@
 // The functions that other languages call, and the choice of the instruction set they run on.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -98,7 +99,18 @@ EXPORT int penstock_write(const WriteArgs* a) { return call(table().write, a); }
 EXPORT int penstock_norm(const NormArgs* a) { return call(table().norm, a); }
 EXPORT int penstock_rope(const RopeArgs* a) { return call(table().rope, a); }
 EXPORT int penstock_best(const BestArgs* a) { return call(table().best, a); }
-EXPORT int penstock_score(const ScoreArgs* a) { return call(table().score, a); }
+EXPORT int penstock_sample(const SampleArgs* a) {
+  auto are_known = [&](const int64_t* ids, int64_t count) {
+    return std::all_of(ids, ids + count, [&](int64_t id) { return uint64_t(id) < uint64_t(a->columns); });
+  };
+  for (const SampleRow* how = a->each; how < a->each + a->rows; how++) {
+    if (!are_known(how->forbidden, how->num_forbidden) || !are_known(how->biased, how->num_biased) ||
+        !are_known(how->tokens, how->num_tokens))
+      return kNoSuchRow;
+  }
+  return call(table().sample, a);
+}
+EXPORT int penstock_rank(const RankArgs* a) { return call(table().rank, a); }
 EXPORT int penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
   return call(table().layer, layer, step, attention);
 }

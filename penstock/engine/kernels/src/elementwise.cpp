@@ -85,21 +85,6 @@ template <class T> void best_rows(const BestArgs& a) {
   pool::run(int(a.rows), [&](int row) { a.best[row] = best_of((const T*)a.values + row * a.row_stride, a.columns); });
 }
 
-template <class T> void score_row(const T* logits, const uint32_t* mask, int64_t columns, float* scores) {
-  const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int64_t i = 0; i < columns; i += 16) {
-    f32x16 v = load_first(logits + i, int(columns - i));
-    if (mask) v = (all(mask[i / 32] >> i % 32) >> lanes & 1) != 0 ? v : all(-INFINITY);
-    store_first(scores + i, v, int(columns - i));
-  }
-}
-
-template <class T> void score_rows(const ScoreArgs& a) {
-  pool::run(int(a.rows), [&](int row) {
-    score_row((const T*)a.logits + row * a.row_stride, a.masks[row], a.columns, a.scores + row * a.columns);
-  });
-}
-
 uint64_t read_piece(const uint32_t* p, const uint32_t* end) {
   u32x16 mixed[4] = {};
   for (; p + 64 <= end; p += 64) {
@@ -127,7 +112,6 @@ uint64_t read(const void* data, int64_t bytes) {
 }
 
 void best(const BestArgs* a) { a->element_bytes == 4 ? best_rows<float>(*a) : best_rows<bf16>(*a); }
-void score(const ScoreArgs* a) { a->element_bytes == 4 ? score_rows<float>(*a) : score_rows<bf16>(*a); }
 void norm(const NormArgs* a) { a->element_bytes == 4 ? norm_of<float>(*a) : norm_of<bf16>(*a); }
 void rope(const RopeArgs* a) { a->element_bytes == 4 ? rope_of<float>(*a) : rope_of<bf16>(*a); }
 

@@ -13,7 +13,8 @@ void write(const WriteArgs*);
 void norm(const NormArgs*);
 void rope(const RopeArgs*);
 void best(const BestArgs*);
-void score(const ScoreArgs*);
+void sample(const SampleArgs*);
+void rank(const RankArgs*);
 void layer(const LayerArgs*, const StepArgs*, const AttentionArgs*);
 uint64_t read(const void*, int64_t);
 

@@ -187,12 +187,43 @@ struct BestArgs {
   int32_t element_bytes;
 };
 
-// Logits as scores: in float, and minus infinity where a token may not follow.
-struct ScoreArgs {
+// How the token of one row is drawn. What is absent has the number 0.
+struct SampleRow {
+  const uint32_t* mask;  // or null: bit i of word w says whether token 32 w + i may follow
+  const int64_t* forbidden;  // tokens that may not follow
+  int64_t num_forbidden;
+  const int64_t* biased;  // tokens, none twice
+  const float* biases;
+  int64_t num_biased;
+  const int64_t* tokens;  // of the prompt and the output, none twice
+  const int64_t* counts;  // how often each is in the output
+  int64_t num_tokens;
+  double presence, frequency;
+  float repetition;
+  float rate;  // log2(e) / temperature; 0: the best token
+  int64_t top_k;
+  double top_p, min_p;
+  double uniform;  // the random number, in [0, 1)
+};
+
+// A token of each row.
+struct SampleArgs {
   const void* logits;  // [rows, columns]
   int64_t rows, columns, row_stride;
-  const uint32_t* const* masks;  // of each row, or null: bit i of word w stands for token 32 w + i
-  float* scores;                 // [rows, columns]
+  const SampleRow* each;  // [rows]
+  int64_t* drawn;         // [rows]
+  int32_t element_bytes;
+};
+
+// The likeliest tokens of each row, and the sum of its weights.
+struct RankArgs {
+  const void* logits;  // [rows, columns]
+  int64_t rows, columns, row_stride;
+  int64_t width;  // how many tokens
+  float rate;     // as above
+  float* values;  // [rows, width]
+  int64_t* ids;   // [rows, width]
+  int64_t* totals;
   int32_t element_bytes;
 };
 
@@ -208,7 +239,8 @@ struct Table {
   void (*norm)(const NormArgs*);
   void (*rope)(const RopeArgs*);
   void (*best)(const BestArgs*);
-  void (*score)(const ScoreArgs*);
+  void (*sample)(const SampleArgs*);
+  void (*rank)(const RankArgs*);
   // `attention` says all but q and out.
   void (*layer)(const LayerArgs*, const StepArgs*, const AttentionArgs* attention);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
