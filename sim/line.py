@@ -104,7 +104,7 @@ class InProcessPipeline:
 
     def _make_worker(self, stage: Stage, name: str) -> Worker:
         core = Engine(load_demo_model(), self.engine_settings)
-        layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
+        layout = KVLayout.from_model(core.model)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )

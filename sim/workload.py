@@ -10,7 +10,7 @@ import torch
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
-from penstock.engine.loading import load_model
+from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
@@ -38,8 +38,18 @@ def load_tool_model() -> LoadedModel:
     return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(TOOL_MODEL)}))
 
 
+SPLIT_FORMS = {"PENSTOCK_ENGINE_PREFILL_WEIGHTS": "bf16", "PENSTOCK_ENGINE_WEIGHTS": "int4"}
+"""Settings with which prompts are computed with weights as they are stored, and answers with weights in 4 bits."""
+
+
+@cache
+def load_split_model() -> LoadedModel:
+    """Return the model that ships with the project as `SPLIT_FORMS` says, loaded once."""
+    return load_stage_models(ENGINE_SETTINGS.model_copy(update={"prefill_weights": "bf16", "weights": "int4"}))
+
+
 ModelLoader = Callable[[], LoadedModel]
-"""`load_demo_model` or `load_tool_model`."""
+"""`load_demo_model`, `load_tool_model` or `load_split_model`."""
 
 
 @cache
@@ -97,12 +107,13 @@ def _make_text_tokens(chance: random.Random, count: int) -> list[int]:
 def compute_answers(work: Iterable[Request], load: ModelLoader = load_demo_model) -> dict[str, ExpectedAnswer]:
     """Return each request's answer by the model.
 
-    It is the plain model's by `generate()` if it is greedy and has no grammar, else that of an engine run alone.
+    It is the plain model's by `generate()` if it is greedy and has no grammar, else that of an engine run alone; always
+    this one if the model's weights are not those of its files.
     """
     engine, reader = Engine(load(), ENGINE_SETTINGS), PromptTokenizer(load())
     answers = {}
     for request in work:
-        is_plain = request.sampling.temperature == 0 and request.sampling.grammar is None
+        is_plain = request.sampling.temperature == 0 and request.sampling.grammar is None and not load().stage_forms
         prompt = tuple(reader.tokenize_prompt(request))
         tokens = (
             list(_generate_plain(load, prompt, request.sampling.max_tokens))

@@ -119,6 +119,14 @@ def test_a_batch_that_a_step_has_too_few_tokens_for_is_refused(
         load_settings(EngineSettings)
 
 
+def test_forms_of_weights_are_refused_for_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENGINE_PREFILL_WEIGHTS", "int8")
+    load_settings(EngineSettings)
+    monkeypatch.setenv("PENSTOCK_ENGINE_KIND", "vllm")
+    with pytest.raises(SettingsError, match="are for Penstock's own engine, and PENSTOCK_ENGINE_KIND is vllm"):
+        load_settings(EngineSettings)
+
+
 def test_an_unknown_name_given_in_code_is_an_error() -> None:
     with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
         load_settings(Addresses, pipelin="demo")

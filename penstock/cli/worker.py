@@ -118,7 +118,7 @@ def _run_worker(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, open_record
 
-    core = _open_core(settings.engine, beat)
+    core = _open_core(settings.engine, beat, stage)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     pipeline, kv_urls = Pipeline(addresses.pipeline), addresses.kv_url or addresses.stream_url
     engine = stack.enter_context(open_serving_engine(core, settings.kv, kv_urls, pipeline.name))
@@ -163,12 +163,12 @@ def _run_worker(
     log.info("%s has left", name)
 
 
-def _open_core(settings: EngineSettings, beat: Heartbeat) -> "EngineCore":
-    """Load the model into the engine that the settings name."""
+def _open_core(settings: EngineSettings, beat: Heartbeat, stage: Stage) -> "EngineCore":
+    """Load the model into the engine that the settings name, as far as the stage needs it."""
     if settings.kind == "vllm":
         from penstock.engine_vllm.opening import open_vllm_core
 
         return open_vllm_core(settings, beat.report_progress)
     from penstock.engine.loading import open_engine
 
-    return open_engine(settings, beat.report_progress)
+    return open_engine(settings, beat.report_progress, only_prompts=stage == "prefill")

@@ -136,6 +136,9 @@ class EngineSettings(BaseSettings):
     loss. `auto`: one of these two, whichever is faster. `int8`: in 8 bits with a scale for each output. `int4`: in 4
     bits with a scale for each output and 128 inputs, and the output layer in 8 bits. `int8` and `int4` have tokens of
     their own: the same on all workers of a pipeline."""
+    prefill_weights: Literal["", "auto", "bf16", "p12", "int8", "int4"] = ""
+    """The same for the weights that compute prompts, where those of answers are in another form: the same on all
+    workers of a pipeline, too. Decode workers then have both in memory. Empty: as `PENSTOCK_ENGINE_WEIGHTS`."""
     threads: int = Field(default=1, ge=1)
     """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -154,6 +157,15 @@ class EngineSettings(BaseSettings):
     response_template: str = ""
     """A JSON file with the model's response template, by which calls and reasoning are told from text: for a model that
     was published without one, and is of no family that is known."""
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> Self:
+        if self.kind != "own" and (self.weights != "auto" or self.prefill_weights):
+            raise ValueError(
+                f"PENSTOCK_ENGINE_WEIGHTS and PENSTOCK_ENGINE_PREFILL_WEIGHTS are for Penstock's own engine, and "
+                f"PENSTOCK_ENGINE_KIND is {self.kind}: leave them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:

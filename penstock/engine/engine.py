@@ -20,12 +20,14 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
 from penstock.engine.draft_budget import draft_tokens
+from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.limits import check_sequence
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, measure_prefill_rate
+from penstock.engine.runner import ModelRunner
 from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
 from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
@@ -72,6 +74,12 @@ class Engine:
         self.scheduler = Scheduler(self.pool)
         self.runner = model.backend.create_runner(model, settings, num_blocks)
         self.storage = self.runner.storage
+        self._prompt_runner: ModelRunner | None = None
+        """Computes the tokens of prompts, if that takes other weights than answers."""
+        if model.prompt_model is not None:
+            backend = model.prompt_model.backend
+            assert isinstance(backend, NativeBackend), "only the native kernels have weights in several forms"
+            self._prompt_runner = backend.create_runner_over(model.prompt_model, self.storage)
         self.speculates = settings.speculate and self.runner.is_row_exact
         """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens."""
         self.staging = BlockStaging(self.pool, self.storage)
@@ -140,6 +148,8 @@ class Engine:
 
     def add_sequence(self, seq: Sequence) -> None:
         """Queue a sequence. Raises what `check_sequence` raises."""
+        if self.model.stage_forms is not None and self._prompt_runner is None:
+            assert seq.max_new_tokens == 1, "this engine has only the weights that compute prompts"
         self.check_sequence(seq)
         self.scheduler.add_sequence(seq)
 
@@ -248,9 +258,13 @@ class Engine:
         for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [(0, trial.prompt_tokens)] * (
             trial.prompt_tokens > 0
         ):
-            prompt = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
-            seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
-            seq.block_table = self.pool.allocate_blocks(-(-len(prompt) // self.settings.block_size))
+            ids = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
+            num_prompt = num_before or num_tokens  # what is computed behind other tokens is an answer's
+            seq = Sequence(
+                "measure", ids[:num_prompt], sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=num_tokens + 1,
+                output_token_ids=ids[num_prompt:],
+            )  # fmt: skip
+            seq.block_table = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
             seq.num_computed_tokens = num_before
             plan.append((seq, num_tokens))
         started_s = clock()
@@ -348,8 +362,19 @@ class Engine:
                     seq.block_table[seq.num_prompt_tokens // self.settings.block_size], seq.tail_payload
                 )
                 seq.tail_payload = None
+        if self._prompt_runner is None:
+            return self._run_batch(plan, self.runner)
+        # A sequence that was preempted may compute the end of its prompt and its output in one step: in this order.
+        prompts = [(seq, min(num, left)) for seq, num in plan if (left := count_prompt_tokens_left(seq)) > 0]
+        drawn = self._run_batch(prompts, self._prompt_runner) if prompts else []
+        num_done = dict(prompts)
+        answers = [(seq, rest) for seq, num in plan if (rest := num - num_done.get(seq, 0)) > 0]
+        return drawn + self._run_batch(answers, self.runner) if answers else drawn
+
+    def _run_batch(self, plan: Plan, runner: ModelRunner) -> list[Drawn]:
+        """Compute the tokens of a plan and the drafts with the weights of one runner, and sample."""
         batch = Batch(plan, self.settings.block_size, self.model.device)
-        logits = self.runner.run_step(batch)
+        logits = runner.run_step(batch)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         self._collect_prompt_logprobs(batch, logits)
@@ -420,6 +445,11 @@ class Engine:
     def _find_end_token_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens that end an answer before it has the `min_tokens` that it must have, if it must."""
         return self.model.eos_token_ids | {*sampling.stop_token_ids} if sampling.min_tokens else frozenset()
+
+
+def count_prompt_tokens_left(seq: Sequence) -> int:
+    """Return how many tokens of the sequence's prompt are still to be computed; 0 or less if none."""
+    return seq.num_prompt_tokens - seq.num_computed_tokens
 
 
 def compute_masks(seq: Sequence) -> list[NDArray[np.int32] | None]:

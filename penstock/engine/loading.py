@@ -11,6 +11,7 @@ Quantised weights are unpacked while the module reads them (`quantized.py`).
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from penstock.engine.cuda.backend import CudaBackend
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
+from penstock.engine.kernels.forms import QUANTIZED
 from penstock.engine.memory import check_memory
 from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
@@ -39,14 +41,44 @@ LAYOUT_VERSION = 2
 _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
-def open_engine(settings: EngineSettings, progress: Progress | None = None) -> Engine:
+def open_engine(settings: EngineSettings, progress: Progress | None = None, *, only_prompts: bool = False) -> Engine:
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
-    Raises `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
+    With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs. Raises
+    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
     """
-    engine = Engine(prove_model(load_model(settings, progress), settings, progress), settings)
+    engine = Engine(load_stage_models(settings, progress, only_prompts=only_prompts), settings)
     engine.measure_speed()
     return engine
+
+
+def load_stage_models(
+    settings: EngineSettings, progress: Progress | None = None, *, only_prompts: bool = False
+) -> LoadedModel:
+    """Load and prove the model, twice where prompts and answers are computed with weights in two forms.
+
+    Returns the one for answers, which has that for prompts; with `only_prompts` that for prompts. Raises as
+    `open_engine`.
+    """
+    for_prompts = settings.model_copy(update={"weights": settings.prefill_weights or settings.weights})
+    forms = (for_prompts.weights, settings.weights)
+    if _has_same_bits(*forms):
+        used = for_prompts if only_prompts else settings
+        return prove_model(load_model(used, progress), used, progress)
+    prompts = prove_model(load_model(for_prompts, progress), for_prompts, progress)
+    stage_forms = (prompts.weight_form, settings.weights if settings.weights in QUANTIZED else "")
+    prompts = replace(prompts, stage_forms=stage_forms)
+    if only_prompts:
+        return prompts
+    answers = prove_model(load_model(settings, progress), settings, progress)
+    if answers.content_fingerprint != prompts.content_fingerprint:
+        raise ModelLoadError(f"{settings.model} was written to while it was loaded")
+    return replace(answers, stage_forms=stage_forms, prompt_model=prompts)
+
+
+def _has_same_bits(first: str, second: str) -> bool:
+    """Return whether results with weights in these two forms have the same bits."""
+    return first == second or not {first, second} & set(QUANTIZED)
 
 
 def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:

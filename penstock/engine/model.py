@@ -69,13 +69,25 @@ class LoadedModel:
     """What computes the model."""
     weight_form: str = ""
     """`int8` or `int4` where the weights were made integers; empty: they are as they are stored."""
+    stage_forms: tuple[str, str] | None = None
+    """The forms of the weights that compute prompts, and answers, if those are not the same: one is `weight_form`."""
+    prompt_model: "LoadedModel | None" = None
+    """What computes prompts, where this model computes answers alone. Both write to one pool."""
     weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
     """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
+
+    @property
+    def names_answers_apart(self) -> bool:
+        """Whether a token's KV depends on whether it is the prompt's or the answer's."""
+        return self.stage_forms is not None
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of content, form of weights and, in 16 bits, backend: if equal, KV blocks can be exchanged."""
         name = self.content_fingerprint
-        if self.weight_form:
+        if self.stage_forms is not None:
+            prompts, answers = self.stage_forms
+            name = add_arithmetic(name, f"prompts {prompts}, answers {answers} {QUANTIZATION_VERSION}")
+        elif self.weight_form:
             name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
         return name if self.dtype == torch.float32 else add_arithmetic(name, self.backend.name)

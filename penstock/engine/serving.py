@@ -17,17 +17,13 @@ from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, ModelC
 from penstock.engine.limits import max_length
 from penstock.engine.sequence import Sequence, State
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVLayout, KVStore, MissingTiers, PoolLayout
+from penstock.kvstore.store import KVLayout, KVStore, MissingTiers, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
 
-class CoreModel(ModelCard, Protocol):
+class CoreModel(ModelCard, PooledModel, Protocol):
     """A core's model."""
-
-    @property
-    def layout(self) -> PoolLayout:
-        """The layout of the blocks of its KV."""
 
 
 class EngineCore(Pool, Protocol):
@@ -351,7 +347,7 @@ def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline
 
     Raises what `KVStore.open` raises.
     """
-    store = KVStore.open(KVLayout.from_pool(core.model.fingerprint, core.model.layout), kv, kv_urls, pipeline)
+    store = KVStore.open(KVLayout.from_model(core.model), kv, kv_urls, pipeline)
     try:
         store.set_compute_speed(core.prefill_tokens_per_s)
         yield ServingEngine(core, store)

@@ -42,6 +42,8 @@ class VllmModel:
     vocab_size: int
     fingerprint: str
     layout: VllmLayout
+    names_answers_apart: bool = False
+    """vLLM computes prompts and answers with the same weights."""
 
 
 class Sampled(NamedTuple):

@@ -176,6 +176,7 @@ class BlockHasher:
         """Keys of the full blocks so far, in order."""
         self.block_size = block_size
         self._root, self._tenant_tag = root, tenant_tag
+        self._first_answer_block, self._num_prompt_tokens = -1, 0
 
     def hash_full_blocks(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Add the keys of the blocks that became full, and return them. `token_ids` are all tokens so far."""
@@ -195,8 +196,19 @@ class BlockHasher:
         (tail_hash,) = hash_blocks(self._parent_hash(num_full), rest, self.block_size)
         return BlockKey(tail_hash, len(rest), self._tenant_tag)
 
+    def name_answers_apart(self, num_prompt_tokens: int) -> None:
+        """Give the blocks that will hold tokens of the answer other keys than if all their tokens were the prompt's.
+
+        Where prompts and answers are computed with other weights, the same token has another KV in each. The full
+        blocks of the prompt have their keys already, and a partial one has the key that `hash_tail_block` returned.
+        """
+        self._first_answer_block, self._num_prompt_tokens = len(self.keys), num_prompt_tokens
+
     def _parent_hash(self, index: int) -> bytes:
-        return self.keys[index - 1].hash if index else self._root
+        parent = self.keys[index - 1].hash if index else self._root
+        if index == self._first_answer_block:
+            return hashlib.sha256(b"answer" + self._num_prompt_tokens.to_bytes(8, "little") + parent).digest()
+        return parent
 
 
 @dataclass(eq=False)

@@ -54,6 +54,22 @@ class PoolLayout(Protocol):
         """(Rows, numbers in a row) of each K and V, in order."""
 
 
+class PooledModel(Protocol):
+    """A model whose blocks are in a pool."""
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits: models with the same ones can exchange blocks."""
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The layout of the blocks of its KV."""
+
+    @property
+    def names_answers_apart(self) -> bool:
+        """Whether a token's KV depends on whether it is the prompt's or the answer's."""
+
+
 MissingTiers = int
 """Bitmask of the tiers that do not hold a block (bit i = tier i)."""
 
@@ -69,12 +85,15 @@ class KVLayout:
     shape: PayloadShape
     shapes_text: str = ""
     """The layers' shapes as text. It is part of what blocks are checked against."""
+    names_answers_apart: bool = False
+    """Whether a token's KV depends on whether it is the prompt's or the answer's."""
 
     @classmethod
-    def from_pool(cls, fingerprint: str, pool: PoolLayout) -> Self:
-        """Return the layout of a model's pool."""
+    def from_model(cls, model: PooledModel) -> Self:
+        """Return the layout of a model's blocks."""
+        pool = model.layout
         shape = PayloadShape(pool.element_type, pool.vector_shapes)
-        return cls(fingerprint, pool.block_size, pool.block_bytes, shape, str(pool))
+        return cls(model.fingerprint, pool.block_size, pool.block_bytes, shape, str(pool), model.names_answers_apart)
 
     def make_block_format(self, *, lossy: bool) -> BlockFormat:
         """Return the format of stored blocks. Blocks that went through a lossy codec count as another model's."""
@@ -137,7 +156,10 @@ class KVStore:
         """Return the names of the blocks of a tenant's prompt."""
         hasher = self.make_hasher(tenant)
         hasher.hash_full_blocks(token_ids)
-        return PromptBlocks(hasher, hasher.hash_tail_block(token_ids), len(hasher.keys))
+        tail_key = hasher.hash_tail_block(token_ids)
+        if self.layout.names_answers_apart:
+            hasher.name_answers_apart(len(token_ids))
+        return PromptBlocks(hasher, tail_key, len(hasher.keys))
 
     def find_tiers(self, hashes: Sequence[bytes]) -> list[int]:
         """Return for each block the index of the first tier that has it, or `len(tiers)`. It counts as a use."""

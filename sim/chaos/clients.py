@@ -23,7 +23,15 @@ from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
-from sim.workload import ExpectedAnswer, compute_answers, load_demo_model, load_tool_model, make_requests
+from sim.workload import (
+    ExpectedAnswer,
+    ModelLoader,
+    compute_answers,
+    load_demo_model,
+    load_split_model,
+    load_tool_model,
+    make_requests,
+)
 
 NUM_KNOWN_REQUESTS = 16
 LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
@@ -34,8 +42,11 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools"]
-"""What is asked: texts of the demo model, or calls of the tool model."""
+Load = Literal["text", "tools", "forms"]
+"""What is asked: texts of the demo model, calls of the tool model, or texts of the demo model that are computed with
+other weights than their prompts.
+"""
+_MODELS: dict[Load, ModelLoader] = {"text": load_demo_model, "tools": load_tool_model, "forms": load_split_model}
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
 """JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
 
@@ -54,7 +65,7 @@ def prepare_known_requests(max_tokens: int, load: Load = "text") -> list[tuple[R
         work[number] = work[number].model_copy(update={"sampling": sampling})
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
-    answers = compute_answers(work, load_tool_model if load == "tools" else load_demo_model)
+    answers = compute_answers(work, _MODELS[load])
     return list(zip(work, answers.values(), strict=True))
 
 

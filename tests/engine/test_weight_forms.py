@@ -13,15 +13,17 @@ from penstock.engine.kernels import forms
 from penstock.engine.kernels.forms import WeightPacker, read_cache_bytes
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
-from penstock.engine.loading import load_model
+from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
+from penstock.names import PriorityClass
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
 
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPTS = [[5 + (17 * place + number) % 900 for place in range(7 + 23 * number)] for number in range(5)]
 
 
@@ -78,6 +80,67 @@ def test_tokens_depend_neither_on_batch_nor_chunks_nor_threads(models: dict[str,
     assert [together[number] for number in (0, 2, 4)] == [alone[number] for number in (0, 2, 4)]
     assert answer(model, PROMPTS, max_step_tokens=32) == together
     assert answer(model, PROMPTS, threads=2) == together
+
+
+@pytest.fixture(scope="module")
+def split_model() -> LoadedModel:
+    """The model whose prompts are computed with weights as they are stored, and whose answers with those in 4 bits."""
+    return load_stage_models(make_settings("int4").model_copy(update={"prefill_weights": "bf16"}))
+
+
+def test_prompts_and_answers_may_have_weights_in_two_forms(
+    models: dict[str, LoadedModel], split_model: LoadedModel
+) -> None:
+    split, stored, rounded = (answer(model, PROMPTS) for model in (split_model, models["bf16"], models["int4"]))
+    assert [tokens[0] for tokens in split] == [tokens[0] for tokens in stored]
+    assert split not in (stored, rounded)
+    assert answer(split_model, PROMPTS, max_step_tokens=32) == split
+
+
+def test_a_preempted_answer_is_computed_anew_with_the_weights_of_each_part(split_model: LoadedModel) -> None:
+    prompts = [[5 + (13 * place + number) % 900 for place in range(118)] for number in range(3)]
+    expected = [answer(split_model, [prompt])[0] for prompt in prompts]
+    engine = Engine(split_model, make_settings("auto").model_copy(update={"pool_mb": 1}))  # 21 blocks, of 9 for each
+    classes: tuple[PriorityClass, ...] = ("batch", "batch", "interactive")
+    seqs = [
+        Sequence(klass, prompt, sampling=GREEDY, seed=0, max_new_tokens=12, klass=klass)
+        for prompt, klass in zip(prompts, classes, strict=True)
+    ]
+    for seq in seqs[:2]:
+        engine.add_sequence(seq)
+    while any(seq.num_output_tokens < 5 for seq in seqs[:2]):
+        engine.step()
+    engine.add_sequence(seqs[2])
+    while engine.has_work():
+        for sampled in engine.step():
+            if sampled.seq.num_output_tokens == 12:
+                engine.remove_sequence(sampled.seq)
+    assert engine.scheduler.num_preemptions > 0
+    assert [seq.output_token_ids for seq in seqs] == expected
+
+
+def test_each_stage_loads_the_weights_that_it_needs_and_both_have_one_fingerprint(split_model: LoadedModel) -> None:
+    settings = make_settings("int4").model_copy(update={"prefill_weights": "bf16"})
+    prompts = load_stage_models(settings, only_prompts=True)
+    assert (prompts.weight_form, prompts.prompt_model) == ("", None)
+    assert prompts.fingerprint == split_model.fingerprint
+    other_way = settings.model_copy(update={"weights": "bf16", "prefill_weights": "int4"})
+    assert load_stage_models(other_way, only_prompts=True).fingerprint != split_model.fingerprint
+
+
+def test_an_answer_goes_on_from_any_token_and_from_blocks_of_either_form(split_model: LoadedModel) -> None:
+    settings, prompt = make_settings("auto"), PROMPTS[4]
+    (whole,) = answer(split_model, [prompt])
+    for num_said in range(len(whole)):
+        engine = Engine(split_model, settings)
+        seq = Sequence(
+            "x", prompt, sampling=GREEDY, seed=0, max_new_tokens=12,
+            output_token_ids=whole[:num_said],
+        )  # fmt: skip
+        engine.add_sequence(seq)
+        while seq.num_output_tokens < 12:
+            engine.step()
+        assert seq.output_token_ids == whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -52,7 +52,7 @@ def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
     """Open this project's engine over a store in the directory."""
     given = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings})
     core = Engine(_load_model(), given)
-    layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
+    layout = KVLayout.from_model(core.model)
     kv = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
     store = KVStore.open(layout, kv, "", "contract")
 
@@ -86,7 +86,7 @@ def open_vllm(directory: Path, **settings: Any) -> EngineUnderTest:
     core = _open_vllm_core(**settings)
     core.drop_cache()
     before = core.num_preemptions
-    layout = KVLayout.from_pool(core.model.fingerprint, core.model.layout)
+    layout = KVLayout.from_model(core.model)
     store = KVStore.open(layout, KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0), "", "contract")
     return EngineUnderTest(
         ServingEngine(core, store), store, core.drop_cache, lambda: core.num_preemptions - before, None

@@ -72,6 +72,28 @@ def test_a_chain_that_grows_names_what_a_whole_one_does(tokens: list[int], size:
     assert chain.hash_tail_block(tokens) == (BlockKey(keys[-1], rest, tag) if rest else None)
 
 
+@given(TOKENS, SIZES, st.data())
+def test_answers_that_are_named_apart_share_the_prompts_full_blocks_alone(
+    tokens: list[int], size: int, data: st.DataObject
+) -> None:
+    def hash_with_prompt(num_prompt: int) -> list[bytes]:
+        chain = BlockHasher(ROOT, derive_tenant_tag(b"salt"), size)
+        chain.hash_full_blocks(tokens[:num_prompt])
+        chain.name_answers_apart(num_prompt)
+        for length in range(num_prompt, len(tokens) + 1):
+            chain.hash_full_blocks(tokens[:length])
+        return [key.hash for key in chain.keys]
+
+    first, second = (data.draw(st.integers(0, len(tokens))) for _ in range(2))
+    plain = hash_blocks(ROOT, tokens, size)[: len(tokens) // size]
+    found, other = hash_with_prompt(first), hash_with_prompt(second)
+    assert found[: first // size] == plain[: first // size]
+    assert set(found[first // size :]).isdisjoint(plain)
+    shared = len(tokens) // size if first == second else min(first, second) // size
+    assert found[:shared] == other[:shared]
+    assert set(found[shared:]).isdisjoint(other[shared:])
+
+
 def keys_of(
     tenant: str, secret: str, fingerprint: str, block_size: int = 4, settings: KVSettings | None = None
 ) -> set[bytes]:

@@ -130,4 +130,8 @@ class NativeBackend:
         """Return a runner of the model over a new pool of KV blocks."""
         torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
         self.native.set_threads(settings.threads)
-        return NativeRunner(model.module, KVStorage(model.layout, num_blocks, model.device), self)
+        return self.create_runner_over(model, KVStorage(model.layout, num_blocks, model.device))
+
+    def create_runner_over(self, model: LoadedModel, storage: KVStorage) -> ModelRunner:
+        """Return a runner of the model over a pool that is there already."""
+        return NativeRunner(model.module, storage, self)
