@@ -124,6 +124,26 @@ def test_embeddings_are_what_the_integers_stand_for(native: Library, form: Weigh
     assert torch.equal(found, torch.from_numpy(stood_for).to(dtype)[ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("form", "low", "high"), [(WeightForm.INT4, -8, 7), (WeightForm.INT4, -5, 6), (WeightForm.INT8, -128, 99)]
+)
+def test_weights_that_were_integers_keep_them(
+    native: Library, form: WeightForm, low: int, high: int, dtype: torch.dtype
+) -> None:
+    if (form, dtype) == (WeightForm.INT8, torch.bfloat16):
+        pytest.skip("bfloat16 has fewer bits than these integers")
+    chance = np.random.default_rng(5)
+    codes = chance.integers(low, high, (77, 300), endpoint=True).astype(np.float32)
+    codes[:, [0, 128, 256]] = low
+    scales = chance.random((77, 1 if form == WeightForm.INT8 else 3), np.float32) + np.float32(0.1)
+    scales = scales.repeat(300 if form == WeightForm.INT8 else GROUP_INPUTS, 1)[:, :300]
+    linear = nn.Linear(300, 77, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.from_numpy(codes * scales))
+    found = PackedEmbedding(native, pack(native, [linear.to(dtype)], form))(torch.arange(77)).float().numpy()
+    assert np.allclose(found, codes * scales, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+
+
 def test_weights_take_a_half_and_a_quarter_of_the_memory(native: Library) -> None:
     linear = make_linear(256, 1024, torch.bfloat16)
     stored, int8, int4 = (pack(native, [linear], form).num_bytes for form in (WeightForm.STORED, *FORMS))

@@ -207,20 +207,47 @@ template <class T, int BITS> void quantized_linear_of(const LinearArgs& a) {
 
 INLINE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-// The nearest codes of a column's inputs [first, end), and their scale. 8 bits: the largest is 127 or -127. 4 bits: the
-// one of the largest magnitude becomes -8, whose like 8 does not exist.
+// The scale by which all weights are integers of so many bits, as those of a checkpoint that was quantised with such
+// groups are; 0 if there is none. `most` is the weight of the largest magnitude: some integer is its code. Weights that
+// were rounded to bf16 are nearly integers, and an 8-bit code cannot be told from its neighbours then.
+template <class T, int BITS> float find_scale(const T* w, int64_t count, float most) {
+  constexpr int kOffset = Codes<BITS>::kOffset;
+  constexpr double kRounding = sizeof(T) == 2 ? 1.0 / 128 : 1.0 / (1 << 20);  // of a weight and of `most`, together
+  constexpr double kMaxError = 0.07;
+  for (int code = kOffset; code > 0; code--) {
+    const double error = kRounding * code, inverse = -code / double(most);
+    if (error > kMaxError) continue;
+    double products = 0, squares = 0;  // of sums that are exact: the same on every instruction set
+    int64_t i = 0;
+    for (; i < count; i++) {
+      const double v = scalar(w[i]), c = __builtin_nearbyint(v * inverse), off = v * inverse - c;
+      if (c >= kOffset || off > error || off < -error) break;
+      products += v * c;
+      squares += c * c;
+    }
+    if (i == count) return float(products / squares);
+  }
+  return 0;
+}
+
+// The codes of a column's inputs [first, end), and their scale: those that the weights had in a quantised checkpoint, else
+// the nearest. 8 bits: the largest is 127 or -127. 4 bits: the one of the largest magnitude becomes -8, whose like 8
+// does not exist.
 template <class T, int BITS> float quantize_weights(const T* w, int64_t count, uint8_t* codes) {
   float most = 0;
   for (int64_t i = 0; i < count; i++) {
     const float v = scalar(w[i]);
     if ((v < 0 ? -v : v) > (most < 0 ? -most : most)) most = v;
   }
-  const float scale = BITS == 8 ? (most < 0 ? -most : most) / 127.0f : most / -8.0f;
+  const bool is_finite = most - most == 0;
+  float scale = most != 0 && is_finite ? find_scale<T, BITS>(w, count, most) : 0.0f;
+  const bool is_found = scale != 0;
+  if (!is_found) scale = BITS == 8 ? (most < 0 ? -most : most) / 127.0f : most / -8.0f;
   const float inverse = scale != 0 && 1 / scale - 1 / scale == 0 ? 1 / scale : 0.0f;
   constexpr int kOffset = Codes<BITS>::kOffset;
   for (int64_t i = 0; i < count; i++) {
     const int code = int(__builtin_nearbyintf(scalar(w[i]) * inverse));
-    codes[i] = uint8_t(clamp(code, BITS == 8 ? -127 : -kOffset, kOffset - 1) + kOffset);
+    codes[i] = uint8_t(clamp(code, BITS == 8 && !is_found ? -127 : -kOffset, kOffset - 1) + kOffset);
   }
   return inverse != 0 ? scale : 0.0f;
 }
