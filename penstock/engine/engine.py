@@ -425,6 +425,9 @@ class Engine:
 
         Raises `SequenceFailed` for a sequence that cannot go on in its grammar.
         """
+        num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
+        if num_others < 1:
+            return [compute_masks(seq) for seq in seqs]
         found: dict[int, list[NDArray[np.int32] | None]] = {}
         waiting = iter(range(len(seqs)))
 
@@ -432,7 +435,6 @@ class Engine:
             for index in waiting:
                 found[index] = compute_masks(seqs[index])
 
-        num_others = min(self._num_mask_threads, sum(seq.grammar is not None for seq in seqs) - 1)
         others = [self._mask_threads.submit(compute_next_masks) for _ in range(num_others)]
         try:
             compute_next_masks()

@@ -15,6 +15,8 @@ from penstock.engine.kernels.packed import Activation, PackedLinears
 from penstock.engine.masks import Unsupported, find_first_keys
 from penstock.engine.step import current_step
 
+MIN_TABLE_POSITIONS, MAX_TABLE_POSITIONS = 1024, 16384
+"""How many positions a table of cosines and sines has, at least and at most."""
 _LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORM_CHILDREN = {"q_norm", "k_norm"}
@@ -142,6 +144,32 @@ class Output(NamedTuple):
     logits: Tensor
 
 
+class RotaryTable:
+    """The cosines and sines of a model's rotary embedding by position, computed once by its own module.
+
+    With small models and small batches that module takes as long as a layer.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        # Some kinds choose their frequencies by the longest sequence of the call.
+        self._is_fixed = getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+        self._rows = (torch.empty(0), torch.empty(0))
+        """[positions, size] each."""
+
+    def find_rows(self, x: Tensor, position_ids: Tensor, last_position: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [1, T, size] each, of `x`'s dtype. `last_position`: the highest of the ids."""
+        if not self._is_fixed or last_position >= MAX_TABLE_POSITIONS:
+            found: tuple[Tensor, Tensor] = self._rotary(x, position_ids)
+            return found
+        if last_position >= len(self._rows[0]):
+            length = max(MIN_TABLE_POSITIONS, 1 << last_position.bit_length())
+            cos, sin = self._rotary(x, torch.arange(length)[None])
+            self._rows = (cos[0], sin[0])
+        positions = position_ids[0]
+        return self._rows[0][positions][None], self._rows[1][positions][None]
+
+
 class NativeBody(nn.Module):
     """Embedding, native layers without windows, norm and head, without the model's own forward passes.
 
@@ -151,9 +179,8 @@ class NativeBody(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         inner = module.model
-        self._embed, self._rotary, self._norm, self._head = (
-            inner.embed_tokens, inner.rotary_emb, inner.norm, module.lm_head,
-        )  # fmt: skip
+        self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, module.lm_head
+        self._rotary = RotaryTable(inner.rotary_emb)
         self._layers: list[NativeLayer] = list(inner.layers)
 
     def forward(
@@ -163,7 +190,7 @@ class NativeBody(nn.Module):
         step = current_step.get()
         assert isinstance(step, NativeStep)
         x = self._embed(input_ids)
-        tables = self._rotary(x, position_ids)
+        tables = self._rotary.find_rows(x, position_ids, int(position_ids.max()))
         for layer in self._layers:
             x = layer.compute(step, x, tables, None)
         if logits_to_keep is not None:

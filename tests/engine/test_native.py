@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
@@ -14,7 +16,7 @@ from penstock.engine.kernels import build, library
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
-from penstock.engine.layer import NativeLayer
+from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeLayer, RotaryTable
 from penstock.engine.loading import load_model
 from penstock.engine.masks import sees_interval
 
@@ -29,6 +31,19 @@ def test_the_demo_model_runs_on_kernels_alone(dtype: str) -> None:
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
     assert isinstance(model.backend, NativeBackend)
     assert len(model.backend.layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("rope", ["default", "yarn", "dynamic"])
+def test_a_table_has_the_bits_of_the_rotary_embedding_itself(rope: str) -> None:
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 2048} if rope != "default" else {}
+    parameters = {"rope_type": rope, "rope_theta": 10000.0, **scaled}
+    config = LlamaConfig(max_position_embeddings=32768, head_dim=64, rope_parameters=parameters)
+    rotary: Any = LlamaRotaryEmbedding(config)
+    table, x = RotaryTable(rotary), torch.empty(1, dtype=torch.bfloat16)
+    for positions in ([[3]], [[0, 1023, 5]], [[1024, 2]], [[4000, 4001, 9]], [[MAX_TABLE_POSITIONS, 7]]):
+        ids = torch.tensor(positions)
+        for found, right in zip(table.find_rows(x, ids, int(ids.max())), rotary(x, ids), strict=True):
+            assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("broken", ["norm", "scale"])
