@@ -1,7 +1,8 @@
 """Decoder layers of the common form as one native call each, and whole models of such layers."""
 
 import ctypes
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels import library
-from penstock.engine.kernels.backend import NativeStep
+from penstock.engine.kernels.backend import NativeStep, describe_attention
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedLinears
 from penstock.engine.masks import Unsupported, find_first_keys
 from penstock.engine.step import current_step
+from penstock.engine.storage import KVStorage
 
 MIN_TABLE_POSITIONS, MAX_TABLE_POSITIONS = 1024, 16384
 """How many positions a table of cosines and sines has, at least and at most."""
@@ -84,6 +86,40 @@ def _child_names(module: nn.Module) -> set[str]:
     return {name for name, child in module.named_children() if any(True for _ in child.parameters())}
 
 
+class PagedLayers:
+    """Native layers, each by its attention and weights, computed one after the other in one call."""
+
+    def __init__(self, layers: Sequence[tuple[AttentionParams, library.LayerArgs]]) -> None:
+        self.layers = layers
+        self._args = (library.PagedLayer * len(layers))()
+        self._storage: weakref.ref[KVStorage] | None = None
+        """The pool that `_args` names."""
+
+    def _describe_layers(self, storage: KVStorage) -> None:
+        """Let `_args` name a pool."""
+        for args, (params, weights) in zip(self._args, self.layers, strict=True):
+            args.weights = ctypes.pointer(weights)
+            args.attention = describe_attention(storage, params.index, params.heads, params.scale)
+        self._storage = weakref.ref(storage)
+
+    def compute(
+        self, step: NativeStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
+    ) -> Tensor:
+        """Compute the layers for contiguous `x`, [1, T, hidden], which is overwritten if there are several.
+
+        `first_key`: the first position that each row sees, int32 [T]; None: 0.
+        """
+        if self._storage is None or self._storage() is not step.storage:
+            self._describe_layers(step.storage)
+        cos, sin = position_embeddings
+        cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
+        args = step.step_args
+        args.x, args.out, args.cos, args.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.hidden, args.first_key = x.shape[-1], None if first_key is None else first_key.data_ptr()
+        step.native.layers(ctypes.addressof(self._args), len(self._args), ctypes.addressof(args))
+        return out if len(self._args) % 2 else x
+
+
 class NativeLayer(nn.Module):
     """Replaces a decoder layer. `norms` includes the head norms; all are native already."""
 
@@ -99,11 +135,12 @@ class NativeLayer(nn.Module):
         self._groups, self._norms = groups, norms
         qkv, output, gate_up, down = (ctypes.pointer(group.packed) for group in groups)
         weights = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
-        self._args = library.LayerArgs(
+        args = library.LayerArgs(
             qkv, output, gate_up, down, *weights, norms[0].eps, norms[1].eps, norms[-1].eps, int(activation),
             norms[0].plus_one, groups[2].outputs[0],
         )  # fmt: skip
-        self._address = ctypes.addressof(self._args)
+        self.paged = PagedLayers([(params, args)])
+        """The layer as the kernels read it. It lives as long as this module."""
 
     def forward(
         self,
@@ -121,21 +158,7 @@ class NativeLayer(nn.Module):
         size = step.key_size(self.attention.index)
         if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
             raise Unsupported("its rotary embedding is not of a head's size and dtype")
-        return self.compute(step, x, (cos, sin), first_key)
-
-    def compute(
-        self, step: NativeStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
-    ) -> Tensor:
-        """Compute the layer for contiguous `x` [1, T, hidden]. `first_key`: see `NativeStep.select_layer`."""
-        cos, sin = position_embeddings
-        cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        params, args, attention = self.attention, step.step_args, step.attention_args
-        step.select_layer(params.index, params.scale, first_key)
-        attention.heads, attention.sinks, attention.softcap = params.heads, None, 0.0
-        args.x, args.out, args.cos, args.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        args.hidden = x.shape[-1]
-        step.native.layer(self._address, ctypes.addressof(args), ctypes.addressof(attention))
-        return out
+        return self.paged.compute(step, x, position_embeddings, first_key)
 
 
 class Output(NamedTuple):
@@ -181,7 +204,8 @@ class NativeBody(nn.Module):
         inner = module.model
         self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, module.lm_head
         self._rotary = RotaryTable(inner.rotary_emb)
-        self._layers: list[NativeLayer] = list(inner.layers)
+        self._paged = PagedLayers([one for layer in inner.layers for one in layer.paged.layers])
+        self._parts = list(inner.layers)  # they hold the weights
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
@@ -191,8 +215,7 @@ class NativeBody(nn.Module):
         assert isinstance(step, NativeStep)
         x = self._embed(input_ids)
         tables = self._rotary.find_rows(x, position_ids, int(position_ids.max()))
-        for layer in self._layers:
-            x = layer.compute(step, x, tables, None)
+        x = self._paged.compute(step, x, tables, None)
         if logits_to_keep is not None:
             x = x[:, logits_to_keep]
         return Output(self._head(self._norm(x)))

@@ -41,21 +41,10 @@ class NativeStep(Step):
         self.num_rows = row
         self._segments = np.array(segments, dtype=np.int32)
         self._table = np.array(table, dtype=np.int32)
-        self.attention_args = library.AttentionArgs(
-            block_stride=layout.block_elements, tables=self._table.ctypes.data, segments=self._segments.ctypes.data,
-            num_segments=len(segments), block_size=layout.block_size, element_bytes=layout.dtype.itemsize,
+        self.step_args = library.StepArgs(
+            blocks=self._blocks.data_ptr(), offsets=self._offsets.data_ptr(), rows=row,
+            tables=self._table.ctypes.data, segments=self._segments.ctypes.data, num_segments=len(segments),
         )  # fmt: skip
-        self.step_args = library.StepArgs(blocks=self._blocks.data_ptr(), offsets=self._offsets.data_ptr(), rows=row)
-
-    def select_layer(self, layer: int, scale: float, first_key: Tensor | None) -> None:
-        """Set `attention_args` for a layer. `first_key`: the first position that each row sees, int32 [T]; None: 0."""
-        shape = self.storage.layout.by_layer[layer]
-        (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
-        args = self.attention_args
-        args.keys, args.values = self.storage.addresses[layer]
-        args.kv_heads, args.k_size, args.v_size, args.scale = kv_heads, k_size, v_size, scale
-        args.first_key = None if first_key is None else first_key.data_ptr()
-        self._first_key = first_key  # until the kernel has read it
 
     def key_size(self, layer: int) -> int:
         """Return the size of a key head."""
@@ -65,13 +54,13 @@ class NativeStep(Step):
         """Store new K and V, both [1, heads, T, size]; return them if the kernels compute the layer's attention."""
         if layer not in self._layers:
             return super().write_kv(layer, key, value)
-        shared = self.attention_args
+        layout = self.storage.layout
         for x, address in zip((key, value), self.storage.addresses[layer], strict=True):
             x = x if x.stride(3) == 1 else x.contiguous()  # noqa: PLW2901
             args = library.WriteArgs(
-                x.data_ptr(), x.stride(2), x.stride(1), address, shared.block_stride, self._blocks.data_ptr(),
-                self._offsets.data_ptr(), self.num_rows, x.shape[1], x.shape[3], shared.block_size,
-                shared.element_bytes,
+                x.data_ptr(), x.stride(2), x.stride(1), address, layout.block_elements, self._blocks.data_ptr(),
+                self._offsets.data_ptr(), self.num_rows, x.shape[1], x.shape[3], layout.block_size,
+                layout.dtype.itemsize,
             )  # fmt: skip
             self.native.write(ctypes.addressof(args))
         return self.keep_kv(layer, key, value)
@@ -81,17 +70,30 @@ class NativeStep(Step):
         layer = self.find_layer(key, value)
         if layer is None or layer not in self._layers:
             return super().compute_attention(query, key, value, how)
-        self.select_layer(layer, how.scale, find_first_keys(self.batch, how.rule, how.window))
         query = query if query.stride(3) == 1 else query.contiguous()
-        heads, args = query.shape[1], self.attention_args
-        out = torch.empty(1, self.num_rows, heads, args.v_size, dtype=query.dtype)
+        args = describe_attention(self.storage, layer, query.shape[1], how.scale)
+        out = torch.empty(1, self.num_rows, args.heads, args.v_size, dtype=query.dtype)
+        first_key = find_first_keys(self.batch, how.rule, how.window)
         weights = None if how.sinks is None else how.sinks.detach().float().contiguous()
         args.q, args.q_row_stride, args.q_head_stride = query.data_ptr(), query.stride(2), query.stride(1)
-        args.out, args.heads = out.data_ptr(), heads
+        args.tables, args.segments = self.step_args.tables, self.step_args.segments
+        args.num_segments, args.out = self.step_args.num_segments, out.data_ptr()
+        args.first_key = None if first_key is None else first_key.data_ptr()
         args.sinks = None if weights is None else weights.data_ptr()
         args.softcap = how.softcap or 0.0
         self.native.attention(ctypes.addressof(args))
         return out
+
+
+def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float) -> library.AttentionArgs:
+    """Return what is the same in every step of a layer's attention over a pool, without sinks and bound."""
+    layout = storage.layout
+    shape, (keys, values) = layout.by_layer[layer], storage.addresses[layer]
+    (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
+    return library.AttentionArgs(
+        keys=keys, values=values, block_stride=layout.block_elements, heads=heads, kv_heads=kv_heads, k_size=k_size,
+        v_size=v_size, block_size=layout.block_size, scale=scale, element_bytes=layout.dtype.itemsize,
+    )  # fmt: skip
 
 
 class NativeRunner(ModelRunner):

@@ -169,12 +169,19 @@ class LayerArgs(Structure):
     ]  # fmt: skip
 
 
+class PagedLayer(Structure):
+    """A decoder layer over a pool."""
+
+    _fields_: ClassVar = [("weights", POINTER(LayerArgs)), ("attention", AttentionArgs)]
+
+
 class StepArgs(Structure):
     """What all layers of a step share."""
 
     _fields_: ClassVar = [
         ("x", c_void_p), ("out", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("blocks", c_void_p),
-        ("offsets", c_void_p), ("rows", c_int64), ("hidden", c_int64),
+        ("offsets", c_void_p), ("rows", c_int64), ("hidden", c_int64), ("tables", c_void_p), ("segments", c_void_p),
+        ("first_key", c_void_p), ("num_segments", c_int32),
     ]  # fmt: skip
 
 
@@ -199,9 +206,9 @@ class Library:
         ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
-        handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
-        handle.penstock_layer.restype = _check_status
-        self.layer = handle.penstock_layer
+        handle.penstock_layers.argtypes = [c_void_p, c_int64, c_void_p]
+        handle.penstock_layers.restype = _check_status
+        self.layers = handle.penstock_layers
         self.read = handle.penstock_read
         self.pack = handle.penstock_pack
         self.compress = handle.penstock_compress

@@ -111,7 +111,7 @@ EXPORT int penstock_sample(const SampleArgs* a) {
   return call(table().sample, a);
 }
 EXPORT int penstock_rank(const RankArgs* a) { return call(table().rank, a); }
-EXPORT int penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
-  return call(table().layer, layer, step, attention);
+EXPORT int penstock_layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) {
+  return call(table().layers, layers, num_layers, step);
 }
 EXPORT uint64_t penstock_read(const void* data, int64_t bytes) { return table().read(data, bytes); }

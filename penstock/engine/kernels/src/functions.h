@@ -15,7 +15,7 @@ void rope(const RopeArgs*);
 void best(const BestArgs*);
 void sample(const SampleArgs*);
 void rank(const RankArgs*);
-void layer(const LayerArgs*, const StepArgs*, const AttentionArgs*);
+void layers(const PagedLayer*, int64_t, const StepArgs*);
 uint64_t read(const void*, int64_t);
 
 }  // namespace ISA

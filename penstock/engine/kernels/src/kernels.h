@@ -134,9 +134,16 @@ struct LayerArgs {
   int32_t intermediate;     // columns of the gate
 };
 
+// A decoder layer over a pool. `attention` says all that is the same in every step: neither q and out, nor what StepArgs
+// has, too.
+struct PagedLayer {
+  const LayerArgs* weights;
+  AttentionArgs attention;
+};
+
 // What all layers of a step share.
 struct StepArgs {
-  const void* x;            // [rows, hidden], contiguous
+  void* x;                  // [rows, hidden], contiguous
   void* out;                // the same; not x
   const void* cos;          // [rows, head size]
   const void* sin;
@@ -144,6 +151,10 @@ struct StepArgs {
   const int64_t* offsets;
   int64_t rows;
   int64_t hidden;
+  const int32_t* tables;    // these as in AttentionArgs
+  const Segment* segments;
+  const int32_t* first_key;
+  int32_t num_segments;
 };
 
 // Put a weight [outputs, inputs] where it belongs in a group's panels: `columns` (32, or 16 for the two halves of a gated
@@ -241,7 +252,7 @@ struct Table {
   void (*best)(const BestArgs*);
   void (*sample)(const SampleArgs*);
   void (*rank)(const RankArgs*);
-  // `attention` says all but q and out.
-  void (*layer)(const LayerArgs*, const StepArgs*, const AttentionArgs* attention);
+  // One layer after the other, from x to out, from there to x, and so on.
+  void (*layers)(const PagedLayer*, int64_t num_layers, const StepArgs*);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
 };

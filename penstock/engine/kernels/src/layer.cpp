@@ -1,5 +1,7 @@
 // A whole decoder layer: the same kernels in the same order as the layer's modules, without the way back to Python
 // between them.
+#include <utility>
+
 #include "functions.h"
 #include "pool.h"
 #include "vec.h"
@@ -89,10 +91,19 @@ struct Layer {
 
 }  // namespace
 
-void layer(const LayerArgs* w, const StepArgs* step, const AttentionArgs* attention) {
-  int64_t width = int64_t(attention->heads + attention->kv_heads) * attention->k_size +
-                  int64_t(attention->kv_heads) * attention->v_size;
-  Layer{*w, *step, *attention, attention->element_bytes, width}.run();
+void layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) {
+  StepArgs s = *step;
+  for (const PagedLayer* at = layers; at < layers + num_layers; at++) {
+    AttentionArgs attention = at->attention;
+    attention.tables = s.tables;
+    attention.segments = s.segments;
+    attention.num_segments = s.num_segments;
+    attention.first_key = s.first_key;
+    const int64_t width = int64_t(attention.heads + attention.kv_heads) * attention.k_size +
+                          int64_t(attention.kv_heads) * attention.v_size;
+    Layer{*at->weights, s, attention, attention.element_bytes, width}.run();
+    std::swap(s.x, s.out);
+  }
 }
 
 }  // namespace ISA
