@@ -139,6 +139,10 @@ class EngineSettings(BaseSettings):
     prefill_weights: Literal["", "auto", "bf16", "p12", "int8", "int4"] = ""
     """The same for the weights that compute prompts, where those of answers are in another form: the same on all
     workers of a pipeline, too. Decode workers then have both in memory. Empty: as `PENSTOCK_ENGINE_WEIGHTS`."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
+    head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
+    pipeline."""
     threads: int = Field(default=1, ge=1)
     """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -160,9 +164,9 @@ class EngineSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_forms(self) -> Self:
-        if self.kind != "own" and (self.weights != "auto" or self.prefill_weights):
+        if self.kind != "own" and (self.weights != "auto" or self.prefill_weights or self.kv_dtype != "auto"):
             raise ValueError(
-                f"PENSTOCK_ENGINE_WEIGHTS and PENSTOCK_ENGINE_PREFILL_WEIGHTS are for Penstock's own engine, and "
+                f"PENSTOCK_ENGINE_WEIGHTS, …_PREFILL_WEIGHTS and …_KV_DTYPE are for Penstock's own engine, and "
                 f"PENSTOCK_ENGINE_KIND is {self.kind}: leave them out"
             )
         return self

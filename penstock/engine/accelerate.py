@@ -90,6 +90,10 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
         raise ModelLoadError(
             f"PENSTOCK_ENGINE_WEIGHTS={weights} needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
         )
+    if not is_native and model.layout.is_int8:
+        raise ModelLoadError(
+            "PENSTOCK_ENGINE_KV_DTYPE=int8 needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
+        )
     if model.device.type == "cuda":
         return replace(model, backend=CudaBackend(find_varlen_windows(model)))
     native = load_library()
@@ -101,6 +105,11 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     is_quantized = weights in QUANTIZED
     if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
+    if model.layout.is_int8 and record.layers != model.layout.by_layer.keys():
+        raise ModelLoadError(
+            "PENSTOCK_ENGINE_KV_DTYPE=int8 is for models whose attention the native kernels compute in all layers, and "
+            "this is none: set `auto`"
+        )
     backend = NativeBackend(native, record.layers, replacer.build_body())
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
@@ -168,7 +177,8 @@ def _make_batch(model: LoadedModel) -> Batch:
 
 
 def _make_storage(model: LoadedModel) -> KVStorage:
-    return KVStorage(model.layout, NUM_PROBE_TOKENS, model.device)
+    """Return a pool in the model's dtype, by which parts are compared: what int8 loses is not theirs."""
+    return KVStorage(replace(model.layout, is_int8=False), NUM_PROBE_TOKENS, model.device)
 
 
 class _Replacer:

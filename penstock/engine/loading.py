@@ -109,6 +109,8 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     hashes = hash_files(files, report)
     module = load_module(skeleton, config, weights, device, report)
     layout = probe_layout(module, settings.block_size, dtype, device)
+    if settings.kv_dtype == "int8":
+        layout = replace(layout, is_int8=True)
     weights.drop_pages()
     form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
     if quantization is not None:

@@ -38,6 +38,7 @@ class TorchBackend:
 
     def create_runner(self, model: "LoadedModel", settings: EngineSettings, num_blocks: int) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks."""
+        assert not model.layout.is_int8, "torch's attention reads K and V in the model's dtype"
         torch.set_num_threads(settings.threads)
         return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device))
 

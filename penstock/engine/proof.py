@@ -51,6 +51,8 @@ MAX_RELATIVE_ERROR_16_BIT = 0.1
 
 MAX_QUANTIZED_ERROR = {"int8": 0.3, "int4": 1.0}
 """The limit where weights were made integers. Logits that have nothing to do with the model's are off by 1.4."""
+MAX_INT8_KV_ERROR = 0.3
+"""The limit, at least, where K and V are int8."""
 
 _GREEDY = Sampling(temperature=0.0)
 
@@ -158,6 +160,8 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
     error = float((logits[0].float() - plain).square().mean().sqrt() / plain.std())
     tolerance = MAX_RELATIVE_ERROR.get(model.dtype, MAX_RELATIVE_ERROR_16_BIT)
     tolerance = MAX_QUANTIZED_ERROR.get(model.weight_form, tolerance)
+    if model.layout.is_int8:
+        tolerance = max(tolerance, MAX_INT8_KV_ERROR)
     if not error <= tolerance:
         raise EngineCheckFailed(
             f"{_describe_model(model)} gives other logits on this engine than by itself: they are off by {error:.1%} "

@@ -3,6 +3,9 @@
 Within a row the layers follow each other, K before V; within K and V the heads, and within a head the block's tokens.
 Each layer sees its part through a strided view, so nothing is copied between the form the model writes and the form
 that travels.
+
+K and V may be int8: then each K, and each V, is followed by a scale for each of its vectors (one head of one token),
+float32. A vector's numbers are its codes times its scale, and depend on nothing beside the vector.
 """
 
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ class LayerShape:
     v_shape: tuple[int, int]
 
 
+SCALE_BYTES = 4
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The layout of a block, which follows from the model, the dtype and the block size."""
@@ -34,6 +40,9 @@ class KVLayout:
     layers: tuple[LayerShape, ...]
     block_size: int
     dtype: torch.dtype
+    """The model's."""
+    is_int8: bool = False
+    """Whether K and V are stored as int8, and not in the model's dtype."""
 
     @cached_property
     def by_layer(self) -> dict[int, LayerShape]:
@@ -41,36 +50,57 @@ class KVLayout:
         return {shape.layer: shape for shape in self.layers}
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of a block's elements."""
+        return torch.int8 if self.is_int8 else self.dtype
+
+    @property
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(Number of vectors, numbers per vector) of each K and V, in the order of a block's bytes.
+        """(Number of vectors, elements per vector) of each K and V, in the order of a block's bytes.
 
-        There are heads * block size vectors of the size of a head.
+        There are heads * block size vectors of the size of a head; scales are vectors of their bytes.
         """
-        shapes = (part for shape in self.layers for part in (shape.k_shape, shape.v_shape))
-        return tuple((heads * self.block_size, size) for heads, size in shapes)
+        return tuple((heads * self.block_size, size) for _, heads, size in self.parts)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(First element, heads, elements per head and token) of each K, V and their scales, in a block's order."""
+        return self._arrange_parts()[0]
+
+    def _arrange_parts(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
+        """Return the parts of a block, and how many elements they take. Scales lie at multiples of their bytes."""
+        parts: list[tuple[int, int, int]] = []
+        end = 0
+        for shape in self.layers:
+            for heads, size in (shape.k_shape, shape.v_shape):
+                for width in (size, SCALE_BYTES) if self.is_int8 else (size,):
+                    parts.append((end, heads, width))
+                    end += heads * width * self.block_size
+                    if self.is_int8:
+                        end += -end % SCALE_BYTES
+        return tuple(parts), end
 
     @property
-    def element_type(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The name of the dtype."""
-        names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
-            torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    def element_type(self) -> Literal["float32", "bfloat16", "float16", "int8"]:
+        """The name of the dtype of a block's elements."""
+        names: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "int8"]] = {
+            torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int8: "int8",
         }  # fmt: skip
-        return names[self.dtype]
+        return names[self.stored_dtype]
 
-    @property
+    @cached_property
     def block_elements(self) -> int:
-        """How many numbers a block has."""
-        per_token = sum(h * d for shape in self.layers for h, d in (shape.k_shape, shape.v_shape))
-        return per_token * self.block_size
+        """How many elements a block has."""
+        return self._arrange_parts()[1]
 
     @property
     def block_bytes(self) -> int:
         """How many bytes a block has."""
-        return self.block_elements * self.dtype.itemsize
+        return self.block_elements * self.stored_dtype.itemsize
 
     def __str__(self) -> str:
         layers = ";".join(f"{s.layer}:{s.k_shape}:{s.v_shape}" for s in self.layers)
-        return f"{self.dtype}|{self.block_size}|{layers}"
+        return f"{self.dtype}{' as int8' if self.is_int8 else ''}|{self.block_size}|{layers}"
 
 
 class KVStorage:
@@ -78,24 +108,29 @@ class KVStorage:
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
-        flat = (map_zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
-                else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
+        num_elements, dtype = num_blocks * layout.block_elements, layout.stored_dtype
+        flat = (map_zeros(num_elements, dtype) if device.type == "cpu"
+                else torch.zeros(num_elements, dtype=dtype, device=device))  # fmt: skip
         self.data = flat.view(num_blocks, layout.block_elements)
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
-        self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
-        """By layer: [num_blocks, block_size, heads, size]."""
+        """By layer: [num_blocks, block_size, heads, size]. Of int8, the codes."""
         self.values: dict[int, Tensor] = {}
-        offset = 0
+        self.addresses: dict[int, tuple[int, int]] = {}
+        """By layer: the addresses of its K and its V in block 0."""
+        self.scale_addresses: dict[int, tuple[int | None, int | None]] = {}
+        """By layer: those of the scales of K and V; None where K and V have none."""
+        parts = iter(layout.parts)
         for shape in layout.layers:
-            for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
+            scales: list[int | None] = []
+            for views in (self.keys, self.values):
+                offset, heads, size = next(parts)
                 strides = (layout.block_elements, size, layout.block_size * size, 1)
                 start = self.data.storage_offset() + offset
                 views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, start)
-                self._parts.append((offset, heads, size))
-                offset += heads * size * layout.block_size
-        self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
-        """By layer: the addresses of its K and its V in block 0."""
+                scales.append(self.data.data_ptr() + next(parts)[0] if layout.is_int8 else None)
+            self.addresses[shape.layer] = (self.keys[shape.layer].data_ptr(), self.values[shape.layer].data_ptr())
+            self.scale_addresses[shape.layer] = (scales[0], scales[1])
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero the blocks, so that no values of a previous owner are read, not even behind a mask."""
@@ -127,7 +162,7 @@ class KVStorage:
         """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
         copy = self.read_block(block)
         if num_rows < self.layout.block_size:
-            for offset, heads, size in self._parts:
+            for offset, heads, size in self.layout.parts:
                 part = copy[offset : offset + heads * self.layout.block_size * size]
                 part.view(heads, self.layout.block_size, size)[:, num_rows:] = 0
         return memoryview(copy.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels import library
-from penstock.engine.kernels.library import AttentionArgs, Library, Segment, WriteArgs
+from penstock.engine.kernels.backend import describe_attention
+from penstock.engine.kernels.library import Library, Segment, WriteArgs
+from penstock.engine.storage import KVLayout, KVStorage, LayerShape
 from penstock.errors import SettingsError
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the native kernels are not built")
@@ -64,18 +66,39 @@ def native(request: pytest.FixtureRequest) -> Iterator[Library]:
     lib.set_threads(torch.get_num_threads())
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    value: torch.dtype = request.param
+@dataclass(frozen=True)
+class Numbers:
+    """The dtype of queries and results, and whether K and V are int8."""
+
+    dtype: torch.dtype
+    is_int8: bool = False
+
+
+@pytest.fixture(
+    params=[
+        Numbers(torch.float32), Numbers(torch.bfloat16), Numbers(torch.float32, is_int8=True),
+        Numbers(torch.bfloat16, is_int8=True),
+    ],
+    ids=["float32", "bfloat16", "float32 and int8", "bfloat16 and int8"],
+)  # fmt: skip
+def numbers(request: pytest.FixtureRequest) -> Numbers:
+    value: Numbers = request.param
     return value
+
+
+def round_to_int8(x: Tensor) -> Tensor:
+    """What is kept of K or V: each vector as integers up to 127, times a scale."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round() * scale
 
 
 class Layer:
     """Random sequences of LENGTHS, and a pool whose unwritten rows are not numbers."""
 
-    def __init__(self, native: Library, case: Case, dtype: torch.dtype) -> None:
+    def __init__(self, native: Library, case: Case, numbers: Numbers) -> None:
         torch.manual_seed(1)
-        self.native, self.case, self.dtype = native, case, dtype
+        self.native, self.case, self.dtype, self.is_int8 = native, case, numbers.dtype, numbers.is_int8
+        dtype = self.dtype
         self.heads = case.kv_heads * case.group
         self.scale = 2 * case.k_size**-0.5
         self.q = [torch.randn(n, self.heads, case.k_size).to(dtype) for n in LENGTHS]
@@ -85,10 +108,11 @@ class Layer:
         nums = [math.ceil(n / case.block_size) for n in LENGTHS]
         self.table = torch.randperm(sum(nums) + 2)[: sum(nums)].int()
         self.table_at = [sum(nums[:i]) for i in range(len(nums))]
-        k_part = case.kv_heads * case.block_size * case.k_size
-        v_part = case.kv_heads * case.block_size * case.v_size
-        self.pool = torch.full((sum(nums) + 2, k_part + v_part), math.nan, dtype=dtype)
-        self.k_pool, self.v_pool = self.pool[:, :k_part], self.pool[:, k_part:]
+        shapes = tuple((case.kv_heads, size) for size in (case.k_size, case.v_size))
+        self.layout = KVLayout((LayerShape(0, *shapes),), case.block_size, dtype, self.is_int8)
+        self.storage = KVStorage(self.layout, sum(nums) + 2, torch.device("cpu"))
+        # Of int8 these bytes are the code -1, and a scale that is not a number.
+        self.storage.data.fill_(-1 if self.is_int8 else math.nan)
 
     def first_seen(self, start: int, num: int) -> Tensor:
         window = self.case.window or 10**6
@@ -100,8 +124,8 @@ class Layer:
         for i, start, num in parts:
             segments.append(Segment(row, num, start, self.table_at[i]))
             first_seen.append(self.first_seen(start, num))
-            self._write(i, start, num, self.k[i], self.k_pool)
-            self._write(i, start, num, self.v[i], self.v_pool)
+            self._write(i, start, num, self.k[i], 0)
+            self._write(i, start, num, self.v[i], 1)
             row += num
         # Queries are a strided view, as those of a fused projection are.
         fused = torch.full((row, self.heads + 3, self.case.k_size), math.nan, dtype=self.dtype)
@@ -110,13 +134,14 @@ class Layer:
         out = self._attend(q, segments, torch.cat(first_seen))
         return list(torch.split(out, [num for _, _, num in parts]))
 
-    def _write(self, i: int, start: int, num: int, x: Tensor, pool: Tensor) -> None:
+    def _write(self, i: int, start: int, num: int, x: Tensor, kind: int) -> None:
         positions = torch.arange(start, start + num)
         blocks = self.table[self.table_at[i] + positions // self.case.block_size].long()
         offsets = positions % self.case.block_size
         x = x[start : start + num]
         args = WriteArgs(
-            x.data_ptr(), x.stride(0), x.stride(1), pool.data_ptr(), pool.stride(0), blocks.data_ptr(),
+            x.data_ptr(), x.stride(0), x.stride(1), self.storage.addresses[0][kind],
+            self.storage.scale_addresses[0][kind], self.layout.block_elements, blocks.data_ptr(),
             offsets.data_ptr(), num, x.shape[1], x.shape[2], self.case.block_size, x.element_size(),
         )  # fmt: skip
         self.native.write(ctypes.addressof(args))
@@ -125,13 +150,12 @@ class Layer:
         case = self.case
         array = (Segment * len(segments))(*segments)
         out = torch.full((len(q), self.heads, case.v_size), math.nan, dtype=self.dtype)
-        args = AttentionArgs(
-            q.data_ptr(), q.stride(0), q.stride(1), self.k_pool.data_ptr(), self.v_pool.data_ptr(),
-            self.pool.stride(0), self.table.data_ptr(), ctypes.addressof(array),
-            None if case.window is None else first_seen.data_ptr(),
-            None if self.sinks is None else self.sinks.data_ptr(), out.data_ptr(), len(segments), self.heads,
-            case.kv_heads, case.k_size, case.v_size, case.block_size, self.scale, case.softcap, q.element_size(),
-        )  # fmt: skip
+        args = describe_attention(self.storage, 0, self.heads, self.scale)
+        args.q, args.q_row_stride, args.q_head_stride, args.out = q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr()
+        args.tables, args.segments, args.num_segments = self.table.data_ptr(), ctypes.addressof(array), len(segments)
+        args.first_key = None if case.window is None else first_seen.data_ptr()
+        args.sinks = None if self.sinks is None else self.sinks.data_ptr()
+        args.softcap = case.softcap
         self.native.attention(ctypes.addressof(args))
         return out
 
@@ -147,7 +171,8 @@ class Layer:
 
     def reference(self, i: int) -> Tensor:
         group = self.case.group
-        q, k, v = self.q[i].double(), self.k[i].double(), self.v[i].double()
+        q, k, v = self.q[i].double(), self.k[i], self.v[i]
+        k, v = (round_to_int8(x).double() if self.is_int8 else x.double() for x in (k, v))
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1)) * self.scale
         if self.case.softcap:
             scores = self.case.softcap * torch.tanh(scores / self.case.softcap)
@@ -180,20 +205,20 @@ def random_chunks(done: list[int]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_attention(native: Library, dtype: torch.dtype, case: Case) -> None:
-    layer = Layer(native, case, dtype)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+def test_it_is_attention(native: Library, numbers: Numbers, case: Case) -> None:
+    layer = Layer(native, case, numbers)
+    tolerance = 2e-5 if numbers.dtype == torch.float32 else 2e-2
     for i, out in enumerate(layer.run(whole)):
         torch.testing.assert_close(out.double(), layer.reference(i), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_bits_do_not_depend_on_batch_chunks_or_threads(native: Library, dtype: torch.dtype, case: Case) -> None:
+def test_bits_do_not_depend_on_batch_chunks_or_threads(native: Library, numbers: Numbers, case: Case) -> None:
     native.set_threads(1)
-    expected = Layer(native, case, dtype).run(whole)
+    expected = Layer(native, case, numbers).run(whole)
     for threads, plan in ((2, whole), (1, token_by_token), (3, random_chunks), (2, one_sequence_at_a_time)):
         native.set_threads(threads)
-        for out, want in zip(Layer(native, case, dtype).run(plan), expected, strict=True):
+        for out, want in zip(Layer(native, case, numbers).run(plan), expected, strict=True):
             assert torch.equal(_bits(out), _bits(want)), (threads, plan.__name__)
 
 
@@ -201,8 +226,8 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def test_a_row_of_another_sequence_that_is_not_a_number_harms_nobody(native: Library, dtype: torch.dtype) -> None:
-    good, bad = Layer(native, Case(), dtype), Layer(native, Case(), dtype)
+def test_a_row_of_another_sequence_that_is_not_a_number_harms_nobody(native: Library, numbers: Numbers) -> None:
+    good, bad = Layer(native, Case(), numbers), Layer(native, Case(), numbers)
     bad.k[1].fill_(math.nan)
     bad.v[1].fill_(math.inf)
     expected, got = good.run(whole), bad.run(whole)

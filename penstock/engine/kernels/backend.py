@@ -55,10 +55,11 @@ class NativeStep(Step):
         if layer not in self._layers:
             return super().write_kv(layer, key, value)
         layout = self.storage.layout
-        for x, address in zip((key, value), self.storage.addresses[layer], strict=True):
+        places = zip(self.storage.addresses[layer], self.storage.scale_addresses[layer], strict=True)
+        for x, (address, scales) in zip((key, value), places, strict=True):
             x = x if x.stride(3) == 1 else x.contiguous()  # noqa: PLW2901
             args = library.WriteArgs(
-                x.data_ptr(), x.stride(2), x.stride(1), address, layout.block_elements, self._blocks.data_ptr(),
+                x.data_ptr(), x.stride(2), x.stride(1), address, scales, layout.block_elements, self._blocks.data_ptr(),
                 self._offsets.data_ptr(), self.num_rows, x.shape[1], x.shape[3], layout.block_size,
                 layout.dtype.itemsize,
             )  # fmt: skip
@@ -89,10 +90,12 @@ def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float)
     """Return what is the same in every step of a layer's attention over a pool, without sinks and bound."""
     layout = storage.layout
     shape, (keys, values) = layout.by_layer[layer], storage.addresses[layer]
+    key_scales, value_scales = storage.scale_addresses[layer]
     (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
     return library.AttentionArgs(
-        keys=keys, values=values, block_stride=layout.block_elements, heads=heads, kv_heads=kv_heads, k_size=k_size,
-        v_size=v_size, block_size=layout.block_size, scale=scale, element_bytes=layout.dtype.itemsize,
+        keys=keys, values=values, key_scales=key_scales, value_scales=value_scales,
+        block_stride=layout.block_elements, heads=heads, kv_heads=kv_heads, k_size=k_size, v_size=v_size,
+        block_size=layout.block_size, scale=scale, element_bytes=layout.dtype.itemsize,
     )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ class AttentionArgs(Structure):
 
     _fields_: ClassVar = [
         ("q", c_void_p), ("q_row_stride", c_int64), ("q_head_stride", c_int64), ("keys", c_void_p),
-        ("values", c_void_p), ("block_stride", c_int64), ("tables", c_void_p), ("segments", c_void_p),
+        ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p), ("block_stride", c_int64),
+        ("tables", c_void_p), ("segments", c_void_p),
         ("first_key", c_void_p), ("sinks", c_void_p), ("out", c_void_p), ("num_segments", c_int32),
         ("heads", c_int32), ("kv_heads", c_int32), ("k_size", c_int32), ("v_size", c_int32), ("block_size", c_int32),
         ("scale", c_float), ("softcap", c_float), ("element_bytes", c_int32),
@@ -70,7 +71,7 @@ class WriteArgs(Structure):
     """New K or V rows into the pool."""
 
     _fields_: ClassVar = [
-        ("x", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64), ("pool", c_void_p),
+        ("x", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64), ("pool", c_void_p), ("scales", c_void_p),
         ("block_stride", c_int64), ("blocks", c_void_p), ("offsets", c_void_p), ("rows", c_int64), ("heads", c_int32),
         ("size", c_int32), ("block_size", c_int32), ("element_bytes", c_int32),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ has the number of its codec.
 """
 
 from penstock.config.settings import CodecChoice
+from penstock.errors import KVStoreError
 from penstock.kvstore.block import RAW
 from penstock.kvstore.codec.choice import AdaptiveCodec
 from penstock.kvstore.codec.contract import INT8, LOSSLESS, Codec, Element, PayloadShape
@@ -42,9 +43,12 @@ class TierCodecs:
 def make_codecs(choice: CodecChoice, shape: PayloadShape) -> TierCodecs:
     """Return the codecs of a tier for payloads of that shape.
 
-    8-bit blocks are read only with the setting that writes them: without it a model's blocks are exact.
+    8-bit blocks are read only with the setting that writes them: without it a model's blocks are exact. Raises
+    `KVStoreError` where they have 8 bits already.
     """
     lossless = LosslessCodec(shape.element)
+    if choice == "int8" and shape.element == "int8":
+        raise KVStoreError("blocks are int8 already (PENSTOCK_ENGINE_KV_DTYPE): set PENSTOCK_KV_REDIS_CODEC=auto")
     if choice == "int8":
         int8 = Int8Codec(shape)
         return TierCodecs({LOSSLESS: lossless, INT8: int8}, int8)

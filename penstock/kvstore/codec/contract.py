@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Element = Literal["float32", "bfloat16", "float16"]
-ELEMENT_BYTES: dict[Element, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+Element = Literal["float32", "bfloat16", "float16", "int8"]
+ELEMENT_BYTES: dict[Element, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 LOSSLESS, INT8 = 1, 2
 """Codec numbers in headers, beside `RAW`."""

@@ -6,11 +6,15 @@
 // order. Which rows are computed together changes only what is skipped: tiles and tokens that a row does not see count
 // exactly nothing in it (probability 0, factor 1), up to the sign of a zero, which the last addition of +0 removes.
 // Rows of the pool outside the sequence are never read.
+//
+// K and V may be int8 with a scale for each token and head. Codes are exact in bf16 and float: a score is the product of
+// the query and the codes, times K's scale, and V's scale is a factor of the probability.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <vector>
 
+#include "integers.h"
 #include "kernels.h"
 #include "pool.h"
 #include "product.h"
@@ -62,43 +66,67 @@ Span span_of(const AttentionArgs& args, const Task& task) {
   return {args.tables + segment.table, task.kv_head, std::max(begin, 0), segment.start + last + 1};
 }
 
-// Where each token of a tile lies in the pool; tokens outside the span are rows of zeros.
-template <class T> struct Tile {
-  const T* keys[kTile];
-  const T* values[kTile];
+// Where each token of a tile lies in the pool, whose elements are S; tokens outside the span are rows of zeros.
+template <class S> struct Tile {
+  const S* keys[kTile];
+  const S* values[kTile];
+  const float* key_scales[kTile];  // of int8
+  const float* value_scales[kTile];
 
-  void find(const AttentionArgs& args, const Span& span, int at, const T* zeros) {
+  void set_zeros(int i, const S* zeros) {
+    keys[i] = values[i] = zeros;
+    key_scales[i] = value_scales[i] = (const float*)zeros;
+  }
+
+  void find(const AttentionArgs& args, const Span& span, int at, const S* zeros) {
     const int from = std::clamp(span.begin - at, 0, kTile), to = std::clamp(span.end - at, 0, kTile);
-    for (int i = 0; i < from; i++) keys[i] = values[i] = zeros;
-    for (int i = to; i < kTile; i++) keys[i] = values[i] = zeros;
+    for (int i = 0; i < from; i++) set_zeros(i, zeros);
+    for (int i = to; i < kTile; i++) set_zeros(i, zeros);
     int block = (at + from) / args.block_size, offset = (at + from) % args.block_size;
     for (int i = from; i < to; block++, offset = 0) {
       const int64_t base = span.table[block] * args.block_stride;
       const int64_t row = int64_t(span.kv_head) * args.block_size + offset;
-      const T* key = (const T*)args.keys + base + row * args.k_size;
-      const T* value = (const T*)args.values + base + row * args.v_size;
+      const S* key = (const S*)args.keys + base + row * args.k_size;
+      const S* value = (const S*)args.values + base + row * args.v_size;
       const int end = std::min(to, i + args.block_size - offset);
+      if constexpr (sizeof(S) == 1) {
+        const float* key_scale = (const float*)((const char*)args.key_scales + base) + row;
+        const float* value_scale = (const float*)((const char*)args.value_scales + base) + row;
+        for (int j = i; j < end; j++) key_scales[j] = key_scale++, value_scales[j] = value_scale++;
+      }
       for (; i < end; i++, key += args.k_size, value += args.v_size) keys[i] = key, values[i] = value;
     }
   }
 };
 
+// Sixteen scales.
+INLINE f32x16 gather(const float* const* scales) {
+  alignas(64) float found[16];
+  for (int i = 0; i < 16; i++) found[i] = *scales[i];
+  return load(found);
+}
+
 // Brings a tile's rows nearer, some at a time.
-template <class T> struct Ahead {
-  const Tile<T>& tile;
+template <class S> struct Ahead {
+  const Tile<S>& tile;
   int k_size, v_size;
   int next = 0;
 
   INLINE void fetch(int count) {
-    constexpr int line = 64 / sizeof(T);
+    constexpr int line = 64 / sizeof(S);
     for (const int end = std::min(next + count, kTile); next < end; next++) {
+      if constexpr (sizeof(S) == 1) {
+        prefetch_far(tile.key_scales[next]);
+        prefetch_far(tile.value_scales[next]);
+      }
       for (int k = 0; k < k_size; k += line) prefetch_far(tile.keys[next] + k);
       for (int v = 0; v < v_size; v += line) prefetch_far(tile.values[next] + v);
     }
   }
 };
 
-template <class T> class RowBlock {
+// Attention of a task in elements of T, over a pool of elements of S: T, or int8.
+template <class T, class S> class RowBlock {
  public:
   // `next` is a task that this thread is likely to take after this one.
   RowBlock(const AttentionArgs& args, const Task& task, const Task& next)
@@ -111,7 +139,7 @@ template <class T> class RowBlock {
   }
 
   void run() {
-    Tile<T> tiles[2];
+    Tile<S> tiles[2];
     int at = first_tile(span_);
     tiles[0].find(args_, span_, at, zeros_);
     for (int i = 0; at < span_.end; at += kTile, i ^= 1) {
@@ -119,12 +147,12 @@ template <class T> class RowBlock {
         tiles[i ^ 1].find(args_, span_, at + kTile, zeros_);
       else
         tiles[i ^ 1].find(args_, next_span_, first_tile(next_span_), zeros_);
-      Ahead<T> ahead{tiles[i ^ 1], args_.k_size, args_.v_size};
+      Ahead<S> ahead{tiles[i ^ 1], args_.k_size, args_.v_size};
       pack_keys(at, tiles[i], ahead);
-      for (int r = 0; r < task_.count; r += kRows) score(at, r);
+      for (int r = 0; r < task_.count; r += kRows) score(at, r, tiles[i]);
       if constexpr (kLanes == 16) {
         if (task_.count <= kRows) {  // the values are used once: not worth a copy
-          add_values(at, 0, ValueLines<T>{tiles[i].values, args_.v_size});
+          add_values(at, 0, ValueLines<T, S>{tiles[i].values, args_.v_size});
           continue;
         }
       }
@@ -136,6 +164,7 @@ template <class T> class RowBlock {
 
  private:
   static constexpr int width = Unit<T>::width;
+  static constexpr bool kIsInt8 = sizeof(S) == 1;
   static constexpr int kTileUnits = kTile / width;
 
   const AttentionArgs& args_;
@@ -156,7 +185,7 @@ template <class T> class RowBlock {
   float* scores_;  // [kRows, kTile]
   float* totals_;  // [rows, 16] sums of the probabilities in each lane
   float* sums_;    // [rows, columns, 16]
-  T* zeros_;       // a row of K or V
+  S* zeros_;       // a row of K or V, and a scale
 
   static int first_tile(const Span& span) { return span.begin / kTile * kTile; }
   int token(int r) const { return (task_.first + r) / group_; }
@@ -184,7 +213,7 @@ template <class T> class RowBlock {
     scores_ = (float*)take();
     totals_ = (float*)take();
     sums_ = (float*)take();
-    zeros_ = (T*)memset(take(), 0, row * 4);
+    zeros_ = (S*)memset(take(), 0, row * 4);
   }
 
   void load_rows() {
@@ -203,21 +232,22 @@ template <class T> class RowBlock {
   }
 
   // Keys become lanes: a line of the tile's keys for each unit.
-  void pack_keys(int at, const Tile<T>& tile, Ahead<T>& ahead) {
+  void pack_keys(int at, const Tile<S>& tile, Ahead<S>& ahead) {
     const int num_groups = groups(at, task_.count), steps = num_groups * ((units_ + 15) / 16);
     for (int g = 0; g < num_groups; g++)
       for (int u = 0; u < units_; u += 16) {
         u32x16 rows[16];
-        for (int i = 0; i < 16; i++) rows[i] = load_units(tile.keys[g * 16 + i] + u * width, args_.k_size - u * width);
+        for (int i = 0; i < 16; i++)
+          rows[i] = load_units_as<T>(tile.keys[g * 16 + i] + u * width, args_.k_size - u * width);
         ahead.fetch((kTile + steps - 1) / steps);
         transpose(rows);
         for (int i = 0; i < 16; i++) store(keys_ + (u + i) * kTile + g * 16, rows[i]);
       }
   }
 
-  void pack_values(int at, const Tile<T>& tile) {
+  void pack_values(int at, const Tile<S>& tile) {
     const int num_units = groups(at, task_.count) * 16 / width;
-    const ValueLines<T> lines{tile.values, args_.v_size};
+    const ValueLines<T, S> lines{tile.values, args_.v_size};
     for (int u = 0; u < num_units; u++) {
       uint32_t* out = values_ + u * columns_ * 16;
       int c = 0;
@@ -236,7 +266,7 @@ template <class T> class RowBlock {
   }
 
   // Scores of up to kRows rows, and what they change in the softmax.
-  void score(int at, int r) {
+  void score(int at, int r, const Tile<S>& tile) {
     const int rows = rows_from(r), num_groups = groups(at, r + rows);
     if (num_groups == 0) return;
     multiply_rows<T>({queries_ + r * units_, units_, units_, scores_, kTile, nullptr}, Lines{keys_, kTile}, rows,
@@ -244,6 +274,10 @@ template <class T> class RowBlock {
     float raised[16] = {};
     for (int i = 0; i < rows; i++) {
       float* scores = scores_ + i * kTile;
+      if constexpr (kIsInt8) {
+        for (int g = 0; g < num_groups; g++)
+          store(scores + g * 16, load(scores + g * 16) * gather(tile.key_scales + g * 16));
+      }
       if (args_.softcap != 0.0f) cap(scores, num_groups);
       if (first_seen_[r + i] > at || seen_end_[r + i] < at + num_groups * 16) mask(at, r + i, scores, num_groups);
       f32x16 top = load(scores);
@@ -253,7 +287,7 @@ template <class T> class RowBlock {
     store(factor_ + r, exp2(load(high_ + r) - load(raised)));
     for (int i = 0; i < rows; i++) {
       high_[r + i] = raised[i];
-      weigh(r + i, scores_ + i * kTile, num_groups);
+      weigh(r + i, scores_ + i * kTile, num_groups, tile);
     }
   }
 
@@ -272,13 +306,14 @@ template <class T> class RowBlock {
   }
 
   // Scores become probabilities, relative to the highest score.
-  void weigh(int r, const float* scores, int num_groups) {
+  void weigh(int r, const float* scores, int num_groups, const Tile<S>& tile) {
     f32x16 total = load(totals_ + r * 16) * factor_[r];
     T* out = (T*)(probabilities_ + r * kTileUnits);
     for (int g = 0; g < num_groups; g++) {
       const f32x16 p = exp2(fma(load(scores + g * 16), all(slope_), all(-high_[r])));
       total += p;
-      store(out + g * 16, p);
+      if constexpr (kIsInt8) store(out + g * 16, p * gather(tile.value_scales + g * 16));
+      else store(out + g * 16, p);
     }
     store(totals_ + r * 16, total);
   }
@@ -320,20 +355,31 @@ std::vector<Task> make_tasks(const AttentionArgs& args, int block_rows) {
   return tasks;
 }
 
-template <class T> void attend(const AttentionArgs& args) {
+template <class T, class S> void attend(const AttentionArgs& args) {
   std::vector<Task> tasks;
   for (int rows = kBlockRows;; rows /= 2) {
     tasks = make_tasks(args, rows);
     if (int(tasks.size()) >= 2 * pool::threads() || rows <= kRows) break;
   }
   const int last = int(tasks.size()) - 1;
-  pool::run(last + 1, [&](int i) { RowBlock<T>(args, tasks[i], tasks[std::min(i + 1, last)]).run(); });
+  pool::run(last + 1, [&](int i) { RowBlock<T, S>(args, tasks[i], tasks[std::min(i + 1, last)]).run(); });
 }
 
 }  // namespace
 
 void attention(const AttentionArgs* args) {
-  args->element_bytes == 2 ? attend<bf16>(*args) : attend<float>(*args);
+  if (args->key_scales) args->element_bytes == 2 ? attend<bf16, int8_t>(*args) : attend<float, int8_t>(*args);
+  else args->element_bytes == 2 ? attend<bf16, bf16>(*args) : attend<float, float>(*args);
+}
+
+template <class T> void write_int8(const WriteArgs& args, int64_t row) {
+  const int64_t base = args.blocks[row] * args.block_stride;
+  for (int h = 0; h < args.heads; h++) {
+    const int64_t at = int64_t(h) * args.block_size + args.offsets[row];
+    int32_t sum;
+    quantize_group((const T*)args.x + row * args.row_stride + h * args.head_stride, args.size, args.size,
+                   (int8_t*)args.pool + base + at * args.size, (float*)((char*)args.scales + base) + at, &sum);
+  }
 }
 
 void write(const WriteArgs* args) {
@@ -348,7 +394,10 @@ void write(const WriteArgs* args) {
   };
   pool::run(int((args->rows + kRowsOfTask - 1) / kRowsOfTask), [&](int task) {
     const int64_t end = std::min(args->rows, (task + 1) * kRowsOfTask);
-    for (int64_t row = task * kRowsOfTask; row < end; row++) copy(row);
+    for (int64_t row = task * kRowsOfTask; row < end; row++) {
+      if (!args->scales) copy(row);
+      else bytes == 2 ? write_int8<bf16>(*args, row) : write_int8<float>(*args, row);
+    }
   });
 }
 

@@ -60,6 +60,8 @@ struct AttentionArgs {
   int64_t q_head_stride;
   const void* keys;         // this layer's K in block 0: [kv_heads, block_size, k_size]
   const void* values;       // this layer's V in block 0: [kv_heads, block_size, v_size]
+  const float* key_scales;  // of K in block 0: [kv_heads, block_size], if K and V are int8; else null
+  const float* value_scales;
   int64_t block_stride;     // from a block to the next
   const int32_t* tables;
   const Segment* segments;
@@ -82,6 +84,7 @@ struct WriteArgs {
   int64_t row_stride;
   int64_t head_stride;
   void* pool;           // this layer's K or V in block 0: [heads, block_size, size]
+  float* scales;        // of int8: [heads, block_size] in block 0; else null, and K or V are stored as they are
   int64_t block_stride;
   const int64_t* blocks;   // of each row
   const int64_t* offsets;  // of each row in its block

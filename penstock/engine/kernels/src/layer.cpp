@@ -40,8 +40,8 @@ struct Layer {
     rope(&a);
   }
 
-  void keep(const Heads& part, const void* pool) const {
-    WriteArgs a{part.data, qkv_width, part.size, (void*)pool, attend.block_stride, step.blocks, step.offsets,
+  void keep(const Heads& part, const void* pool, const float* scales) const {
+    WriteArgs a{part.data, qkv_width, part.size, (void*)pool, (float*)scales, attend.block_stride, step.blocks, step.offsets,
                 step.rows, part.heads, part.size, attend.block_size, bytes};
     write(&a);
   }
@@ -74,8 +74,8 @@ struct Layer {
     head_norm(k, w.k_norm);
     rotate(q);
     rotate(k);
-    keep(k, attend.keys);
-    keep(v, attend.values);
+    keep(k, attend.keys, attend.key_scales);
+    keep(v, attend.values, attend.value_scales);
     attend.q = q.data;
     attend.q_row_stride = qkv_width;
     attend.q_head_stride = size;

@@ -5,6 +5,7 @@
 // that the accumulators of a block fill the registers.
 #include <utility>
 
+#include "integers.h"
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"

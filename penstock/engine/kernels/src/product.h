@@ -65,9 +65,9 @@ struct Lines {
   }
 };
 
-// The same, made of the rows of V: an element of each token of the unit.
-template <class T> struct ValueLines;
-template <> struct ValueLines<float> {
+// The same, made of the rows of V, whose elements are S: an element of each token of the unit.
+template <class T, class S> struct ValueLines;
+template <> struct ValueLines<float, float> {
   const float* const* rows;
   int size;
   template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
@@ -75,7 +75,7 @@ template <> struct ValueLines<float> {
       line[c] = (u32x16)load_first(rows[u] + column, C == 1 ? size - column : 16);
   }
 };
-template <> struct ValueLines<bf16> {
+template <> struct ValueLines<bf16, bf16> {
   const bf16* const* rows;
   int size;
   template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
@@ -93,6 +93,22 @@ template <> struct ValueLines<bf16> {
     for (int c = 0; c < C; c++) {
       const int count = C == 1 ? size - column : 16;
       line[c] = (u32x16)load_first(even + c * 16, count) >> 16 | (u32x16)load_first(odd + c * 16, count);
+    }
+  }
+};
+
+template <class T> struct ValueLines<T, int8_t> {
+  const int8_t* const* rows;
+  int size;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    for (int c = 0; c < C; c++, column += 16) {
+      const int count = C == 1 ? size - column : 16;
+      if constexpr (Unit<T>::width == 1) {
+        line[c] = (u32x16)load_first(rows[u] + column, count);
+      } else {
+        line[c] = (u32x16)load_first(rows[2 * u] + column, count) >> 16 |
+                  (u32x16)load_first(rows[2 * u + 1] + column, count);
+      }
     }
   }
 };

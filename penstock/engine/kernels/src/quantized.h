@@ -44,11 +44,6 @@ INLINE i32x16 dot(i32x16 c, u32x16 codes, uint32_t inputs) {
 #endif
 }
 
-INLINE f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
-
-// To the nearest integer, ties to even, of values below 2^22: the sum's low bits are the integer.
-INLINE i32x16 nearest(f32x16 v) { return (i32x16)(v + 12582912.0f) - 0x4b400000; }
-
 // ---- the inputs as int8
 
 struct QuantizedRows {
@@ -57,35 +52,6 @@ struct QuantizedRows {
   int32_t* sums;   // [rows, groups], of the codes
   int units, groups;
 };
-
-// A group whose values are not all finite has a scale that is not a number, and with it the row's results.
-template <class T> void quantize_group(const T* x, int count, int8_t* codes, float* scale, int32_t* sum) {
-  f32x16 most = {}, broken = {};
-  for (int i = 0; i < count; i += 16) {
-    const f32x16 v = load_first(x + i, count - i);
-    most = max(most, max(v, -v));
-    broken = v - v != 0.0f ? all(1.0f) : broken;
-  }
-  const float top = max(most), inverse = top > 0 ? 127.0f / top : 0.0f;
-  if (max(broken) > 0 || !(inverse <= 3e38f)) {
-    *scale = max(broken) > 0 ? __builtin_nanf("") : 0.0f;  // else it is too small to be told from zero
-    *sum = 0;
-    memset(codes, 0, (count + 3) / 4 * 4);
-    return;
-  }
-  *scale = top / 127.0f;
-  i32x16 total = {};
-  for (int i = 0; i < count; i += 16) {
-    const i32x16 code = nearest(load_first(x + i, count - i) * inverse);
-    total += code;
-    const int left = (count + 3) / 4 * 4 - i;
-    int8_t bytes[16];
-    for (int j = 0; j < 16; j++) bytes[j] = int8_t(code[j]);
-    memcpy(codes + i, bytes, left < 16 ? left : 16);
-  }
-  *sum = 0;
-  for (int j = 0; j < 16; j++) *sum += total[j];
-}
 
 template <class T> QuantizedRows quantize_rows(const LinearArgs& a, int64_t first_row, int rows) {
   const int64_t inputs = a.weight->inputs;
@@ -97,7 +63,8 @@ template <class T> QuantizedRows quantize_rows(const LinearArgs& a, int64_t firs
     const T* x = (const T*)a.x + (first_row + r) * a.x_stride;
     for (int g = 0; g < groups; g++) {
       const int left = int(inputs - int64_t(g) * kGroup);
-      quantize_group(x + g * kGroup, left < kGroup ? left : kGroup, q.codes + int64_t(r) * units * 4 + g * kGroup,
+      const int count = left < kGroup ? left : kGroup;
+      quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, q.codes + int64_t(r) * units * 4 + g * kGroup,
                      q.scales + r * groups + g, q.sums + r * groups + g);
     }
   };

@@ -39,6 +39,17 @@ INLINE f32x16 load(const bf16* p) {
 #endif
 }
 
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef i8x16 i8x16_any __attribute__((aligned(1), may_alias));
+
+INLINE f32x16 load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(*(const i8x16_any*)p, i32x16), f32x16);
+#endif
+}
+
 // To the nearest bf16, ties to even; what is not a number stays one.
 INLINE u32x16 bits_of_bf16(f32x16 v) {
   u32x16 bits = (u32x16)v;
@@ -131,6 +142,28 @@ template <class T> INLINE u32x16 load_units(const T* row, int64_t left) {
   T copy[16 * Unit<T>::width] = {};
   if (left > 0) memcpy(copy, row, left * sizeof(T));
   return load_units(copy);
+}
+
+// Sixteen units of T of a row that has `left` elements more. Elements are T, or int8, which T has exactly.
+template <class T> INLINE u32x16 load_units_as(const T* row, int64_t left) { return load_units(row, left); }
+template <class T> INLINE u32x16 load_units_as(const int8_t* row, int64_t left) {
+  constexpr int count = 16 * Unit<T>::width;
+  int8_t copy[count] = {};
+  if (left < count) {
+    if (left > 0) memcpy(copy, row, left);
+    row = copy;
+  }
+  if constexpr (Unit<T>::width == 1) return (u32x16)load(row);
+#if defined(__AVX512BF16__)
+  return (u32x16)_mm512_cvtne2ps_pbh((__m512)load(row + 16), (__m512)load(row));
+#else
+  u16x16 pairs;
+  memcpy(&pairs, row, sizeof pairs);
+  const i32x16 both = __builtin_convertvector(pairs, i32x16);
+  const f32x16 even = __builtin_convertvector(both << 24 >> 24, f32x16);
+  const f32x16 odd = __builtin_convertvector(both << 16 >> 24, f32x16);
+  return (u32x16)even >> 16 | (u32x16)odd;
+#endif
 }
 
 INLINE float sum(f32x16 v) {

@@ -1,0 +1,98 @@
+"""K and V in 8 bits in a whole engine: tokens, memory, fingerprints, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.engine import Engine
+from penstock.engine.kernels.library import load_library
+from penstock.engine.loading import load_model
+from penstock.engine.model import LoadedModel
+from penstock.engine.proof import prove_model
+from penstock.engine.sequence import Sequence
+from penstock.engine.storage import KVLayout, LayerShape
+from penstock.errors import KVStoreError, ModelLoadError
+from penstock.kvstore.store import KVLayout as StoreLayout
+from penstock.kvstore.store import KVStore
+from penstock.messages import Sampling
+from tests.engine.helpers import hand_over, run_sequences, sequence
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
+
+SETTINGS = EngineSettings(kv_dtype="int8", dtype="bfloat16", device="cpu", pool_mb=2)
+PROMPTS = [[5 + (17 * place + number) % 900 for place in range(7 + 41 * number)] for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return prove_model(load_model(SETTINGS), SETTINGS)
+
+
+def make_sequences(*numbers: int) -> list[Sequence]:
+    """The prompts of these numbers, greedy and sampled in turn."""
+    return [
+        sequence(PROMPTS[number], 20, name=str(number), sampling=Sampling(temperature=number % 2, ignore_eos=True))
+        for number in numbers
+    ]
+
+
+def answer(model: LoadedModel, *numbers: int, **given: int) -> list[list[int]]:
+    return run_sequences(Engine(model, SETTINGS.model_copy(update=given)), make_sequences(*numbers or range(5)))
+
+
+def test_tokens_depend_neither_on_batch_nor_chunks_nor_threads(model: LoadedModel) -> None:
+    together = answer(model)
+    assert [answer(model, number)[0] for number in range(5)] == together
+    assert answer(model, max_step_tokens=32) == together
+    assert answer(model, threads=2) == together
+
+
+def test_tokens_after_a_prefix_hit_and_a_hand_over_are_the_same(model: LoadedModel) -> None:
+    expected = answer(model)
+    engine, again = (Engine(model, SETTINGS.model_copy(update={"pool_mb": 1})) for _ in range(2))
+    assert run_sequences(engine, make_sequences(*range(5))) == expected
+    assert run_sequences(engine, make_sequences(*range(5))) == expected
+    assert engine.pool.num_hits > 0
+    (prefilled,) = make_sequences(3)
+    run_sequences(engine, [prefilled], remove=False)
+    assert len(PROMPTS[3]) % SETTINGS.block_size  # its last block is partial
+    copy = hand_over(engine, again, prefilled)
+    assert run_sequences(again, [copy]) == [expected[3]]
+    assert copy.num_cached_tokens == len(PROMPTS[3])
+
+
+def test_they_stay_close_to_those_of_the_model_itself(model: LoadedModel) -> None:
+    settings = SETTINGS.model_copy(update={"kv_dtype": "auto"})
+    stored = prove_model(load_model(settings), settings)
+    pairs = zip(answer(stored), answer(model), strict=True)
+    assert sum(one[0] == other[0] for one, other in pairs) >= 4
+    assert stored.fingerprint != model.fingerprint
+
+
+def test_a_block_has_room_for_twice_the_tokens() -> None:
+    layout = KVLayout(tuple(LayerShape(number, (8, 128), (8, 128)) for number in range(28)), 16, torch.bfloat16)
+    assert layout.block_bytes / replace(layout, is_int8=True).block_bytes == 256 / 132
+    odd = KVLayout((LayerShape(0, (3, 5), (3, 5)),), 1, torch.bfloat16, is_int8=True)
+    assert all(offset % 4 == 0 for offset, _, width in odd.parts if width == 4)
+    assert odd.block_bytes == 2 * (16 + 12)
+
+
+def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.accelerate.load_library", lambda: None)
+    with pytest.raises(ModelLoadError, match=r"KV_DTYPE=int8 needs the native kernels.*set `auto`"):
+        prove_model(load_model(SETTINGS), SETTINGS)
+
+
+def test_layers_without_a_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.accelerate.sees_interval", lambda visible: False)
+    with pytest.raises(ModelLoadError, match=r"in all layers, and this is none: set `auto`"):
+        prove_model(load_model(SETTINGS), SETTINGS)
+
+
+def test_the_store_does_not_round_a_second_time(model: LoadedModel, tmp_path: Path) -> None:
+    settings = KVSettings(redis_codec="int8", redis_mb=1)
+    with pytest.raises(KVStoreError, match="blocks are int8 already"):
+        KVStore.open(StoreLayout.from_model(model), settings, "redis://127.0.0.1:1", "demo")
