@@ -10,6 +10,12 @@ First the linear layers of a few decoder layers, more bytes than the caches hold
 
     p12_memory_ratio           bytes of these layers' weights to those in bf16
 
+Then K and V in 8 bits (`PENSTOCK_ENGINE_KV_DTYPE`), in the shape of Qwen3-0.6B:
+
+    kv_int8_tokens_ratio       tokens that fit into a pool, to those in bf16
+    kv_int8_decode_b32_long    time of a decode step of 32 sequences with 2,048 tokens in bf16 to that in 8 bits
+    kv_int8_flips              of the demo model's greedy tokens up to an answer's first other one, how many are another
+
 Then whole engines. Random bf16 weights in the shape of Qwen3-0.6B, two threads for everybody. Each side has a process
 of its own, which is stopped while another is measured; they take turns, and ratios are formed within a round. Ours has
 the weights as they are stored, in 12, 8 and 4 bits (`PENSTOCK_ENGINE_WEIGHTS`); llama.cpp has Q8_0 and Q4_0, its
@@ -40,6 +46,7 @@ from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
 from benchmarks.peers.write import make_model_directory
+from benchmarks.weights_kv import measure_kv
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
@@ -202,6 +209,8 @@ def run(given: Arguments) -> dict[str, float]:
     """Measure, draw and return the figures."""
     Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
     figures = measure_linears(given.quick)
+    shape = SHAPES["small" if given.quick else "q06"]
+    figures |= measure_kv(make_model_directory(shape, DIRECTORY / "models"), given.quick)
     results = measure(given.quick)
     if not given.quick:
         draw_plot(results)

