@@ -60,10 +60,23 @@ QUICK_RESTART = {
     "broker.heartbeat.interval.ms": "500",
     "broker.session.timeout.ms": "3000",
 }
-"""A broker that was killed comes back after 5 seconds instead of 13: its controller waits for the session to end.
-
-Only for brokers that are never stopped with SIGSTOP: one that is fenced while a transaction ends may skip its markers.
+"""A broker of several that was killed comes back after 5 seconds instead of 13: the controllers wait for the session to
+end. Only for brokers that are never stopped with SIGSTOP: one that is fenced while a transaction ends may skip its
+markers.
 """
+
+LONE_BROKER_SETTINGS = {"broker.session.timeout.ms": "30000"}
+"""A broker without others is not fenced by its own controller if it stands still for less than this. Nobody could lead
+its partitions instead, and transactions that end in that moment may lose their markers.
+"""
+FENCING_TIMEOUT_S = 15.0
+"""How long the session of a broker's last life may take to end. After that the broker starts all the same."""
+_FENCING_SETTINGS = {
+    "process.roles": "controller",
+    "broker.heartbeat.interval.ms": "100",
+    "broker.session.timeout.ms": "500",
+}
+_FENCING_LOGGER = "org.apache.kafka.controller.ReplicationControlManager"
 
 BROKER_SETTINGS = {
     "message.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
@@ -177,8 +190,10 @@ class KafkaServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "server.properties"
         if not config.exists():
-            config.write_text("".join(f"{name}={value}\n" for name, value in self._build_settings().items()))
+            _write_settings(config, self._build_settings())
             self._format_storage(java, jars, config)
+        elif self._is_alone:
+            self._end_last_session(java, jars)
         log = self.directory / "kafka.log"
         command = [java, *_JVM_OPTIONS, *_java_logging_options("warn"), "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
         self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
@@ -200,16 +215,58 @@ class KafkaServer:
             self._child.kill()
             self._child = None
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._quorum.ports) == 1
+
+    def _end_last_session(self, java: str, jars: Path) -> None:
+        """Have a controller by itself end the session of this broker's last life, and with it the lead of partitions.
+
+        Otherwise the broker would take itself for the leader of everything from its last life until that session ends,
+        and go on with transactions that were being ended: before it serves anybody, so that their markers cannot be
+        written. When the session ends, Kafka 4.3 takes their partitions for deleted, and notes the transactions as
+        ended without markers. What readers of committed messages have not read then stays hidden from them.
+        """
+        config, log = self.directory / "fencing.properties", self.directory / "fencing.log"
+        settings = self._build_settings() | _FENCING_SETTINGS | {"listeners": self._controller_listener}
+        del settings["advertised.listeners"]
+        _write_settings(config, settings)
+        log.unlink(missing_ok=True)
+        logging = [*_java_logging_options("warn"), f"-Dorg.slf4j.simpleLogger.log.{_FENCING_LOGGER}=info"]
+        command = [java, *_JVM_OPTIONS, *logging, "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
+        controller = start_child(command, name="Kafka's controller", log=log, directory=self.directory)
+
+        def has_fenced() -> bool:
+            return "Fencing broker" in log.read_text(errors="replace") or not controller.is_alive()
+
+        try:
+            with contextlib.suppress(TimeoutError):  # where the session had ended before, it says nothing
+                wait_until(has_fenced, FENCING_TIMEOUT_S, "the session of the broker's last life ends", every_s=0.05)
+                # It says so before it writes it. It writes something twice a second, and all in order.
+                written = self._measure_metadata_log()
+                wait_until(lambda: self._measure_metadata_log() > written, 5.0, "that is written", every_s=0.02)
+        finally:
+            controller.kill()
+
+    def _measure_metadata_log(self) -> int:
+        """Return the bytes in the log of the cluster's metadata."""
+        return sum(part.stat().st_size for part in self.directory.glob("data/__cluster_metadata-0/*.log"))
+
+    @property
+    def _controller_listener(self) -> str:
+        return f"CONTROLLER://127.0.0.1:{self._quorum.ports[self.node]}"
+
     def _build_settings(self) -> dict[str, str]:
         return (
             BROKER_SETTINGS
             | self._quorum.broker_settings()
+            | (LONE_BROKER_SETTINGS if self._is_alone else {})
             | dict(self._timeouts)
             | {
                 "process.roles": "broker,controller",
                 "node.id": str(self.node),
                 "controller.listener.names": "CONTROLLER",
-                "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._quorum.ports[self.node]}",
+                "listeners": f"PLAINTEXT://127.0.0.1:{self.port},{self._controller_listener}",
                 "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
                 "log.dirs": str(self.directory / "data"),
             }
@@ -306,6 +363,10 @@ def find_jars() -> Path:
         with contextlib.suppress(OSError):
             out.rename(jars)
     return jars
+
+
+def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
+    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
 
 
 def _run_command(command: list[str], timeout_s: float = 120) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.dead_letters import build_dead_letter
@@ -19,7 +20,7 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.streams.bus import StreamsBus
 from penstock.bus.streams.member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
-from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaServer
+from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
@@ -403,7 +404,7 @@ def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None
 @pytest.mark.server
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
-    server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
+    server = start_or_skip(KafkaServer(tmp_path).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
     bus.create_topics()
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 3))
@@ -427,6 +428,30 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
 
         wait_until(settled, 60.0, "all is settled")
         assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
+
+
+@pytest.mark.server
+@pytest.mark.timeout(120)
+def test_a_killed_broker_ends_open_transactions_for_readers_too(pipeline: Pipeline, tmp_path: Path) -> None:
+    """The broker ends them at once when it is started again, in the time in which it cannot write their markers."""
+    often = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
+    server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | often).start)
+    with server:
+        bus = KafkaBus(pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
+        bus.create_topics()
+        short = {"transaction.timeout.ms": 1000, "socket.timeout.ms": 1000}
+        producers = [Producer(bus.clients | short | {"transactional.id": f"killed-{one}"}) for one in range(4)]
+        for producer in producers:
+            producer.init_transactions(15)
+            producer.begin_transaction()
+            for partition in range(SHORT_TIMEOUT_SETTINGS.partitions):
+                producer.produce(pipeline.results_topic, b"not committed", partition=partition)
+            assert producer.flush(15) == 0
+        server.kill()
+        producers.clear()
+        server.start()
+        publish_messages(bus, [Outgoing(pipeline.results_topic, b"later", f"k{number}") for number in range(8)])
+        wait_until(lambda: len(bus.read_all(pipeline.results_topic)) == 8, 30.0, "readers see what is committed")
 
 
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline) -> None:
