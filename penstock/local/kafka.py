@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -242,11 +243,16 @@ class KafkaServer:
         try:
             with contextlib.suppress(TimeoutError):  # where the session had ended before, it says nothing
                 wait_until(has_fenced, FENCING_TIMEOUT_S, "the session of the broker's last life ends", every_s=0.05)
-                # It says so before it writes it. It writes something twice a second, and all in order.
-                written = self._measure_metadata_log()
-                wait_until(lambda: self._measure_metadata_log() > written, 5.0, "that is written", every_s=0.02)
+                # It says so before it writes it. It writes something twice a second, all in order, and what it writes
+                # first may have been under way before.
+                for _ in range(2):
+                    written = self._measure_metadata_log()
+                    wait_until(partial(self._has_written_more, written), 5.0, "that is written", every_s=0.02)
         finally:
             controller.kill()
+
+    def _has_written_more(self, num_bytes: int) -> bool:
+        return self._measure_metadata_log() > num_bytes
 
     def _measure_metadata_log(self) -> int:
         """Return the bytes in the log of the cluster's metadata."""
