@@ -13,7 +13,7 @@ from penstock.bus.contract import Delivery
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings
 from penstock.engine.engine import Sampled
-from penstock.messages import Request, Sampling
+from penstock.messages import Request, Sampling, extract_request_id
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, compute_lag
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
@@ -267,12 +267,25 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
         def done() -> bool:
             line.prefill.run_once()
-            held.append(line.prefill.engine.count_waiting_tokens("interactive"))
+            held.append(line.prefill.engine.count_waiting_tokens("interactive", 200))
             return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
         assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
         assert {result.error for result in line.run_until_results(14)} == {None}
+
+
+@pytest.mark.in_memory
+def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(
+    make_line: Callable[..., InProcessPipeline],
+) -> None:
+    line = make_line(engine=EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_step_tokens=64))
+    send(line, [ask(f"a{n}", 960, 1) for n in range(2)])
+    run_until(line.prefill, lambda: len(line.prefill.running) == 2, "both long prompts are taken")
+    send(line, [ask(f"b{n}", 20, 1) for n in range(3)])
+    line.run_prefill(5)
+    jobs = [extract_request_id(job.value, None) for job in line.bus.read_all(line.pipeline.job_topic("interactive"))]
+    assert jobs == ["b0", "b1", "b2", "a0", "a1"]
 
 
 def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) -> None:

@@ -192,8 +192,11 @@ class InferenceEngine(Protocol):
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added."""
 
-    def count_waiting_tokens(self, klass: PriorityClass) -> int:
-        """Return the prompt tokens of requests of this class and those above it that are waiting."""
+    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting.
+
+        At most `max_tokens` of each request count.
+        """
 
     def has_work(self) -> bool:
         """Return whether there are requests that it could compute, or computes. Those whose blocks are being loaded

@@ -135,11 +135,15 @@ class ServingEngine:
         """
         return 0 if self._transfers.has_waiting_loads(klass) else self.core.free_capacity(klass, num_tokens)
 
-    def count_waiting_tokens(self, klass: PriorityClass) -> int:
-        """Return the prompt tokens of requests of this class and those above it that are waiting."""
+    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting.
+
+        At most `max_tokens` of each request count.
+        """
         classes = CLASSES[: CLASSES.index(klass) + 1]
-        seqs = (work.seq for work in self._work.values())
-        return sum(seq.num_prompt_tokens for seq in seqs if seq.state is State.WAITING and seq.klass in classes)
+        seqs = [work.seq for work in self._work.values()]
+        waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.klass in classes]
+        return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
 
     def has_work(self) -> bool:
         """Return whether any sequence is in the core."""

@@ -41,7 +41,9 @@ MAX_INLINE_BYTES = 8192
 step of the engine.
 """
 MAX_WAITING_STEPS = 4
-"""How many steps' worth of prompt tokens may wait beside those that are being computed."""
+"""How many steps' worth of prompt tokens may wait beside those that are being computed. A prompt counts for at most
+half of that: while one long prompt waits, short ones are still taken, which the scheduler lets pass.
+"""
 
 
 class PrefillRole:
@@ -154,10 +156,12 @@ class PrefillRole:
             return 0
         limits = self.engine.limits
         mean_tokens, max_requests = load.estimate_admission(klass, limits.max_batch - len(tasks) - num_read)
-        num_waiting_tokens = self.engine.count_waiting_tokens(klass) + num_read * mean_tokens
-        num_ahead = (MAX_WAITING_STEPS * limits.max_step_tokens - num_waiting_tokens) // mean_tokens
-        if num_ahead == 0 and not num_waiting_tokens:
-            num_ahead = 1
+        max_waiting_tokens = MAX_WAITING_STEPS * limits.max_step_tokens
+        counted_tokens = min(mean_tokens, max_waiting_tokens // 2)
+        num_waiting_tokens = (
+            self.engine.count_waiting_tokens(klass, max_waiting_tokens // 2) + num_read * counted_tokens
+        )
+        num_ahead = (max_waiting_tokens - num_waiting_tokens) // counted_tokens
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
 
     # 5. Settle.

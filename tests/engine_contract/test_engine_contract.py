@@ -189,8 +189,8 @@ def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
     caller.run_until(lambda: sum(map(len, caller.tokens.values())) >= 2, "batch runs")
     assert engine.free_capacity("batch", 100) == 0
     assert engine.free_capacity("interactive", 100) == 2
-    assert engine.count_waiting_tokens("interactive") == 0
-    assert engine.count_waiting_tokens("batch") > 0
+    assert engine.count_waiting_tokens("interactive", 100) == 0
+    assert engine.count_waiting_tokens("batch", 100) > engine.count_waiting_tokens("batch", 1) > 0
     add_all(caller, [quick])
     caller.run_until(lambda: caller.progress[quick.id].is_waiting is False, "it runs")
     num_others = len(caller.sampled)
