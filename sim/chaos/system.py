@@ -42,6 +42,10 @@ ENVIRONMENT = {
 """The limit of attempts is high because workers die far more often here than requests make progress."""
 RESTART_DELAY_S = 0.3
 """Wait before a worker that crashed by itself is started again. Killed workers are restarted at once."""
+USUAL_START_S = 2.0
+"""How long a worker takes to get ready where nothing else runs. Where it takes several times as long, it is killed that
+much later: otherwise no worker of a busy machine would live for long enough to check its first grammar, say.
+"""
 PlanKill = Callable[[WorkerSlot, int], KillPlan]
 
 
@@ -49,6 +53,9 @@ PlanKill = Callable[[WorkerSlot, int], KillPlan]
 class _WorkerLife:
     number: int
     kill_plan: KillPlan | None
+    started_at: float
+    slowness: float = 1.0
+    """How many times longer than `USUAL_START_S` it took to get ready; at least 1."""
     ready_at: float = 0.0
     stopped_at: float = 0.0
     was_paused: bool = False
@@ -199,6 +206,7 @@ class ChaosStack(Stack):
             for child in children:
                 child.send_signal(signal.SIGCONT)
             for life in self._lives.values():
+                life.started_at += time.monotonic() - begun
                 life.ready_at += time.monotonic() - begun if life.ready_at else 0.0
 
     def restart_dead(self) -> list[str]:
@@ -255,7 +263,7 @@ class ChaosStack(Stack):
         number = self._num_starts[worker.name]
         self._num_starts[worker.name] += 1
         kill_plan = self._plan_kill(worker, number) if self.is_killing else None
-        self._lives[worker.name] = _WorkerLife(number, kill_plan)
+        self._lives[worker.name] = _WorkerLife(number, kill_plan, time.monotonic())
         own: dict[str, str] = {}
         if not self._servers.is_replicated:
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
@@ -280,7 +288,9 @@ class ChaosStack(Stack):
                 status = json.loads(text) if text else {}
                 child = worker.child
                 if child is not None and (status.get("state"), status.get("pid")) == ("ready", child.pid):
-                    self._lives[worker.name].ready_at = time.monotonic()
+                    life = self._lives[worker.name]
+                    life.ready_at = time.monotonic()
+                    life.slowness = max(1.0, (life.ready_at - life.started_at) / USUAL_START_S)
 
     def _apply_kill_plan(self, worker: WorkerSlot, child: Child, life: _WorkerLife) -> None:
         now, kill_plan = time.monotonic(), life.kill_plan
@@ -298,7 +308,7 @@ class ChaosStack(Stack):
                 child.send_signal(signal.SIGCONT)
                 life.was_paused, life.ready_at = True, now
         elif kill_plan is not None and life.ready_at and self.is_killing:
-            due = life.ready_at + (1.0 if life.was_paused else kill_plan.after_s)
+            due = life.ready_at + (1.0 if life.was_paused else kill_plan.after_s * life.slowness)
             if now > due and kill_plan.pause_s and not life.was_paused:
                 child.send_signal(signal.SIGSTOP)
             elif now > due:
