@@ -43,6 +43,10 @@ SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
 have requests to hand back."""
 BURST_REQUESTS = 300
 """Requests in a burst: more than the prefill workers fetch."""
+BURST_PATIENCE_S = 150.0
+"""How much longer clients wait in a round with a burst. Batch work, and what is sent later, comes after its requests,
+of which workers that are killed all the time answer two a second on a busy machine.
+"""
 WriteLine = Callable[[str], None]
 Progress = Callable[[str, int], None]
 """Receives a line about the progress, and the number of kills so far."""
@@ -62,7 +66,8 @@ class ChaosRound:
     decode: int = 4
     num_in_flight: int = 16
     patience_s: float = 90.0
-    """How long a client waits for a token or a result. Time in which a server is away does not count."""
+    """How long a client waits for a token or a result. Time in which a server is away does not count, and bursts make
+    it longer."""
     is_replicated: bool = False
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_system_faults: bool = False
@@ -100,7 +105,8 @@ def run_round(
         fork_server.disk.remove_all()
         stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers))
         make = partial(make_client_task, plan.seed, load=plan.load)
-        clients = Clients(history, stack.addresses, make, plan.num_in_flight, plan.patience_s)
+        patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
+        clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
         with clients:
             _inject_faults(plan, stack, servers, clients, history, progress)
             clients.stop_sending()
