@@ -84,11 +84,15 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of content, form of weights and, in 16 bits, backend: if equal, KV blocks can be exchanged."""
+        """Hex digest of content, form of weights and backend: if equal, KV blocks can be exchanged.
+
+        The backend counts in 16 bits, and where K and V are int8: what differs a little is then rounded otherwise.
+        """
         name = self.content_fingerprint
         if self.stage_forms is not None:
             prompts, answers = self.stage_forms
             name = add_arithmetic(name, f"prompts {prompts}, answers {answers} {QUANTIZATION_VERSION}")
         elif self.weight_form:
             name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
-        return name if self.dtype == torch.float32 else add_arithmetic(name, self.backend.name)
+        is_rounded = self.dtype != torch.float32 or self.layout.is_int8
+        return add_arithmetic(name, self.backend.name) if is_rounded else name

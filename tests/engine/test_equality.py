@@ -22,15 +22,20 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
 KERNELS = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 
 
-@pytest.fixture(
-    scope="module", params=["plain", pytest.param("float32", marks=KERNELS), pytest.param("bfloat16", marks=KERNELS)]
-)
+NATIVE = {
+    "float32": EngineSettings(dtype="float32"),
+    "bfloat16": EngineSettings(dtype="bfloat16"),
+    "int8 KV": EngineSettings(dtype="bfloat16", kv_dtype="int8"),
+}
+
+
+@pytest.fixture(scope="module", params=["plain", *(pytest.param(name, marks=KERNELS) for name in NATIVE)])
 def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedModel]:
-    """The demo model as transformers runs it in float32, and on the native kernels in two dtypes."""
+    """The demo model as transformers runs it in float32, and on the native kernels in two dtypes and with int8 KV."""
     if request.param == "plain":
         yield demo
         return
-    yield accelerate_model(load_model(EngineSettings(dtype=request.param)))
+    yield accelerate_model(load_model(NATIVE[request.param]))
     native = library.load_library()
     assert native is not None
     native.set_threads(1)

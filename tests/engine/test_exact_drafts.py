@@ -57,12 +57,13 @@ class GivenDrafts(Drafter):
         return draft, [1.0] * len(draft)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "int8")], ids=" KV ".join)
 def model(request: pytest.FixtureRequest) -> LoadedModel:
-    """The tool model on the native kernels."""
+    """The tool model on the native kernels, in a dtype and with a form of KV."""
     if library.load_library() is None:
         pytest.skip("the kernels were not built")
-    return accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL), dtype=request.param)))
+    dtype, kv_dtype = request.param
+    return accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL), dtype=dtype, kv_dtype=kv_dtype)))
 
 
 @pytest.fixture(scope="module")

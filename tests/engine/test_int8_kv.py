@@ -1,5 +1,6 @@
 """K and V in 8 bits in a whole engine: tokens, memory, fingerprints, and what is refused."""
 
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
+from penstock.engine.serving import ServingEngine
 from penstock.engine.storage import KVLayout, LayerShape
+from penstock.engine.tiny import CannotShrink
 from penstock.errors import KVStoreError, ModelLoadError
 from penstock.kvstore.store import KVLayout as StoreLayout
 from penstock.kvstore.store import KVStore
 from penstock.messages import Sampling
 from tests.engine.helpers import hand_over, run_sequences, sequence
+from tests.engine_contract.engines import Caller
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
 
@@ -78,6 +82,46 @@ def test_a_block_has_room_for_twice_the_tokens() -> None:
     odd = KVLayout((LayerShape(0, (3, 5), (3, 5)),), 1, torch.bfloat16, is_int8=True)
     assert all(offset % 4 == 0 for offset, _, width in odd.parts if width == 4)
     assert odd.block_bytes == 2 * (16 + 12)
+
+
+def test_a_model_of_which_no_tiny_one_can_be_made_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise CannotShrink
+
+    monkeypatch.setattr("penstock.engine.proof._build_tiny_model", refuse)
+    settings = SETTINGS.model_copy(update={"dtype": "float32"})  # in which it gives the tokens of `generate()`
+    assert prove_model(load_model(settings), settings).layout.is_int8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_instruction_sets_that_round_otherwise_exchange_no_blocks(model: LoadedModel, dtype: torch.dtype) -> None:
+    native = load_library()
+    assert native is not None
+    names, prints = {native.isa, "plain"}, set()
+    before = native.isa
+    try:
+        for name in names:
+            native.select_isa(name)
+            prints.add(replace(model, dtype=dtype).fingerprint)
+    finally:
+        native.select_isa(before)
+    assert len(prints) == len(names)
+
+
+def test_a_worker_goes_on_from_the_blocks_that_another_one_stored(model: LoadedModel, tmp_path: Path) -> None:
+    (expected,) = answer(model, 3)
+    kv = KVSettings(shared_mb=16, shared_dir=str(tmp_path), redis_mb=0)
+    num_read = []
+    for _ in range(2):
+        with ExitStack() as stack:
+            store = KVStore.open(StoreLayout.from_model(model), kv, "", "demo")
+            stack.callback(store.close)
+            caller = Caller(stack.enter_context(closing(ServingEngine(Engine(model, SETTINGS), store))))
+            caller.add("3", PROMPTS[3], Sampling(temperature=1, ignore_eos=True, max_tokens=20), seed=7)
+            assert caller.run_to_end() == {"3": expected}
+            num_read.append(sum(tier.counters.hits for tier in store.tiers))
+    assert num_read[0] == 0
+    assert num_read[1] >= len(PROMPTS[3]) // SETTINGS.block_size
 
 
 def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,11 @@ pytestmark = pytest.mark.usefixtures("unknown_growth")
 SMALL = EngineSettings(max_batch=6, max_step_tokens=40, pool_mb=16)
 
 has_kernels = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
-PATHS = ["torch", pytest.param("float32", marks=has_kernels), pytest.param("bfloat16", marks=has_kernels)]
+PATHS = [
+    "torch",
+    pytest.param(("float32", "auto"), marks=has_kernels, id="float32"),
+    pytest.param(("bfloat16", "int8"), marks=has_kernels, id="bfloat16 with int8 KV"),
+]
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -32,7 +36,8 @@ def model(request: pytest.FixtureRequest, demo: LoadedModel) -> LoadedModel:
     """The demo model on torch, and on the kernels."""
     if request.param == "torch":
         return demo
-    return accelerate_model(load_model(EngineSettings(dtype=request.param)))
+    dtype, kv_dtype = request.param
+    return accelerate_model(load_model(EngineSettings(dtype=dtype, kv_dtype=kv_dtype)))
 
 
 def _prompts() -> list[list[int]]:
