@@ -100,16 +100,16 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     if native is None or model.dtype not in DTYPES:
         return model
     record = _record_forward(model)
-    replacer = _Replacer(model, native, record, weights)
-    replacer.replace_parts()
-    is_quantized = weights in QUANTIZED
-    if is_quantized and not replacer.packer.num_quantized:
-        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     if model.layout.is_int8 and record.layers != model.layout.by_layer.keys():
         raise ModelLoadError(
             "PENSTOCK_ENGINE_KV_DTYPE=int8 is for models whose attention the native kernels compute in all layers, and "
             "this is none: set `auto`"
         )
+    replacer = _Replacer(model, native, record, weights)
+    replacer.replace_parts()
+    is_quantized = weights in QUANTIZED
+    if is_quantized and not replacer.packer.num_quantized:
+        raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     backend = NativeBackend(native, record.layers, replacer.build_body())
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 

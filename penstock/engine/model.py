@@ -86,7 +86,7 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """Hex digest of content, form of weights and backend: if equal, KV blocks can be exchanged.
 
-        The backend counts in 16 bits, and where K and V are int8: what differs a little is then rounded otherwise.
+        The backend counts in 16 bits, and where numbers become integers: what differs a little is then rounded otherwise.
         """
         name = self.content_fingerprint
         if self.stage_forms is not None:
@@ -94,5 +94,5 @@ class LoadedModel:
             name = add_arithmetic(name, f"prompts {prompts}, answers {answers} {QUANTIZATION_VERSION}")
         elif self.weight_form:
             name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
-        is_rounded = self.dtype != torch.float32 or self.layout.is_int8
+        is_rounded = self.dtype != torch.float32 or self.layout.is_int8 or self.weight_form or self.stage_forms
         return add_arithmetic(name, self.backend.name) if is_rounded else name

@@ -1,6 +1,7 @@
 """The forms of weights in a whole engine: tokens, fingerprints, what is chosen, and what is refused."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import forms
+from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.forms import WeightPacker, read_cache_bytes
 from penstock.engine.kernels.library import load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
@@ -66,8 +68,12 @@ def test_without_loss_tokens_and_fingerprint_are_those_of_stored_weights(models:
     assert models["p12"].fingerprint == models["bf16"].fingerprint
 
 
-def test_other_forms_are_other_models(models: dict[str, LoadedModel]) -> None:
+def test_other_forms_are_other_models(models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({models[weights].fingerprint for weights in ("bf16", "int8", "int4")}) == 3
+    in_float32 = replace(models["int8"], dtype=torch.float32)
+    before = replace(in_float32).fingerprint
+    monkeypatch.setattr(NativeBackend, "name", "another instruction set")  # it may round an input to another integer
+    assert replace(in_float32).fingerprint != before
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
