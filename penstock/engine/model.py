@@ -86,7 +86,7 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """Hex digest of content, form of weights and backend: if equal, KV blocks can be exchanged.
 
-        The backend counts in 16 bits, and where numbers become integers: what differs a little is then rounded otherwise.
+        The backend counts in 16 bits, and where numbers become integers: both round small differences to large ones.
         """
         name = self.content_fingerprint
         if self.stage_forms is not None:
