@@ -1,7 +1,7 @@
-"""Which architectures of transformers the engine serves, found by trying all of them.
+"""Which published checkpoints and which architectures of transformers the engine serves, found by trying all of them.
 
-`python -m tools.compatibility docs/models.md` builds a tiny random model of each, proves it next to
-`generate()` (`proof.py`), and writes the table.
+`python -m tools.compatibility docs/models.md` builds a tiny random model from each configuration, proves it next to
+`generate()` (`proof.py`), and writes the page.
 """
 
 import argparse
@@ -24,7 +24,10 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
+from penstock.engine.kernels.backend import NativeBackend
+from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
+from penstock.engine.module import build_skeleton
 from penstock.engine.probe import check_config, probe_layout
 from penstock.engine.proof import (
     MIN_DISTINCT_TOKENS,
@@ -37,15 +40,28 @@ from penstock.engine.proof import (
     run_prompts,
     run_to_end,
 )
-from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_config
+from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
 from penstock.errors import ModelLoadError
-from tools.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
+from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
+from tools.published import (
+    Checkpoint,
+    CheckpointVerdict,
+    check_weights,
+    describe_weights,
+    make_config,
+    make_rows,
+    make_usage_table,
+    read_checkpoints,
+)
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """transformers' names of model types."""
 CONTEXT_TOKENS = 128
 NUM_SEEDS = 5
 _CPU = torch.device("cpu")
+
+WORKS = "Work:"
+WORKS_AS_DECODER = "Work as decoders, if their configuration says `is_decoder`:"
 
 QUANTISED = """\
 ## Quantised weights
@@ -103,6 +119,48 @@ def judge_architecture(architecture: str) -> Verdict:
     return Verdict(architecture, names[architecture], reason)
 
 
+def judge_checkpoint(checkpoint: Checkpoint) -> CheckpointVerdict:
+    """Prove a small copy of the model that the checkpoint's configuration describes, and look at its weights' format."""
+    kernels = reason = ""
+    try:
+        config = make_config(checkpoint)
+        check_config(config)
+        check_weights(config)
+        skeleton = build_skeleton(config, torch.float32)
+        small = shrink_config(skeleton.config)
+        kernels = _prove_small_model(type(skeleton), small, find_layer_kinds(skeleton))
+    except (ModelLoadError, CannotShrink, Inconclusive) as error:
+        reason = CHECKPOINT_REASONS.get(checkpoint.config["model_type"]) or _make_sentence(error)
+    return CheckpointVerdict(checkpoint, kernels, describe_weights(checkpoint), reason)
+
+
+_proved: dict[str, str | Exception] = {}
+"""What was found out about the small models so far, by class and configuration: many checkpoints have the same."""
+
+
+def _prove_small_model(kind: type[Any], config: Any, layer_kinds: set[str]) -> str:
+    key = f"{kind.__name__} {config.to_json_string(use_diff=False)} {sorted(layer_kinds)}"
+    if key not in _proved:
+        try:
+            _proved[key] = _describe_kernels(_prove_config(kind, config, layer_kinds))
+        except (ModelLoadError, CannotShrink, Inconclusive) as error:
+            _proved[key] = error
+    found = _proved[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _describe_kernels(model: LoadedModel) -> str:
+    """Return how much of the model the native kernels compute."""
+    if not isinstance(model.backend, NativeBackend):
+        return "none"
+    if model.backend.body is not None:
+        return "whole"
+    num_native = sum(isinstance(part, NativeLayer) for part in model.module.modules())
+    return "layers" if num_native == len(model.layout.layers) else "parts"
+
+
 def _prove_architecture(architecture: str) -> None:
     try:
         config = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
@@ -113,10 +171,19 @@ def _prove_architecture(architecture: str) -> None:
     kind = auto._model_mapping[type(config)]  # noqa: SLF001 - as AutoModelForCausalLM.from_config does
     if kind.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
-    config = shrink_config(config, SIZES.get(architecture))
+    _prove_config(kind, shrink_config(config, SIZES.get(architecture)))
+
+
+def _prove_config(kind: type[Any], config: Any, layer_kinds: set[str] | None = None) -> LoadedModel:
+    """Prove a tiny model of the configuration, on torch's operators and on the native kernels; return the latter's.
+
+    It must have the kinds of layers in `layer_kinds`. Raises `ModelLoadError`, `CannotShrink` or `Inconclusive`.
+    """
     for seed in range(NUM_SEEDS):
         reference = build_tiny_model(kind, config, seed, _CPU)
-        model = make_loaded_model(architecture, copy.deepcopy(reference))
+        if missing := (layer_kinds or set()) - find_layer_kinds(reference):
+            raise CannotShrink(f"its small copy lacks {len(missing)} kinds of its layers")
+        model = make_loaded_model(config.model_type, copy.deepcopy(reference))
         try:
             references = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
             prove_engine(model, EngineSettings(), references)
@@ -126,7 +193,9 @@ def _prove_architecture(architecture: str) -> None:
                 raise
         else:
             break
-    prove_engine(accelerate_model(model), EngineSettings(), references)
+    model = accelerate_model(model)
+    prove_engine(model, EngineSettings(), references)
+    return model
 
 
 def check_damage_shows(model: LoadedModel, references: ReferenceAnswers) -> None:
@@ -177,42 +246,55 @@ def _make_sentence(error: Exception) -> str:
     return f"{text[:1].upper()}{text[1:200]}".rstrip(".") + "."
 
 
-def make_row(verdict: Verdict) -> str:
-    """The verdict's line of the table."""
-    note = verdict.reason
-    if verdict.works and verdict.architecture in AS_DECODER:
-        note = "As a decoder: its configuration must say `is_decoder`."
-    return f"| {verdict.architecture} | {verdict.model} | {'works' if verdict.works else 'refused'} | {note} |"
-
-
-def make_page(verdicts: list[Verdict]) -> str:
+def make_page(checkpoints: list[CheckpointVerdict], verdicts: list[Verdict]) -> str:
     """docs/models.md."""
+    num_served = sum(verdict.is_served for verdict in checkpoints)
     num_works = sum(verdict.works for verdict in verdicts)
-    min_distinct = MIN_DISTINCT_TOKENS
-    rows = "\n".join(make_row(verdict) for verdict in verdicts)
     return f"""# Models
 
-{num_works} of the {len(verdicts)} causal-language-model architectures of transformers {transformers.__version__} work.
-This page is written by `python -m tools.compatibility docs/models.md` with torch
-{torch.__version__.partition("+")[0]} and Python {platform.python_version()}, in float32 on a CPU.
+Does a model run? Look for its name below. **{num_served} of {len(checkpoints)} published checkpoints** give the tokens of
+transformers' `generate()`. This page is written by `python -m tools.compatibility docs/models.md`, with transformers
+{transformers.__version__}, torch {torch.__version__.partition("+")[0]} and Python {platform.python_version()}, in
+float32 on a CPU.
 
-**works**: a small random model of the architecture, made from its default configuration with every kind of layer it
-has and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with others and in
-small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine with a pool of
-its own; on PyTorch's operators and on the native kernels. It said at least {min_distinct} different tokens, and other
-ones once the exported blocks were damaged.
+**equal**: a small random model, made from the checkpoint's own configuration with every kind of layer it has, fewer and
+narrower layers, and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with
+others and in small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine
+with a pool of its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT_TOKENS}
+different tokens, and other ones once the exported blocks were damaged. The last column says what the native kernels
+compute on a CPU: the **whole** model in one call, its **layers** in one call each, or **parts** of them (linear layers,
+norms, attention).
 
-**refused**: it cannot be served, or was not proved, for this reason. Nothing is served unproved: at load the same
-proof is run on a small copy of the model's own configuration, and the model itself must give the logits of the plain
-transformers model for one prompt.
+**refused**: it cannot be served, or was not proved, for the reason in the last column. Nothing is served unproved: at
+load the same proof is run on a small copy of the model's own configuration, and the model itself must give the logits
+of the plain transformers model for one prompt.
 
+A model that sees or hears is served for texts. No code of a model's authors is run, also not for its tokenizer.
+Published weights were not loaded for this page, configurations alone were: they are in `tools/configurations/`, each
+with where it was read. One with * was rebuilt from the model's report and transformers' defaults, as far as those say it.
+
+## The most used
+
+{make_usage_table(checkpoints)}
+## Published checkpoints
+{make_rows(checkpoints)}
 {QUANTISED}
-## Architectures
+## All architectures of transformers
 
-| Architecture | Class | | Reason |
-|---|---|---|---|
-{rows}
-"""
+{num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default configuration, by
+the same proof. A checkpoint may still have what the default has not; that is found at load.
+
+{make_architectures(verdicts)}"""
+
+
+def make_architectures(verdicts: list[Verdict]) -> str:
+    """Return a line for the architectures that work, one for those that work as decoders, and one for each reason."""
+    groups: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        works = WORKS_AS_DECODER if verdict.architecture in AS_DECODER else WORKS
+        groups.setdefault(verdict.reason or works, []).append(verdict.architecture)
+    order = sorted(groups, key=lambda reason: (reason not in (WORKS, WORKS_AS_DECODER), -len(groups[reason])))
+    return "\n".join(f"- **{reason}** {', '.join(groups[reason])}" for reason in order) + "\n"
 
 
 def main() -> None:
@@ -221,14 +303,17 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     file: Path = parser.parse_args().file
     _silence_transformers()
-    verdicts = []
+    verdicts, checkpoints = [], []
     console = Console(stderr=True)
+    for checkpoint in track(read_checkpoints().values(), "trying published checkpoints", console=console):
+        checkpoints.append(judge_checkpoint(checkpoint))
+        gc.collect()
     for architecture in track(ARCHITECTURES, "trying architectures", console=console):
         verdicts.append(judge_architecture(architecture))
         gc.collect()
-    text = make_page(verdicts)
-    file.write_text(text)
-    console.print(f"{file}: {sum(verdict.works for verdict in verdicts)} of {len(verdicts)} work")
+    file.write_text(make_page(checkpoints, verdicts))
+    num_served = sum(verdict.is_served for verdict in checkpoints)
+    console.print(f"{file}: {num_served} of {len(checkpoints)} published checkpoints are served")
 
 
 def _silence_transformers() -> None:

@@ -36,3 +36,6 @@ REASONS: dict[str, str] = {
     "roc_bert": "Its random model says too few different tokens to prove anything.",
 }
 """Better words for what was found."""
+
+CHECKPOINT_REASONS: dict[str, str] = {}
+"""Better words for why checkpoints of a model type are refused."""

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from penstock.engine.files import Progress, to_one_line
 from penstock.engine.weights import MappedWeights
@@ -18,15 +24,25 @@ from penstock.errors import ModelLoadError
 
 def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
     """The model that transformers has for a configuration, without memory: every tensor is on `meta`."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelLoadError(f"transformers has no causal language model of type {config.model_type!r}")
-    auto: Any = AutoModelForCausalLM
+    auto = find_auto_class(config)
     try:
         with torch.device("meta"):
             return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {to_one_line(error)}"
         raise ModelLoadError(f"config.json describes no model that can be built ({reason})") from error
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return the auto class of transformers that has a model for the configuration. Raises `ModelLoadError`.
+
+    A model that also sees, and has no class for its text alone, is served as a whole, and is given text only.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelLoadError(f"transformers has no causal language model of type {config.model_type!r}")
 
 
 def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:

@@ -52,6 +52,10 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(kind(**{**BASE, **extra}))
     model.save_pretrained(directory)
+    return _load_with_tokenizer(directory)
+
+
+def _load_with_tokenizer(directory: Path) -> LoadedModel:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
     return load_model(EngineSettings(model=str(directory)))
@@ -70,6 +74,35 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert run_sequences(engine, seqs, remove=False) == expected
     second = Engine(model, settings)
     assert run_sequences(second, [hand_over(engine, second, seq) for seq in seqs]) == expected
+
+
+SEEING: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        {"head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+         "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "mistral3": (
+        transformers.Mistral3Config,
+        {"model_type": "mistral", "head_dim": 16},
+        {"model_type": "pixtral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32,
+         "num_attention_heads": 2, "image_size": 28},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_that_also_see_are_served_for_texts(name: str, tmp_path: Path) -> None:
+    kind, text, vision = SEEING[name]
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForImageTextToText
+    auto.from_config(kind(text_config={**BASE, **text}, vision_config=vision)).save_pretrained(tmp_path)
+    model = _load_with_tokenizer(tmp_path)
+    prompts = [[5, 6, 7], list(range(2, 40))]
+    expected = generate_with_transformers(model, prompts, 10)
+    settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
+    assert run_sequences(Engine(prove_model(model, settings), settings), [sequence(p, 10) for p in prompts]) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
