@@ -238,7 +238,7 @@ def make_loaded_model(name: str, module: Any) -> LoadedModel:
 
 
 def _make_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(": use a checkpoint")[0]
     for mark in (" cannot be served: ", " on this engine: "):
         _, found, rest = text.partition(mark)
         if found:

@@ -37,5 +37,7 @@ REASONS: dict[str, str] = {
 }
 """Better words for what was found."""
 
-CHECKPOINT_REASONS: dict[str, str] = {}
+CHECKPOINT_REASONS: dict[str, str] = {
+    "gemma3n": "Its vision tower needs the package timm; a checkpoint of its text part alone is served.",
+}
 """Better words for why checkpoints of a model type are refused."""

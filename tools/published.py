@@ -22,11 +22,11 @@ from penstock.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "configurations"
 MOST_USED: dict[str, str] = {
-    "Qwen/Qwen3-VL-2B-Instruct": "among the first three by circulation",
-    "Qwen/Qwen3.6-35B-A3B": "among the first three by circulation, 21 million downloads a month",
-    "Qwen/Qwen3.6-27B": "among the first three by circulation",
-    "google/gemma-4-26B-A4B-it": "among the first eight by circulation",
-    "google/gemma-4-31B-it": "among the first eight by circulation",
+    "Qwen/Qwen3-VL-2B-Instruct": "among the first by circulation",
+    "Qwen/Qwen3.6-35B-A3B": "among the first by circulation, 21 million downloads a month",
+    "Qwen/Qwen3.6-27B": "among the first by circulation",
+    "google/gemma-4-26B-A4B-it": "among the first by circulation",
+    "google/gemma-4-31B-it": "among the first by circulation",
     "openai/gpt-oss-20b": "eighth by circulation",
     "Qwen/Qwen3-0.6B": "among the most downloaded text models",
     "Qwen/Qwen3-4B": "among the most downloaded text models",
@@ -35,7 +35,7 @@ MOST_USED: dict[str, str] = {
     "zai-org/GLM-5.2": "among the most used on OpenRouter",
 }
 """Checkpoints that are used the most, and what is known of it."""
-USAGE_SOURCE = "leaderboards of solmaz.io, the Hugging Face hub and OpenRouter, read in November 2026"
+USAGE_SOURCE = "leaderboards of solmaz.io, the Hugging Face hub and OpenRouter, as noted in November 2026"
 _SOURCES = FOLDER / "sources.json"
 
 

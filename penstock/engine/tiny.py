@@ -25,7 +25,8 @@ MAX_LAYERS = 12
 """How many layers a tiny model has."""
 
 # transformers' configurations have different names for the same thing. Each list has the names of one.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+           "depth")  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
           "num_decoder_attention_heads", "attention_heads")  # fmt: skip
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -47,6 +48,7 @@ _NAMES_BY_MAXIMUM = {
         encoder_hash_byte_group_vocab""",
     96: """intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size
         dense_intermediate_size""",
+    64: """embed_dim out_hidden_size""",
     32: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
         shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
     HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
