@@ -120,7 +120,7 @@ def judge_architecture(architecture: str) -> Verdict:
 
 
 def judge_checkpoint(checkpoint: Checkpoint) -> CheckpointVerdict:
-    """Prove a small copy of the model that the checkpoint's configuration describes, and look at its weights' format."""
+    """Prove a small copy of the model that the configuration describes, and look at the format of its weights."""
     kernels = reason = ""
     try:
         config = make_config(checkpoint)
@@ -252,8 +252,9 @@ def make_page(checkpoints: list[CheckpointVerdict], verdicts: list[Verdict]) -> 
     num_works = sum(verdict.works for verdict in verdicts)
     return f"""# Models
 
-Does a model run? Look for its name below. **{num_served} of {len(checkpoints)} published checkpoints** give the tokens of
-transformers' `generate()`. This page is written by `python -m tools.compatibility docs/models.md`, with transformers
+Does a model run? Look for its name below. **{num_served} of {len(checkpoints)} published checkpoints** give
+the tokens of transformers' `generate()`. This page is written by `python -m tools.compatibility docs/models.md`, with
+transformers
 {transformers.__version__}, torch {torch.__version__.partition("+")[0]} and Python {platform.python_version()}, in
 float32 on a CPU.
 
@@ -271,7 +272,7 @@ of the plain transformers model for one prompt.
 
 A model that sees or hears is served for texts. No code of a model's authors is run, also not for its tokenizer.
 Published weights were not loaded for this page, configurations alone were: they are in `tools/configurations/`, each
-with where it was read. One with * was rebuilt from the model's report and transformers' defaults, as far as those say it.
+with where it was read. One with * was rebuilt from the model's report and transformers' defaults.
 
 ## The most used
 
@@ -281,8 +282,8 @@ with where it was read. One with * was rebuilt from the model's report and trans
 {QUANTISED}
 ## All architectures of transformers
 
-{num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default configuration, by
-the same proof. A checkpoint may still have what the default has not; that is found at load.
+{num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default
+configuration, by the same proof. A checkpoint may still have what the default has not; that is found at load.
 
 {make_architectures(verdicts)}"""
 

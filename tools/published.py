@@ -136,7 +136,8 @@ def make_rows(verdicts: Iterable[CheckpointVerdict]) -> str:
         rows.setdefault(key, []).append(verdict.checkpoint)
     text = ""
     for family, rows in families.items():
-        text += f"\n### {family}\n\n| Checkpoints | Architecture | Weights | | Kernels, or why not |\n|---|---|---|---|---|\n"
+        text += f"\n### {family}\n\n| Checkpoints | Architecture | Weights | | Kernels, or why not |\n"
+        text += "|---|---|---|---|---|\n"
         for (kind, weights, kernels, reason), checkpoints in rows.items():
             names = "<br>".join(point.name + ("*" if point.is_rebuilt else "") for point in checkpoints)
             text += f"| {names} | {kind} | {weights} | {'refused' if reason else 'equal'} | {reason or kernels} |\n"

@@ -131,7 +131,7 @@ def _shrink_heads(values: dict[str, Any]) -> dict[str, int]:
     if hidden:
         width = max(num_kv * per_kv, 4) * HEAD_SIZE
         new |= {key: width for key, value in values.items() if type(value) is int and value == values[hidden]
-                and key not in _SIZES and key not in new}  # fmt: skip
+                and key not in _SIZES and key not in new and "position" not in key}  # fmt: skip
         if values.get("intermediate_size") == values[hidden]:
             new["intermediate_size"] = width
     return new

@@ -36,7 +36,8 @@ def _choose_writer(settings: dict[str, Any]) -> Writer:
     """Return what writes a matrix in the format that the settings say."""
     method = settings["quant_method"]
     if method == "fp8":
-        return write_fp8(*settings["weight_block_size"], None, "weight_scale_inv")
+        height, width = settings["weight_block_size"]
+        return write_fp8(height, width, None, "weight_scale_inv")
     if method == "gptq":
         return write_gptq(settings["bits"], settings["group_size"], symmetric=True, stored_less=True)
     if method == "awq":
@@ -66,7 +67,9 @@ def test_a_published_checkpoint_is_the_plain_model(name: str, tmp_path: Path) ->
     write = _choose_writer(settings)
     small = shrink_config(config)
     build_tiny_model(type(build_skeleton(small, torch.float32)), small, 0, CPU).save_pretrained(tmp_path)
-    stored, plain, num_written = {}, {}, 0
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    num_written = 0
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
         if tensor.ndim == 2 and key.endswith(".weight") and not re.search("|".join(map(re.escape, PLAIN)), key):
             written, plain[key] = write(tensor)
