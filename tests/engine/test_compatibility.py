@@ -200,3 +200,8 @@ def test_too_many_kinds_of_layers_are_not_left_out() -> None:
     config: Any = CONFIG_MAPPING["granite_swa"]
     with pytest.raises(CannotShrink, match="24 kinds"):
         shrink_config(config(layer_rope_theta=[float(theta) for theta in range(1, 25)]))
+
+
+def test_the_small_copy_keeps_as_many_positions_where_they_are_as_many_as_the_width() -> None:
+    config: Any = CONFIG_MAPPING["biogpt"]
+    assert shrink_config(config(hidden_size=1024, max_position_embeddings=1024)).max_position_embeddings == 1024
