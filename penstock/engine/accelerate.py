@@ -1,9 +1,11 @@
 """Choose a model's backend, and replace parts of the model by native kernels where these are the backend.
 
 1. The unchanged model reads a few tokens, and the inputs and outputs of its parts are recorded.
-2. A decoder layer of the common form becomes one native call (`layer.py`). In other layers RMSNorms and linear layers
-   are replaced one by one; linear layers with the same input are packed together.
-3. A new layer or norm is given the recorded inputs of the original, and stays only if its output is the same.
+2. The experts of a mixture become one native call (`experts.py`), and so does a decoder layer of the common form, with
+   or without a mixture (`layer.py`). In other layers RMSNorms and linear layers are replaced one by one; linear layers
+   with the same input are packed together.
+3. New experts, a new layer or norm are given the recorded inputs of the original, and stay only if the output is the
+   same.
 
 An original's weights are freed as soon as they are packed, so that memory never holds the model twice.
 """
@@ -21,6 +23,7 @@ from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend
 from penstock.engine.cuda.trial import find_varlen_windows
+from penstock.engine.experts import find_experts_parts, find_mixtures, pack_experts, pack_router
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import Library, load_library
@@ -47,6 +50,8 @@ NUM_PROBE_TOKENS = 6
 """How many tokens the model reads for the comparison."""
 MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
+MIN_EQUAL_INDICES = 0.9
+"""Share of the experts chosen that must be the same: in 16 bits two of them may be equally good."""
 MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4}
 """The same where weights and inputs become integers: random weights lose as much, trained ones less."""
 
@@ -57,7 +62,8 @@ class _ModuleCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Tensor
+    output: Any
+    """A tensor; routers give several."""
 
 
 @dataclass
@@ -66,6 +72,8 @@ class _ForwardRecord:
 
     calls: dict[str, _ModuleCall] = field(default_factory=dict)
     """The last call of each norm and decoder layer, by the module's name."""
+    mixtures: dict[str, _ModuleCall] = field(default_factory=dict)
+    """The same of experts, of routers, and of the MLPs of decoder layers that they are in."""
     inputs: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """The names of the linear layers, by the name of their parent module and the `id` of the tensor they read."""
     kept: list[Tensor] = field(default_factory=list)
@@ -126,7 +134,11 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
         if is_linear(part):
             handles.append(part.register_forward_pre_hook(_make_input_hook(record, name)))
         elif _is_norm(part) or find_layer_parts(part, is_linear) is not None:
-            handles.append(part.register_forward_hook(_make_call_hook(record, name), with_kwargs=True))
+            handles.append(part.register_forward_hook(_make_call_hook(record.calls, name), with_kwargs=True))
+    for experts, routers in find_mixtures(model.module):
+        for name in {experts, *routers, experts.rpartition(".")[0]}:
+            note = _make_call_hook(record.mixtures, name)
+            handles.append(model.module.get_submodule(name).register_forward_hook(note, with_kwargs=True))
     batch = _make_batch(model)
     step = Step(batch, _make_storage(model))
     record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
@@ -152,11 +164,13 @@ def _make_input_hook(record: _ForwardRecord, name: str) -> Any:
     return note
 
 
-def _make_call_hook(record: _ForwardRecord, name: str) -> Any:
+def _make_call_hook(calls: dict[str, _ModuleCall], name: str) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # A norm may be called several times. Any call will do for the comparison, and the last one is kept.
         if isinstance(output, Tensor):
-            # A norm may be called several times. Any call will do for the comparison, and the last one is kept.
-            record.calls[name] = _ModuleCall(args, kwargs, output.clone())
+            calls[name] = _ModuleCall(args, kwargs, output.clone())
+        elif isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output):
+            calls[name] = _ModuleCall(args, kwargs, tuple(part.clone() for part in output))
 
     return note
 
@@ -194,8 +208,12 @@ class _Replacer:
         """Of what linear layers are part of."""
 
     def replace_parts(self) -> None:
-        """Replace decoder layers, then the norms and the linear layers that are left."""
+        """Replace mixtures of experts, decoder layers, then the norms and the linear layers that are left."""
         # The parts are held by name, because a reference to a module would keep its weights in memory.
+        for experts, routers in list(find_mixtures(self._root)):
+            self._replace_experts(experts)
+            for name in routers:
+                self._replace_router_weight(name)
         for name in self._record.calls:
             self._replace_layer(name)
         for name in self._record.calls:
@@ -213,7 +231,8 @@ class _Replacer:
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
         step = self._make_step()
-        right = self._compute_logits() if self.packer.num_quantized else self._record.logits
+        is_like_stored = not self.packer.num_quantized and not self._record.mixtures
+        right = self._record.logits if is_like_stored else self._compute_logits()
         with hooks.run_with_step(self._root, step):
             mine = new(step.batch.input_ids, self._record.position_ids).logits[0].float()
         return new if _root_mean_square(mine - right) <= self._tolerance * right.std() else None
@@ -237,6 +256,49 @@ class _Replacer:
         parent, _, child = name.rpartition(".")
         setattr(self._root.get_submodule(parent), child, new)
 
+    # Mixtures of experts
+
+    def _replace_experts(self, name: str) -> None:
+        """Replace the named experts if native ones give the same."""
+        experts, call = self._root.get_submodule(name), self._record.mixtures.get(name)
+        parts = find_experts_parts(experts)
+        if parts is None or call is None or any(one.weight.dtype != self._model.dtype for one in parts.down):
+            return
+        new = pack_experts(self._native, parts, self.packer.pack_linears, self._release)
+        if self._gives_recorded(new, call, self._layer_tolerance):
+            self._set_module(name, new)
+        for weight in (parts.gate_up[0].weight, parts.down[0].weight):
+            self._release(weight)
+
+    def _replace_router_weight(self, name: str) -> None:
+        """Replace the weight of the named router by a packed one if that gives the same."""
+        router: Any = self._root.get_submodule(name)
+        call = self._record.mixtures.get(name)
+        if call is None:
+            return
+        weight, bias = router.weight, getattr(router, "bias", None)
+        for dtype in dict.fromkeys((self._model.dtype, torch.float32)):  # some convert it and their input
+            del router.weight
+            router.weight = pack_router(self._native, weight, bias, dtype)
+            if self._gives_recorded(router, call, self._tolerance):
+                if bias is not None:
+                    del router.bias
+                    router.bias = bias.detach()  # no parameter: the packed weight has it
+                return
+            router.weight = weight
+
+    def _gives_recorded(self, new: nn.Module, call: _ModuleCall, tolerance: float) -> bool:
+        """Return whether the module gives the outputs of a recorded call, and nearly all of the same indices."""
+        try:
+            found = new(*call.args, **call.kwargs)
+        except (TypeError, ValueError, RuntimeError):  # it is called in another way
+            return False
+        mine, right = ((output,) if isinstance(output, Tensor) else output for output in (found, call.output))
+        return len(mine) == len(right) and all(
+            one.shape == other.shape and one.dtype == other.dtype and _is_close(one, other, tolerance)
+            for one, other in zip(mine, right, strict=True)
+        )
+
     # Decoder layers
 
     def _replace_layer(self, name: str) -> None:
@@ -245,24 +307,47 @@ class _Replacer:
         form = find_layer_parts(layer, is_linear)
         if form is None or form.attention.index not in self._record.layers:
             return
-        activation = _find_activation(layer.get_submodule("mlp"))
+        mlp = layer.get_submodule("mlp")
+        is_mixture = not form.gate_up
+        activation = Activation.NONE if is_mixture else _find_activation(mlp)
         paths = {id(part): path for path, part in layer.named_modules(prefix=name)}
         norms = [self._make_norm(paths[id(norm)], norm) for norm in form.norms + form.head_norms]
         good = [norm for norm in norms if norm is not None]
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
-        groups = (
+        groups = [
             self.packer.pack_linears(form.projections, _keep_weight),
             self.packer.pack_linears([form.output_projection], _keep_weight),
-            self.packer.pack_linears(form.gate_up, _keep_weight, activation),
-            self.packer.pack_linears([form.down_projection], _keep_weight),
-        )
-        new = NativeLayer(form.attention, groups, good, activation)
-        if not self._gives_same(new, name):
+        ]
+        if is_mixture:
+            new = NativeLayer(form.attention, groups, good, mlp=mlp)
+            is_same = self._gives_same_around(new, name)
+        else:
+            groups.append(self.packer.pack_linears(form.gate_up, _keep_weight, activation))
+            groups.append(self.packer.pack_linears(form.down_projection, _keep_weight))
+            new = NativeLayer(form.attention, groups, good, activation)
+            is_same = self._gives_same(new, name)
+        if not is_same:
             return
         self._set_module(name, new)
-        for linear in (*form.projections, form.output_projection, *form.gate_up, form.down_projection):
+        for linear in (*form.projections, form.output_projection, *form.gate_up, *form.down_projection):
             self._release(weight_of(linear))
+
+    def _gives_same_around(self, new: NativeLayer, name: str) -> bool:
+        """Return whether the new layer gives the recorded input to its mixture, and with that one's output its own.
+
+        In 16 bits the mixture itself may choose another expert for an input that is rounded otherwise.
+        """
+        call = self._record.mixtures.get(f"{name}.mlp")
+        if call is None:
+            return False
+        mixture, given = new.mlp, []
+        new.mlp = nn.Identity()
+        handle = new.mlp.register_forward_hook(lambda module, args, output: (given.append(output), call.output)[1])
+        is_same = self._gives_same(new, name)
+        handle.remove()
+        new.mlp = mixture
+        return is_same and _is_close(given[0], _input_of(call), self._layer_tolerance)
 
     def _gives_same(self, new: nn.Module, name: str) -> bool:
         """Return whether the new layer gives the recorded output of the named one."""
@@ -334,6 +419,14 @@ class _Replacer:
 
 def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
+
+
+def _is_close(mine: Tensor, right: Tensor, tolerance: float) -> bool:
+    """Return whether numbers are the same as far as the tolerance goes, and nearly all integers equal."""
+    if not right.is_floating_point():
+        return bool((mine == right).float().mean() >= MIN_EQUAL_INDICES)
+    mine, right = mine.float(), right.float()
+    return bool(_root_mean_square(mine - right) <= tolerance * _root_mean_square(right))
 
 
 def _input_of(call: _ModuleCall) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.experts import NativeExperts, is_experts
 from penstock.engine.kernels import library
 from penstock.engine.kernels.backend import NativeStep, describe_attention
 from penstock.engine.kernels.norm import NativeNorm
@@ -46,7 +47,9 @@ class LayerParts:
     """Projections of q, k and v."""
     output_projection: nn.Module
     gate_up: list[nn.Module]
-    down_projection: nn.Module
+    """Empty with a mixture of experts."""
+    down_projection: list[nn.Module]
+    """The same."""
     norms: list[nn.Module]
     """The norm before attention and the norm before the MLP."""
     head_norms: list[nn.Module]
@@ -54,19 +57,22 @@ class LayerParts:
 
 
 def find_layer_parts(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -> LayerParts | None:
-    """Return the parts of a layer that is built like Llama's, with or without head norms; otherwise None.
+    """Return the parts of a layer that is built like Llama's, with or without head norms and experts; otherwise None.
 
     Names are only a hint: the caller compares what the native layer computes with the original.
     """
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    if attention is None or mlp is None or _child_names(layer) != _LAYER_CHILDREN or _child_names(mlp) != _MLP_CHILDREN:
+    if attention is None or mlp is None or _child_names(layer) | {"mlp"} != _LAYER_CHILDREN:
+        return None
+    is_mixture = has_experts(mlp)
+    if not is_mixture and _child_names(mlp) != _MLP_CHILDREN:
         return None
     head_norms = _child_names(attention) - _ATTENTION_CHILDREN
     if not _child_names(attention) >= _ATTENTION_CHILDREN or head_norms not in (set(), _HEAD_NORM_CHILDREN):
         return None
     linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linears += [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears += [] if is_mixture else [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
     size = getattr(attention, "head_dim", None)
     if not all(map(is_linear, linears)) or not isinstance(size, int) or linears[0].out_features % size:
         return None
@@ -75,10 +81,15 @@ def find_layer_parts(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -
         scale=float(getattr(attention, "scaling", size**-0.5)), window=getattr(attention, "sliding_window", None),
     )  # fmt: skip
     return LayerParts(
-        params, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6], down_projection=linears[6],
+        params, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6], down_projection=linears[6:],
         norms=[layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")],
         head_norms=[attention.q_norm, attention.k_norm] if head_norms else [],
     )  # fmt: skip
+
+
+def has_experts(mlp: nn.Module) -> bool:
+    """Return whether the module is a mixture of experts."""
+    return any(isinstance(child, NativeExperts) or is_experts(child) for child in mlp.children())
 
 
 def _child_names(module: nn.Module) -> set[str]:
@@ -121,26 +132,37 @@ class PagedLayers:
 
 
 class NativeLayer(nn.Module):
-    """Replaces a decoder layer. `norms` includes the head norms; all are native already."""
+    """Replaces a decoder layer. `norms` includes the head norms; all are native already.
+
+    `groups` are those of the attention, and of the MLP if that is no mixture of experts: else `mlp` is that module.
+    """
 
     def __init__(
         self,
         params: AttentionParams,
-        groups: tuple[PackedLinears, PackedLinears, PackedLinears, PackedLinears],
+        groups: list[PackedLinears],
         norms: list[NativeNorm],
-        activation: Activation,
+        activation: Activation = Activation.NONE,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.attention = params
+        self.attention, self.mlp = params, mlp
         self._groups, self._norms = groups, norms
-        qkv, output, gate_up, down = (ctypes.pointer(group.packed) for group in groups)
+        qkv, output, gate_up, down = (
+            None if group is None else ctypes.pointer(group.packed) for group in (*groups, None, None)[:4]
+        )
         weights = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
         args = library.LayerArgs(
             qkv, output, gate_up, down, *weights, norms[0].eps, norms[1].eps, norms[-1].eps, int(activation),
-            norms[0].plus_one, groups[2].outputs[0],
+            norms[0].plus_one, 0 if mlp is not None else groups[2].outputs[0],
         )  # fmt: skip
         self.paged = PagedLayers([(params, args)])
         """The layer as the kernels read it. It lives as long as this module."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it has no window, and no weights that torch multiplies: a row depends on itself alone."""
+        return self.attention.window is None and not any(True for _ in self.parameters())
 
     def forward(
         self,
@@ -158,7 +180,20 @@ class NativeLayer(nn.Module):
         size = step.key_size(self.attention.index)
         if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
             raise Unsupported("its rotary embedding is not of a head's size and dtype")
-        return self.paged.compute(step, x, position_embeddings, first_key)
+        return self.compute(step, x, position_embeddings, first_key)
+
+    def compute(
+        self, step: NativeStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
+    ) -> Tensor:
+        """Compute the layer as `PagedLayers` does."""
+        if self.mlp is None:
+            return self.paged.compute(step, x, position_embeddings, first_key)
+        normed = torch.empty_like(x)
+        step.step_args.normed = normed.data_ptr()
+        out = self.paged.compute(step, x, position_embeddings, first_key)
+        result = self.mlp(normed)
+        out += result[0] if isinstance(result, tuple) else result  # some return the router's weights, too
+        return out
 
 
 class Output(NamedTuple):
@@ -230,6 +265,6 @@ def make_native_body(module: Any) -> NativeBody | None:
         return None
     if {name for name, _ in module.model.named_children()} != _INNER_CHILDREN:
         return None
-    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
+    if not all(isinstance(layer, NativeLayer) and layer.is_native for layer in module.model.layers):
         return None
     return NativeBody(module)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.packed import Activation, PackedLinears, Release, WeightForm, weight_of
+from penstock.engine.kernels.packed import Activation, PackedLinears, Release, WeightForm, make_linear, weight_of
 from penstock.errors import ModelLoadError
 
 QUANTIZED = ("int8", "int4")
 MIN_QUANTIZED_WEIGHTS = 2**14
 """A matrix with fewer weights, such as a router of experts, does not become integers."""
 NUM_PROBES = 5
-MAX_PROBED_OUTPUTS = 8192
-"""A probe packs a group twice more: of a large output layer a part will do."""
+MAX_PROBED_OUTPUTS, MAX_PROBED_LINEARS = 8192, 4
+"""A probe packs a group twice more: of a large output layer or of many experts a part will do."""
 _CACHE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _USUAL_CACHE_BYTES = 32 * 2**20
 
@@ -61,7 +61,7 @@ class WeightPacker:
 
     def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         """Return the form in which the first outputs of a group are faster."""
-        parts = [_make_linear(weight_of(linear)[:MAX_PROBED_OUTPUTS]) for linear in linears]
+        parts = [make_linear(weight_of(linear)[:MAX_PROBED_OUTPUTS]) for linear in linears[:MAX_PROBED_LINEARS]]
         compressed = PackedLinears(self._native, parts, _keep_weight, activation, WeightForm.COMPRESSED)
         stored = PackedLinears(self._native, parts, _keep_weight, activation)
         is_faster = compressed.form == WeightForm.COMPRESSED and self._is_faster(compressed, stored)
@@ -94,12 +94,6 @@ def read_cache_bytes() -> int:
         return int(text.removesuffix("K")) * 2**10 if text.endswith("K") else int(text)
     except (OSError, ValueError):
         return _USUAL_CACHE_BYTES
-
-
-def _make_linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def _keep_weight(weight: Tensor) -> None:

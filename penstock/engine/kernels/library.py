@@ -44,7 +44,18 @@ class LinearArgs(Structure):
     _fields_: ClassVar = [
         ("weight", POINTER(Packed)), ("x", c_void_p), ("x_stride", c_int64), ("rows", c_int64),
         ("parts", POINTER(Part)), ("num_parts", c_int32), ("activation", c_int32), ("residual", c_void_p),
-        ("residual_stride", c_int64),
+        ("residual_stride", c_int64), ("limit", c_float), ("slope", c_float),
+    ]  # fmt: skip
+
+
+class ExpertsArgs(Structure):
+    """One call of a mixture of experts."""
+
+    _fields_: ClassVar = [
+        ("gate_up", POINTER(Packed)), ("down", POINTER(Packed)), ("x", c_void_p), ("chosen", c_void_p),
+        ("shares", c_void_p), ("out", c_void_p), ("rows", c_int64), ("top_k", c_int64), ("num_experts", c_int64),
+        ("intermediate", c_int64), ("activation", c_int32), ("share_bytes", c_int32), ("limit", c_float),
+        ("slope", c_float),
     ]  # fmt: skip
 
 
@@ -182,20 +193,20 @@ class StepArgs(Structure):
     _fields_: ClassVar = [
         ("x", c_void_p), ("out", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("blocks", c_void_p),
         ("offsets", c_void_p), ("rows", c_int64), ("hidden", c_int64), ("tables", c_void_p), ("segments", c_void_p),
-        ("first_key", c_void_p), ("num_segments", c_int32),
+        ("first_key", c_void_p), ("num_segments", c_int32), ("normed", c_void_p),
     ]  # fmt: skip
 
 
 def _check_status(status: int) -> None:
     """Raise what a function of the library returned."""
     if status:
-        raise MemoryError("the kernels found no memory") if status == 1 else IndexError("there is no such token")
+        raise MemoryError("the kernels found no memory") if status == 1 else IndexError("there is no such token or expert")
 
 
 class Library:
     """The functions and the instruction set they run on. Calls release the interpreter's lock.
 
-    They raise `MemoryError`, and `lookup` and `sample` an `IndexError` for tokens that are not in the vocabulary.
+    They raise `MemoryError`, and an `IndexError` for tokens that are not in the vocabulary, or experts that do not exist.
     """
 
     def __init__(self, handle: ctypes.CDLL) -> None:
@@ -203,7 +214,8 @@ class Library:
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
         for name in (
-            "pack", "compress", "linear", "lookup", "attention", "write", "norm", "rope", "best", "sample", "rank"
+            "pack", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope", "best", "sample",
+            "rank",
         ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
@@ -214,6 +226,7 @@ class Library:
         self.pack = handle.penstock_pack
         self.compress = handle.penstock_compress
         self.linear = handle.penstock_linear
+        self.experts = handle.penstock_experts
         self.lookup = handle.penstock_lookup
         self.attention = handle.penstock_attention
         self.write = handle.penstock_write

@@ -1,6 +1,7 @@
 """Linear layers and embeddings whose weights are packed for the native kernels."""
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -31,6 +32,8 @@ class Activation(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2
+    BOUNDED_SWISH = 3
+    """gpt-oss: a swish with a slope, of a bounded gate; what it multiplies is bounded, too, and one is added to that."""
 
 
 class WeightForm(IntEnum):
@@ -56,9 +59,9 @@ class PackedLinears:
     """The weights of linear layers with the same input, packed together: one pass over them serves all.
 
     With 8 or 4 bits the inputs are made integers of 8 bits, too: products are summed exactly within a group of inputs.
-    With an `activation` there are two of them, gate and up, and the result is act(gate) * up, rounded where the
-    separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer out. A row's result depends on
-    that row alone.
+    With an `activation` they are pairs of gate and up, and the result of each is act(gate) * up, rounded where the
+    separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer or pair out. A row's result
+    depends on that row alone.
     """
 
     def __init__(
@@ -76,16 +79,17 @@ class PackedLinears:
         self.form = WeightForm.STORED if is_compressed else form
         self._native = native
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
-        panels = [-(-n // width) for n in self.outputs]
-        firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
-        num_panels = panels[0] if activation else sum(panels)
+        together = 2 if activation else 1  # layers that share panels
+        ends = list(itertools.accumulate(-(-n // width) for n in self.outputs[::together]))
+        firsts = [end for end in (0, *ends[:-1]) for _ in range(together)]
+        num_panels = ends[-1]
         self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
         self._tables: tuple[Tensor, ...] = ()
         """Of compressed weights."""
         self.num_exceptions = 0
         """Weights that compression keeps apart."""
         for i, weight in enumerate(weights):
-            column = width * i if activation else 0
+            column = width * (i % together)
             for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
                 piece = weight[row : row + _PACKED_ROWS_PER_RELEASE]
                 self._pack_weight(piece, firsts[i] + row // width, width, column)
@@ -98,9 +102,9 @@ class PackedLinears:
         )  # fmt: skip
         if is_compressed:
             self._compress()
-        count = 1 if activation else len(weights)
-        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs[:count], firsts, strict=False))
-        self._parts = (library.Part * count)(*parts)
+        count = len(weights) // together
+        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs, firsts, strict=True))
+        self._parts = (library.Part * count)(*list(parts)[::together])
         self._args = library.LinearArgs(
             weight=ctypes.pointer(self.packed), parts=self._parts, num_parts=count, activation=int(activation)
         )
@@ -156,7 +160,7 @@ class PackedLinears:
         self._native.pack(ctypes.addressof(args))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """Return a tensor [.., outputs] for each layer, or with an activation the one product."""
+        """Return a tensor [.., outputs] for each layer, or with an activation for each pair."""
         rows = x.reshape(-1, self.inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -187,6 +191,15 @@ def weight_of(linear: nn.Module) -> Tensor:
     return weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()
 
 
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a linear layer of a weight [outputs, inputs] that is a view of another tensor."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
 def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
     """Return the biases by panel column, float32 [num_panels * 32]; None if no layer has a bias."""
     biases = [getattr(linear, "bias", None) for linear in linears]
@@ -196,7 +209,7 @@ def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_
     for i, (bias, first) in enumerate(zip(biases, firsts, strict=True)):
         if bias is None:
             continue
-        part = columns[first:, i if width < PANEL_COLUMNS else 0]
+        part = columns[first:, i % columns.shape[1]]
         padded = torch.zeros(-(-len(bias) // width) * width)
         padded[: len(bias)] = bias.detach().float()
         part[: len(padded) // width] = padded.view(-1, width)

@@ -88,6 +88,11 @@ EXPORT int penstock_set_threads(int count) { return pool::set_threads(count); }
 EXPORT int penstock_pack(const PackArgs* a) { return call(table().pack, a); }
 EXPORT int penstock_compress(const CompressArgs* a) { return call(table().compress, a); }
 EXPORT int penstock_linear(const LinearArgs* a) { return call(table().linear, a); }
+EXPORT int penstock_experts(const ExpertsArgs* a) {
+  for (int64_t i = 0; i < a->rows * a->top_k; i++)
+    if (uint64_t(a->chosen[i]) >= uint64_t(a->num_experts)) return kNoSuchRow;
+  return call(table().experts, a);
+}
 EXPORT int penstock_lookup(const LookupArgs* a) {
   const uint64_t num_columns = uint64_t(a->weight->num_panels) * 32;
   for (int64_t i = 0; i < a->rows; i++)

@@ -190,9 +190,10 @@ void multiply_slice(CompressedPanel& panel, const Input& input, int slice, float
 }
 #endif
 
-void compressed_panel(const LinearArgs& a, const Input& input, int64_t number, int64_t first_row) {
+void compressed_panel(const Chunk& chunk, int64_t number) {
   alignas(64) float sums[kChunkRows * kColumns];
-  CompressedPanel panel(*a.weight, number);
+  const Input& input = chunk.input;
+  CompressedPanel panel(*chunk.a->weight, number);
 #if defined(__AMX_BF16__)
   const TileConfig config;
   if (input.blocks.tiles) _tile_loadconfig(&config);
@@ -213,16 +214,14 @@ void compressed_panel(const LinearArgs& a, const Input& input, int64_t number, i
 #if defined(__AMX_BF16__)
   if (input.blocks.tiles) _tile_release();
 #endif
-  finish<bf16>(a, number, first_row, input.blocks.rows, sums);
+  finish<bf16>(chunk, number, sums);
 }
 
-void compressed_linear(const LinearArgs& a) {
-  for (int64_t row = 0; row < a.rows; row += kChunkRows) {
-    const int rows = int(a.rows - row < kChunkRows ? a.rows - row : kChunkRows);
-    const Input input = pack_input<bf16>(a, row, rows);
-    pool::run(int(a.weight->num_panels), [&](int panel) { compressed_panel(a, input, panel, row); });
-  }
-}
+// How chunks are computed whose weights are compressed.
+struct Compressed {
+  static void pack(std::vector<Chunk>& chunks) { Stored<bf16>::pack(chunks); }
+  static void multiply(const Chunk& chunk, int64_t panel) { compressed_panel(chunk, panel); }
+};
 
 // ---- the weights
 

@@ -7,6 +7,7 @@ namespace ISA {
 void pack(const PackArgs*);
 void compress(const CompressArgs*);
 void linear(const LinearArgs*);
+void experts(const ExpertsArgs*);
 void lookup(const LookupArgs*);
 void attention(const AttentionArgs*);
 void write(const WriteArgs*);
@@ -17,5 +18,10 @@ void sample(const SampleArgs*);
 void rank(const RankArgs*);
 void layers(const PagedLayer*, int64_t, const StepArgs*);
 uint64_t read(const void*, int64_t);
+
+// Several linear layers of one shape and form, each with rows of its own; none has more than one part.
+void linears(const LinearArgs* each, int count);
+// Some panels of a group as a group of their own.
+Packed panels_of(const Packed& all, int64_t first, int64_t count);
 
 }  // namespace ISA

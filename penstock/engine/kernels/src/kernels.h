@@ -24,7 +24,8 @@ struct Packed {
 // How weights are packed: as they are stored, as integers of 8 or 4 bits, or bf16 without loss in 12 bits.
 enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2, kCompressed = 3 };
 
-enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+// Of the gate. kBoundedSwish bounds the gate and what it gates, to which it adds one: as gpt-oss does.
+enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kBoundedSwish = 3 };
 
 // A part of the output columns: panels from `first_panel` on belong to it, up to the next part's.
 struct Part {
@@ -44,6 +45,23 @@ struct LinearArgs {
   int32_t activation;    // not kNone: panels are 16 columns of the gate and 16 of what it gates; one part, of the products
   const void* residual;  // added to the (rounded) result, or null; one part only
   int64_t residual_stride;
+  float limit, slope;  // of kBoundedSwish
+};
+
+// A mixture of experts: each row goes to the `top_k` experts that were chosen for it, and their results are weighted and
+// added in the order of the choice. An expert is gate, up and down; those of one kind are packed one after the other.
+struct ExpertsArgs {
+  const Packed* gate_up;  // of all experts
+  const Packed* down;
+  const void* x;          // [rows, inputs], contiguous
+  const int64_t* chosen;  // [rows, top_k]
+  const void* shares;     // [rows, top_k] the weights of the results
+  void* out;              // [rows, inputs]
+  int64_t rows, top_k, num_experts;
+  int64_t intermediate;   // columns of the gate
+  int32_t activation;
+  int32_t share_bytes;    // of a weight: with those of an element, a weighted result is rounded before it is added
+  float limit, slope;     // of kBoundedSwish
 };
 
 // The new tokens of one sequence in a step. They attend to the sequence's tokens before them and to each other.
@@ -125,7 +143,7 @@ struct RopeArgs {
 struct LayerArgs {
   const Packed* qkv;
   const Packed* output;
-  const Packed* gate_up;
+  const Packed* gate_up;  // null: it ends with h, which the caller gives to a mixture of experts
   const Packed* down;
   const void* input_norm;
   const void* mid_norm;
@@ -158,6 +176,7 @@ struct StepArgs {
   const Segment* segments;
   const int32_t* first_key;
   int32_t num_segments;
+  void* normed;             // [rows, hidden]: h of a layer without gate_up
 };
 
 // Put a weight [outputs, inputs] where it belongs in a group's panels: `columns` (32, or 16 for the two halves of a gated
@@ -247,6 +266,7 @@ struct Table {
   void (*pack)(const PackArgs*);
   void (*compress)(const CompressArgs*);
   void (*linear)(const LinearArgs*);
+  void (*experts)(const ExpertsArgs*);
   void (*lookup)(const LookupArgs*);
   void (*attention)(const AttentionArgs*);
   void (*write)(const WriteArgs*);

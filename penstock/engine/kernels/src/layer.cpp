@@ -83,7 +83,8 @@ struct Layer {
     attention(&attend);
     project(w.output, h, attended, {step.out, step.hidden, step.hidden, 0}, kNone, step.x);
 
-    normed(step.out, h, w.mid_norm, w.mid_eps);
+    normed(step.out, w.gate_up ? h : step.normed, w.mid_norm, w.mid_eps);
+    if (!w.gate_up) return;
     project(w.gate_up, h, step.hidden, {qkv, w.intermediate, w.intermediate, 0}, w.activation, nullptr);
     project(w.down, qkv, w.intermediate, {step.out, step.hidden, step.hidden, 0}, kNone, step.out);
   }

@@ -1,12 +1,14 @@
-// y = act(x Wᵀ + b) for a packed group of linear layers.
+// y = act(x Wᵀ + b) for packed groups of linear layers.
 //
 // Every output element is one chain of `madd`s along the input, in order, whatever the number of rows: a row's bits do
 // not depend on the rows beside it. A panel of weights is read once from memory for all rows; the rows are blocked so
 // that the accumulators of a block fill the registers.
+#include <algorithm>
 #include <utility>
+#include <vector>
 
+#include "functions.h"
 #include "integers.h"
-#include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -82,28 +84,71 @@ struct Input {
     int left = units - slice * kSliceUnits;
     return left < kSliceUnits ? left : kSliceUnits;
   }
+  size_t size() const { return size_t(units) * blocks.count * blocks.width(); }
   uint32_t* at(int slice, int block) const {
     return data + (int64_t(slice) * kSliceUnits * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width();
   }
 };
 
-template <class T> Input pack_input(const LinearArgs& a, int64_t first_row, int rows) {
+// The inputs of a row as int8: see quantized.h.
+struct QuantizedRows {
+  int8_t* codes;   // [rows, units * 4]; zeros behind the inputs
+  float* scales;   // [rows, groups]
+  int32_t* sums;   // [rows, groups], of the codes
+  int units, groups;
+};
+
+// Rows of one linear layer that are computed at once.
+struct Chunk {
+  const LinearArgs* a;
+  int64_t first_row;
+  int rows;
   Input input;
-  input.units = int((a.weight->inputs + Unit<T>::width - 1) / Unit<T>::width);
-  input.num_slices = (input.units + kSliceUnits - 1) / kSliceUnits;
-  input.blocks = blocks_of(rows, fits_tiles<T>(input.units));
-  input.data = (uint32_t*)pool::scratch(0, size_t(input.units) * input.blocks.count * input.blocks.width() * 4);
-  auto task = [&](int i) {
-    int block = i / input.num_slices, slice = i % input.num_slices;
-    const T* x = (const T*)a.x + (first_row + input.blocks.first(block)) * a.x_stride;
-    auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T>;
-    pack(x, a.x_stride, input.blocks.size(block), a.weight->inputs, slice * kSliceUnits, input.slice_units(slice),
-         input.at(slice, block));
+  QuantizedRows quantized;
+};
+
+// Call task(chunk, i) for every i below count(chunk), of every chunk; on the pool's threads if that is worth it.
+template <class Count, class F> void run_tasks(std::vector<Chunk>& chunks, const Count& count, const F& task) {
+  int most = 0, all_tasks = 0;
+  for (Chunk& chunk : chunks) {
+    most = std::max(most, count(chunk));
+    all_tasks += count(chunk);
+  }
+  auto run = [&](int i) {
+    Chunk& chunk = chunks[i / most];
+    if (i % most < count(chunk)) task(chunk, i % most);
   };
-  int num_tasks = input.blocks.count * input.num_slices;
-  if (num_tasks >= 8) pool::run(num_tasks, task);
-  else for (int i = 0; i < num_tasks; i++) task(i);
-  return input;
+  const int num_tasks = most * int(chunks.size());
+  if (all_tasks >= 8) pool::run(num_tasks, run);
+  else for (int i = 0; i < num_tasks; i++) run(i);
+}
+
+// Pack the input of each chunk: `row(chunk, r)` is where row r of it begins, of `inputs` elements.
+template <class T, class Row> void pack_inputs(std::vector<Chunk>& chunks, int64_t inputs, const Row& row) {
+  size_t total = 0;
+  const int units = int((inputs + Unit<T>::width - 1) / Unit<T>::width), slices = (units + kSliceUnits - 1) / kSliceUnits;
+  for (Chunk& chunk : chunks) {
+    chunk.input = {nullptr, units, slices, blocks_of(chunk.rows, fits_tiles<T>(units))};
+    total += chunk.input.size();
+  }
+  uint32_t* data = (uint32_t*)pool::scratch(0, total * 4);
+  for (Chunk& chunk : chunks) {
+    chunk.input.data = data;
+    data += chunk.input.size();
+  }
+  auto count = [](const Chunk& chunk) { return chunk.input.blocks.count * chunk.input.num_slices; };
+  run_tasks(chunks, count, [&](const Chunk& chunk, int i) {
+    const Input& input = chunk.input;
+    const int block = i / slices, slice = i % slices, first = input.blocks.first(block);
+    const T* x = row(chunk, first);
+    const int64_t stride = row(chunk, first + 1) - x;
+    auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T>;
+    pack(x, stride, input.blocks.size(block), inputs, slice * kSliceUnits, input.slice_units(slice), input.at(slice, block));
+  });
+}
+
+template <class T> const T* row_of(const Chunk& chunk, int64_t row) {
+  return (const T*)chunk.a->x + (chunk.first_row + row) * chunk.a->x_stride;
 }
 
 // ---- one block of rows times one panel
@@ -210,13 +255,20 @@ template <class T> Multiply<T> choose(int rows, bool once) {
 
 f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
 
+// A swish whose slope is given, of a bounded gate.
+f32x16 bounded_swish(const LinearArgs& a, f32x16 x) {
+  f32x16 bounded = x > a.limit ? all(a.limit) : x;
+  return bounded / (1.0f + exp(bounded * -a.slope));
+}
+
 f32x16 gelu_tanh(f32x16 x) {
   f32x16 cube = x * x * x;
   f32x16 inner = (x + cube * 0.044715f) * 0.7978845608028654f;
   return x * 0.5f * (1.0f + tanh(inner));
 }
 
-template <class T> void finish(const LinearArgs& a, int64_t panel, int64_t first_row, int rows, const float* c) {
+template <class T> void finish(const Chunk& chunk, int64_t panel, const float* c) {
+  const LinearArgs& a = *chunk.a;
   int p = a.num_parts - 1;
   while (panel < a.parts[p].first_panel) p--;
   const Part& part = a.parts[p];
@@ -225,14 +277,20 @@ template <class T> void finish(const LinearArgs& a, int64_t panel, int64_t first
   if (a.weight->bias) {
     for (int h = 0; h < 2; h++) bias[h] = load(a.weight->bias + panel * kColumns + h * 16);
   }
-  for (int r = 0; r < rows; r++, c += kColumns) {
+  for (int64_t row = chunk.first_row; row < chunk.first_row + chunk.rows; row++, c += kColumns) {
     f32x16 v[2] = {load(c) + bias[0], load(c + 16) + bias[1]};
-    T* out = (T*)part.out + (first_row + r) * part.stride;
+    T* out = (T*)part.out + row * part.stride;
     if (a.activation != kNone) {
-      f32x16 gate = rounded<T>(v[0]);
-      gate = rounded<T>(a.activation == kSilu ? silu(gate) : gelu_tanh(gate));
+      f32x16 gate = rounded<T>(v[0]), up = rounded<T>(v[1]);
+      if (a.activation == kBoundedSwish) {
+        up = up > a.limit ? all(a.limit) : up < -a.limit ? all(-a.limit) : up;
+        up = rounded<T>(up + 1.0f);
+        gate = bounded_swish(a, gate);
+      } else {
+        gate = a.activation == kSilu ? silu(gate) : gelu_tanh(gate);
+      }
       int64_t column = local * 16;
-      if (column < part.columns) store_first(out + column, gate * rounded<T>(v[1]), int(part.columns - column));
+      if (column < part.columns) store_first(out + column, rounded<T>(gate) * up, int(part.columns - column));
       continue;
     }
     for (int h = 0; h < 2; h++) {
@@ -240,7 +298,7 @@ template <class T> void finish(const LinearArgs& a, int64_t panel, int64_t first
       if (column >= part.columns) break;
       int count = int(part.columns - column);
       if (a.residual) {
-        const T* residual = (const T*)a.residual + (first_row + r) * a.residual_stride + column;
+        const T* residual = (const T*)a.residual + row * a.residual_stride + column;
         v[h] = load_first(residual, count) + rounded<T>(v[h]);
       }
       store_first(out + column, v[h], count);
@@ -258,9 +316,10 @@ void multiply_block(const uint32_t* w, const Input& input, int slice, int block,
   choose<T>(rows, input.blocks.count == 1)(w, input.at(slice, block), units, slice == 0, c, ahead);
 }
 
-template <class T> void panel_times_rows(const LinearArgs& a, const Input& input, int64_t panel, int64_t first_row) {
+template <class T> void panel_times_rows(const Chunk& chunk, int64_t panel) {
   alignas(64) float sums[kChunkRows * kColumns];
-  const uint32_t* w = a.weight->data + panel * input.units * kColumns;
+  const Input& input = chunk.input;
+  const uint32_t* w = chunk.a->weight->data + panel * input.units * kColumns;
   int count = input.blocks.count;
 #if defined(__AMX_BF16__)
   const TileConfig config;
@@ -280,14 +339,28 @@ template <class T> void panel_times_rows(const LinearArgs& a, const Input& input
 #if defined(__AMX_BF16__)
   if (input.blocks.tiles) _tile_release();
 #endif
-  finish<T>(a, panel, first_row, input.blocks.rows, sums);
+  finish<T>(chunk, panel, sums);
 }
 
-template <class T> void linear_of(const LinearArgs& a) {
-  for (int64_t row = 0; row < a.rows; row += kChunkRows) {
-    int rows = int(a.rows - row < kChunkRows ? a.rows - row : kChunkRows);
-    Input input = pack_input<T>(a, row, rows);
-    pool::run(int(a.weight->num_panels), [&](int panel) { panel_times_rows<T>(a, input, panel, row); });
+// How chunks are computed whose weights are as they are stored.
+template <class T> struct Stored {
+  static void pack(std::vector<Chunk>& chunks) { pack_inputs<T>(chunks, chunks[0].a->weight->inputs, row_of<T>); }
+  static void multiply(const Chunk& chunk, int64_t panel) { panel_times_rows<T>(chunk, panel); }
+};
+
+// Layers of one shape and form, in one run: a task for each panel of each.
+template <class F> void linears_of(const LinearArgs* each, int count) {
+  int64_t most = 0;
+  for (int i = 0; i < count; i++) most = std::max(most, each[i].rows);
+  const int64_t num_panels = each->weight->num_panels;
+  std::vector<Chunk> chunks;
+  for (int64_t row = 0; row < most; row += kChunkRows) {
+    chunks.clear();
+    for (const LinearArgs* a = each; a < each + count; a++) {
+      if (a->rows > row) chunks.push_back({a, row, int(std::min<int64_t>(a->rows - row, kChunkRows)), {}, {}});
+    }
+    F::pack(chunks);
+    pool::run(int(num_panels * chunks.size()), [&](int i) { F::multiply(chunks[i / num_panels], i % num_panels); });
   }
 }
 
@@ -328,14 +401,25 @@ template <class T> void lookup_of(const LookupArgs& a) {
 #include "quantized.h"
 #include "compressed.h"
 
-template <class T> void linear_in_form(const LinearArgs& a) {
-  switch (a.weight->form) {
-    case kInt8: return quantized_linear_of<T, 8>(a);
-    case kInt4: return quantized_linear_of<T, 4>(a);
-    case kCompressed: return compressed_linear(a);
-    default: return linear_of<T>(a);
+template <class T> void linears_in_form(const LinearArgs* each, int count) {
+  switch (each->weight->form) {
+    case kInt8: return linears_of<Quantized<T, 8>>(each, count);
+    case kInt4: return linears_of<Quantized<T, 4>>(each, count);
+    case kCompressed: return linears_of<Compressed>(each, count);
+    default: return linears_of<Stored<T>>(each, count);
   }
 }
+
+// The bytes of a panel.
+int64_t panel_bytes(const Packed& p) {
+  switch (p.form) {
+    case kInt8: return (p.inputs + 3) / 4 * Codes<8>::kLineBytes;
+    case kInt4: return (p.inputs + 3) / 4 * Codes<4>::kLineBytes;
+    case kCompressed: return p.inputs / 4 * kPairBytes;
+    default: return (p.inputs * p.element_bytes + 3) / 4 * kColumns * 4;
+  }
+}
+
 template <class T> void pack_in_form(const PackArgs& a) {
   switch (a.form) {
     case kInt8: return quantize_of<T, 8>(a);
@@ -354,7 +438,20 @@ template <class T> void lookup_in_form(const LookupArgs& a) {
 
 }  // namespace
 
-void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? linear_in_form<float>(*a) : linear_in_form<bf16>(*a); }
+void linears(const LinearArgs* each, int count) {
+  each->weight->element_bytes == 4 ? linears_in_form<float>(each, count) : linears_in_form<bf16>(each, count);
+}
+void linear(const LinearArgs* a) { linears(a, 1); }
+Packed panels_of(const Packed& all, int64_t first, int64_t count) {
+  Packed p = all;
+  p.data = (const uint32_t*)((const char*)all.data + first * panel_bytes(all));
+  p.num_panels = count;
+  if (all.bias) p.bias += first * kColumns;
+  if (all.scales) p.scales += first * kColumns * (all.form == kInt4 ? (all.inputs + kGroup - 1) / kGroup : 1);
+  if (all.palettes) p.palettes += first * 16;
+  if (all.first_exception) p.first_exception += first;
+  return p;
+}
 void pack(const PackArgs* a) { a->element_bytes == 4 ? pack_in_form<float>(*a) : pack_in_form<bf16>(*a); }
 void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? lookup_in_form<float>(*a) : lookup_in_form<bf16>(*a); }
 void compress(const CompressArgs* a) { compress_panels(*a); }

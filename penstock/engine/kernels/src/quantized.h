@@ -46,31 +46,29 @@ INLINE i32x16 dot(i32x16 c, u32x16 codes, uint32_t inputs) {
 
 // ---- the inputs as int8
 
-struct QuantizedRows {
-  int8_t* codes;   // [rows, units * 4]; zeros behind the inputs
-  float* scales;   // [rows, groups]
-  int32_t* sums;   // [rows, groups], of the codes
-  int units, groups;
-};
-
-template <class T> QuantizedRows quantize_rows(const LinearArgs& a, int64_t first_row, int rows) {
-  const int64_t inputs = a.weight->inputs;
+template <class T> void quantize_rows(std::vector<Chunk>& chunks) {
+  const int64_t inputs = chunks[0].a->weight->inputs;
   const int units = int((inputs + 3) / 4), groups = int((inputs + kGroup - 1) / kGroup);
-  QuantizedRows q{(int8_t*)pool::scratch(4, size_t(rows) * units * 4),
-                  (float*)pool::scratch(5, size_t(rows) * groups * 4),
-                  (int32_t*)pool::scratch(6, size_t(rows) * groups * 4), units, groups};
-  auto task = [&](int r) {
-    const T* x = (const T*)a.x + (first_row + r) * a.x_stride;
+  size_t rows = 0;
+  for (const Chunk& chunk : chunks) rows += chunk.rows;
+  QuantizedRows q{(int8_t*)pool::scratch(4, rows * units * 4), (float*)pool::scratch(5, rows * groups * 4),
+                  (int32_t*)pool::scratch(6, rows * groups * 4), units, groups};
+  for (Chunk& chunk : chunks) {
+    chunk.quantized = q;
+    q.codes += int64_t(chunk.rows) * units * 4;
+    q.scales += chunk.rows * groups;
+    q.sums += chunk.rows * groups;
+  }
+  run_tasks(chunks, [](const Chunk& chunk) { return chunk.rows; }, [&](const Chunk& chunk, int r) {
+    const QuantizedRows& own = chunk.quantized;
+    const T* x = row_of<T>(chunk, r);
     for (int g = 0; g < groups; g++) {
       const int left = int(inputs - int64_t(g) * kGroup);
       const int count = left < kGroup ? left : kGroup;
-      quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, q.codes + int64_t(r) * units * 4 + g * kGroup,
-                     q.scales + r * groups + g, q.sums + r * groups + g);
+      quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, own.codes + int64_t(r) * units * 4 + g * kGroup,
+                     own.scales + r * groups + g, own.sums + r * groups + g);
     }
-  };
-  if (rows >= 8) pool::run(rows, task);
-  else for (int r = 0; r < rows; r++) task(r);
-  return q;
+  });
 }
 
 // ---- a group of inputs of a block of rows, times one panel
@@ -129,13 +127,15 @@ template <int BITS, int... ROWS> MultiplyGroup choose_group(int rows, std::integ
   return table[rows - 1];
 }
 
-template <class T, int BITS> void quantized_panel(
-    const LinearArgs& a, const QuantizedRows& q, const Input& input, int64_t panel, int64_t first_row) {
+template <class T, int BITS> void quantized_panel(const Chunk& chunk, int64_t panel) {
+  const QuantizedRows& q = chunk.quantized;
+  const Input& input = chunk.input;
+  const Packed& weight = *chunk.a->weight;
   alignas(64) float sums[kChunkRows * kColumns];
   const int rows = input.blocks.rows, count = input.blocks.count;
   memset(sums, 0, sizeof(float) * rows * kColumns);
-  const uint8_t* w = (const uint8_t*)a.weight->data + panel * q.units * Codes<BITS>::kLineBytes;
-  const float* columns = a.weight->scales + panel * kColumns * (BITS == 4 ? q.groups : 1);
+  const uint8_t* w = (const uint8_t*)weight.data + panel * q.units * Codes<BITS>::kLineBytes;
+  const float* columns = weight.scales + panel * kColumns * (BITS == 4 ? q.groups : 1);
   for (int g = 0; g < q.groups; g++) {
     const int first = g * kGroupUnits, slice = first / kSliceUnits;
     const int units = q.units - first < kGroupUnits ? q.units - first : kGroupUnits;
@@ -152,23 +152,20 @@ template <class T, int BITS> void quantized_panel(
   if (BITS == 8) {
     for (int r = 0; r < rows * kColumns; r += 16) store(sums + r, load(sums + r) * load(columns + r % kColumns));
   }
-  finish<T>(a, panel, first_row, rows, sums);
+  finish<T>(chunk, panel, sums);
 }
 
-template <class T, int BITS> void quantized_linear_of(const LinearArgs& a) {
-  for (int64_t row = 0; row < a.rows; row += kChunkRows) {
-    const int rows = int(a.rows - row < kChunkRows ? a.rows - row : kChunkRows);
-    const QuantizedRows q = quantize_rows<T>(a, row, rows);
-    Packed units = *a.weight;  // four codes are packed like a float
-    units.inputs = q.units;
-    LinearArgs codes = a;
-    codes.weight = &units;
-    codes.x = q.codes;
-    codes.x_stride = q.units;
-    const Input input = pack_input<float>(codes, 0, rows);
-    pool::run(int(a.weight->num_panels), [&](int panel) { quantized_panel<T, BITS>(a, q, input, panel, row); });
+// How chunks are computed whose weights have BITS bits. Four codes of the input are packed like a float.
+template <class T, int BITS> struct Quantized {
+  static void pack(std::vector<Chunk>& chunks) {
+    quantize_rows<T>(chunks);
+    const int units = chunks[0].quantized.units;
+    pack_inputs<float>(chunks, units, [&](const Chunk& chunk, int64_t row) {
+      return (const float*)chunk.quantized.codes + row * units;
+    });
   }
-}
+  static void multiply(const Chunk& chunk, int64_t panel) { quantized_panel<T, BITS>(chunk, panel); }
+};
 
 // ---- the weights
 

@@ -6,6 +6,7 @@
 namespace ISA {
 
 extern const Table table;
-const Table table = {TEXT(ISA), pack, compress, linear, lookup, attention, write, norm, rope, best, sample, rank, layers, read};
+const Table table = {TEXT(ISA), pack, compress, linear, experts, lookup, attention, write, norm, rope, best, sample, rank, layers,
+                     read};
 
 }  // namespace ISA
