@@ -17,7 +17,8 @@ _FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit
 _TESTS = tuple(
     f"tests/engine/{name}.py"
     for name in (
-        "test_kernels", "test_attention_kernel", "test_quantized_kernels", "test_compressed_kernels", "test_sampler",
+        "test_kernels", "test_attention_kernel", "test_quantized_kernels", "test_compressed_kernels",
+        "test_experts_kernel", "test_sampler",
     )
 )  # fmt: skip
 _PRELOADED = ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -180,7 +180,7 @@ class Rounds:
 
 def _estimate_needed_mb(shape: Shape, pool_mb: int) -> int:
     """Memory for an engine: weights in the form they come and in its own, activations, libraries."""
-    return round(2.5 * shape.read_bytes / 2**20) + pool_mb + 1500
+    return round(2.5 * shape.file_bytes / 2**20) + pool_mb + 1500
 
 
 def _read_free_mb() -> int:

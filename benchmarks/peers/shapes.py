@@ -1,5 +1,6 @@
-"""The two model shapes that are measured, and what one token of them costs: bytes to read, operations to do."""
+"""The model shapes that are measured, and what one token of them costs: bytes to read, operations to do."""
 
+import math
 from dataclasses import dataclass
 
 MAX_LENGTH = 4096
@@ -9,7 +10,7 @@ BOS, EOS = 256, 257
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only model with grouped-query attention and a gated MLP."""
+    """A decoder-only model with grouped-query attention and a gated MLP, or a mixture of such experts."""
 
     name: str
     architecture: str
@@ -25,19 +26,28 @@ class Shape:
     """Whether the embedding is the output matrix too."""
     normed_heads: bool
     """Whether queries and keys are normalised, head by head."""
+    experts: int = 0
+    """In each layer; 0 without mixtures. `intermediate` is that of one expert."""
+    experts_per_token: int = 0
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Matrices of one layer, [outputs, inputs], by their name in it."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return {
+        found = {
             "self_attn.q_proj": (queries, self.hidden),
             "self_attn.k_proj": (keys, self.hidden),
             "self_attn.v_proj": (keys, self.hidden),
             "self_attn.o_proj": (self.hidden, queries),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
         }
+        if self.experts:
+            found["mlp.gate"] = (self.experts, self.hidden)
+        for mlp in [f"mlp.experts.{expert}" for expert in range(self.experts)] or ["mlp"]:
+            found |= {
+                f"{mlp}.gate_proj": (self.intermediate, self.hidden),
+                f"{mlp}.up_proj": (self.intermediate, self.hidden),
+                f"{mlp}.down_proj": (self.hidden, self.intermediate),
+            }
+        return found
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the weight file, by its name there."""
@@ -55,11 +65,18 @@ class Shape:
 
     @property
     def _layer_weights(self) -> int:
-        return self.layers * sum(rows * columns for rows, columns in self.linear_shapes().values())
+        """Numbers that a token is multiplied by: of a mixture those of its experts."""
+        unused = 3 * (self.experts - self.experts_per_token) * self.intermediate * self.hidden
+        return self.layers * (sum(rows * columns for rows, columns in self.linear_shapes().values()) - unused)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all weights in bf16."""
+        return 2 * sum(math.prod(size) for size in self.tensor_shapes().values())
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of bf16 weights that one decode step has to read: every matrix once, of the embedding only rows."""
+        """Bytes of bf16 weights that a decode step of one sequence has to read: of the embedding only rows."""
         return 2 * (self._layer_weights + self.vocabulary * self.hidden)
 
     def count_prefill_flops(self, length: int) -> float:
@@ -69,7 +86,15 @@ class Shape:
 
     def make_config(self) -> dict[str, object]:
         """The model's config.json."""
+        mixture = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        }
         return {
+            **(mixture if self.experts else {}),
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "num_hidden_layers": self.layers,
@@ -103,5 +128,10 @@ SHAPES = {
         layers=28, hidden=1024, heads=16, kv_heads=8, head_size=128, intermediate=3072, vocabulary=151936,
         tied=True, normed_heads=True,
     ),
+    "moe": Shape(
+        "moe", "Qwen3MoeForCausalLM", "qwen3_moe",
+        layers=18, hidden=1024, heads=16, kv_heads=4, head_size=128, intermediate=256, vocabulary=32000,
+        tied=True, normed_heads=True, experts=64, experts_per_token=8,
+    ),
 }  # fmt: skip
-"""135 million weights in the form of Llama, and the shape of Qwen3-0.6B."""
+"""135 million weights in the form of Llama, the shape of Qwen3-0.6B, and a billion in the form of Qwen3-MoE."""

@@ -23,7 +23,7 @@ from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend
 from penstock.engine.cuda.trial import find_varlen_windows
-from penstock.engine.experts import find_experts_parts, find_mixtures, pack_experts, pack_router
+from penstock.engine.experts import find_experts_parts, find_mixtures, keeps_rows_apart, pack_experts, pack_router
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import Library, load_library
@@ -37,7 +37,7 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
-from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, make_native_body
+from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
@@ -195,6 +195,19 @@ def _make_storage(model: LoadedModel) -> KVStorage:
     return KVStorage(replace(model.layout, is_int8=False), NUM_PROBE_TOKENS, model.device)
 
 
+class _RecordedMixture(nn.Module):
+    """Gives the recorded output of a mixture, and keeps its input."""
+
+    def __init__(self, call: _ModuleCall) -> None:
+        super().__init__()
+        self._call, self.x = call, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Any:
+        """Keep the input."""
+        self.x = x
+        return self._call.output
+
+
 class _Replacer:
     """Replaces the parts of one model by native ones that give the recorded outputs."""
 
@@ -229,6 +242,11 @@ class _Replacer:
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
         new = make_native_body(self._root)
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
+            return None
+        mixtures = {
+            name: call for name, call in self._record.mixtures.items() if has_experts(self._root.get_submodule(name))
+        }
+        if not all(keeps_rows_apart(self._root.get_submodule(n), c.args, c.kwargs) for n, c in mixtures.items()):
             return None
         step = self._make_step()
         is_like_stored = not self.packer.num_quantized and not self._record.mixtures
@@ -341,13 +359,11 @@ class _Replacer:
         call = self._record.mixtures.get(f"{name}.mlp")
         if call is None:
             return False
-        mixture, given = new.mlp, []
-        new.mlp = nn.Identity()
-        handle = new.mlp.register_forward_hook(lambda module, args, output: (given.append(output), call.output)[1])
+        mixture, recorded = new.mlp, _RecordedMixture(call)
+        new.mlp = recorded
         is_same = self._gives_same(new, name)
-        handle.remove()
         new.mlp = mixture
-        return is_same and _is_close(given[0], _input_of(call), self._layer_tolerance)
+        return is_same and _is_close(recorded.x, _input_of(call), self._layer_tolerance)
 
     def _gives_same(self, new: nn.Module, name: str) -> bool:
         """Return whether the new layer gives the recorded output of the named one."""

@@ -12,10 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.packed import Activation, PackedLinears, Release, make_linear
+
+ROW_WISE_FUNCTIONS = frozenset({
+    "_softmax", "_to_copy", "_unsafe_view", "add", "bitwise_not", "clone", "contiguous", "copy_", "detach", "div",
+    "div_", "empty", "empty_like", "expand", "gather", "masked_fill", "max", "mul", "mul_", "reshape", "scatter_", "select",
+    "slice", "softmax", "squeeze", "sum", "to", "topk", "type_as", "unsqueeze", "view", "zeros_like",
+})  # fmt: skip
+"""torch's functions that give a row the same bits in any batch.
+
+Not so sigmoid, SiLU or others that compute exponentials of each element: the last ones of a tensor, which fill no
+vector, are rounded otherwise.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class NativeExperts(nn.Module):
 
     def __init__(self, native: Library, gate_up: PackedLinears, down: PackedLinears, gate: Gate) -> None:
         super().__init__()
-        self._native, self._groups = native, (gate_up, down)
+        self._native, self.groups = native, (gate_up, down)
         self._args = library.ExpertsArgs(
             gate_up=ctypes.pointer(gate_up.packed), down=ctypes.pointer(down.packed), num_experts=len(down.outputs),
             intermediate=gate_up.outputs[0], activation=int(gate.activation), limit=gate.limit, slope=gate.slope,
@@ -174,6 +186,27 @@ def pack_experts(native: Library, parts: ExpertsParts, pack: Any, release: Relea
     """Return native experts; `pack` is the packer's method for linear layers."""
     gate_up = pack(parts.gate_up, release, parts.gate.activation)
     return NativeExperts(native, gate_up, pack(parts.down, release), parts.gate)
+
+
+class _FunctionNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of torch's functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute one of them."""
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def keeps_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether torch computes nothing in the module whose bits depend on how many rows there are."""
+    called = _FunctionNames()
+    with called:
+        module(*args, **kwargs)
+    return called.names <= ROW_WISE_FUNCTIONS
 
 
 def _keep_weight(weight: Tensor) -> None:

@@ -81,7 +81,8 @@ def find_layer_parts(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -
         scale=float(getattr(attention, "scaling", size**-0.5)), window=getattr(attention, "sliding_window", None),
     )  # fmt: skip
     return LayerParts(
-        params, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6], down_projection=linears[6:],
+        params, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6],
+        down_projection=linears[6:],
         norms=[layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")],
         head_norms=[attention.q_norm, attention.k_norm] if head_norms else [],
     )  # fmt: skip
@@ -158,11 +159,6 @@ class NativeLayer(nn.Module):
         )  # fmt: skip
         self.paged = PagedLayers([(params, args)])
         """The layer as the kernels read it. It lives as long as this module."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether it has no window, and no weights that torch multiplies: a row depends on itself alone."""
-        return self.attention.window is None and not any(True for _ in self.parameters())
 
     def forward(
         self,
@@ -265,6 +261,6 @@ def make_native_body(module: Any) -> NativeBody | None:
         return None
     if {name for name, _ in module.model.named_children()} != _INNER_CHILDREN:
         return None
-    if not all(isinstance(layer, NativeLayer) and layer.is_native for layer in module.model.layers):
+    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
         return None
     return NativeBody(module)

@@ -200,13 +200,17 @@ class StepArgs(Structure):
 def _check_status(status: int) -> None:
     """Raise what a function of the library returned."""
     if status:
-        raise MemoryError("the kernels found no memory") if status == 1 else IndexError("there is no such token or expert")
+        raise (
+            MemoryError("the kernels found no memory")
+            if status == 1
+            else IndexError("there is no such token or expert")
+        )
 
 
 class Library:
     """The functions and the instruction set they run on. Calls release the interpreter's lock.
 
-    They raise `MemoryError`, and an `IndexError` for tokens that are not in the vocabulary, or experts that do not exist.
+    They raise `MemoryError`, and an `IndexError` for tokens that are not in the vocabulary and for unknown experts.
     """
 
     def __init__(self, handle: ctypes.CDLL) -> None:

@@ -33,7 +33,7 @@ class Activation(IntEnum):
     SILU = 1
     GELU_TANH = 2
     BOUNDED_SWISH = 3
-    """gpt-oss: a swish with a slope, of a bounded gate; what it multiplies is bounded, too, and one is added to that."""
+    """As in gpt-oss: a swish with a slope, of a bounded gate, times what is bounded too, and one more."""
 
 
 class WeightForm(IntEnum):
