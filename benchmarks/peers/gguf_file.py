@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,23 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_ROUTER = "mlp.gate.weight"
+"""In float32, as llama.cpp's own conversion has it."""
 
 
 def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
-    """Convert a model of the Llama or Qwen3 architecture.
+    """Convert a model of the Llama, Qwen3 or Qwen3-MoE architecture.
 
     `form` is that of the matrices. The embedding, which is the output layer too, has 8 bits where the others have 4.
     """
     gguf: Any = importlib.import_module("gguf")
     config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, config["model_type"])
+    writer = gguf.GGUFWriter(target, config["model_type"].replace("_", ""))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -48,17 +54,21 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("none")
-    for name, bits in _read_tensors(model / "model.safetensors"):
-        if bits.ndim == 1:
-            writer.add_tensor(_rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
+    for name, bits in merge_experts(_read_tensors(model / "model.safetensors")):
+        if bits.ndim == 1 or name.endswith(_ROUTER):
+            writer.add_tensor(rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             bits = np.ascontiguousarray(_arrange_rotary(name, bits, config))  # noqa: PLW2901
             own = "Q8_0" if "embed" in name and form == "Q4_0" else form
             kind = gguf.GGMLQuantizationType[own]
             floats = (bits.astype(np.uint32) << 16).view(np.float32)
             raw = bits.view(np.uint8) if own == "BF16" else gguf.quants.quantize(floats, kind)
-            writer.add_tensor(_rename_tensor(name), raw, raw_dtype=kind)
+            writer.add_tensor(rename_tensor(name), raw, raw_dtype=kind)
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,
@@ -80,7 +90,22 @@ def _read_tensors(file: Path) -> Iterator[tuple[str, Bits]]:
             yield name, everything[first:last].view(np.uint16).reshape(about["shape"])
 
 
-def _rename_tensor(name: str) -> str:
+def merge_experts(tensors: Iterable[tuple[str, Bits]]) -> Iterator[tuple[str, Bits]]:
+    """Yield the tensors, those of all experts of a layer as one: [experts, rows, columns]."""
+    by_name: dict[str, dict[int, Bits]] = {}
+    for name, bits in tensors:
+        before, is_expert, rest = name.partition(".experts.")
+        if not is_expert:
+            yield name, bits
+            continue
+        number, _, inside = rest.partition(".")
+        by_name.setdefault(f"{before}.experts.{inside}", {})[int(number)] = bits
+    for name, experts in by_name.items():
+        yield name, np.stack([experts[number] for number in range(len(experts))])
+
+
+def rename_tensor(name: str) -> str:
+    """Return llama.cpp's name of a tensor."""
     part = name.removesuffix(".weight")
     if part in _PARTS:
         return f"{_PARTS[part]}.weight"

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
+from benchmarks.peers.gguf_file import merge_experts, rename_tensor
 from benchmarks.peers.rounds import OURS, Results
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.workload import CELLS, Cell, Request, compute_rates
@@ -65,6 +67,26 @@ def test_a_shape_has_the_weights_it_says(name: str, millions: float) -> None:
     norms = sum(math.prod(size) for size in shape.tensor_shapes().values() if len(size) == 1)
     rows_only = 0 if shape.tied else shape.vocabulary * shape.hidden
     assert shape.read_bytes == 2 * (weights - norms - rows_only)
+
+
+def test_a_mixture_reads_the_experts_of_a_token() -> None:
+    shape = SHAPES["moe"]
+    assert shape.file_bytes / 2e9 == pytest.approx(1.03, abs=0.01)
+    expert = 3 * shape.intermediate * shape.hidden
+    norms = sum(math.prod(size) for size in shape.tensor_shapes().values() if len(size) == 1)
+    unused = 2 * shape.layers * (shape.experts - shape.experts_per_token) * expert
+    assert shape.read_bytes == shape.file_bytes - 2 * norms - unused
+
+
+def test_experts_are_merged_for_llama_cpp() -> None:
+    bits = {number: np.full((2, 3), number, np.uint16) for number in range(12)}
+    given = [(f"model.layers.0.mlp.experts.{number}.up_proj.weight", bits[number]) for number in (10, 2, *range(2))]
+    given += [(f"model.layers.0.mlp.experts.{number}.up_proj.weight", bits[number]) for number in (*range(3, 10), 11)]
+    given.append(("model.norm.weight", bits[0]))
+    (norm, _), (name, merged) = merge_experts(given)
+    assert norm == "model.norm.weight"
+    assert rename_tensor(name) == "blk.0.ffn_up_exps.weight"
+    assert merged[:, 0, 0].tolist() == list(range(12))
 
 
 def test_attention_counts_what_a_token_sees() -> None:
