@@ -105,7 +105,7 @@ def measure_loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[s
     """Measure our engine's start in fresh processes: its time to that of reading the file, and its memory."""
     found: list[dict[str, float]] = []
     for _ in range(times):
-        side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, POOL_MB[shape.name])
+        side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, how["pool_mb"])
         try:
             found.append(side.ask("load", model=str(model), **{**how, "pool_mb": _LOAD_POOL_MB}))
         except SideFailed as error:

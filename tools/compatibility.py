@@ -91,6 +91,20 @@ its name.
 """
 """The page's section about quantised weights."""
 
+MIXTURES = """\
+## Mixtures of experts
+
+Where a layer has its experts in two merged tensors, as nearly all mixtures in transformers have, the native kernels of
+a CPU compute them in one call, in every form of the weights, and the router's product with its weight in another. What
+they compute is compared with the original at load, and stays only if it is the same. Weights are freed layer by layer
+as they are packed, so that memory never holds the model twice; that holds for unpacked checkpoints, too. In bfloat16
+tokens do not depend on the batch, the chunks or the number of threads.
+
+Not so for `dbrx`, `jetmoe` and `llama4_text`, whose experts have forms of their own: they run on PyTorch's operators.
+In float32 their tokens are those of `generate()`; in bfloat16 a token of theirs may depend on the batch.
+"""
+"""The page's section about mixtures of experts."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -280,6 +294,7 @@ with where it was read. One with * was rebuilt from the model's report and trans
 ## Published checkpoints
 {make_rows(checkpoints)}
 {QUANTISED}
+{MIXTURES}
 ## All architectures of transformers
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default

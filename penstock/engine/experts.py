@@ -20,8 +20,8 @@ from penstock.engine.kernels.packed import Activation, PackedLinears, Release, m
 
 ROW_WISE_FUNCTIONS = frozenset({
     "_softmax", "_to_copy", "_unsafe_view", "add", "bitwise_not", "clone", "contiguous", "copy_", "detach", "div",
-    "div_", "empty", "empty_like", "expand", "gather", "masked_fill", "max", "mul", "mul_", "reshape", "scatter_", "select",
-    "slice", "softmax", "squeeze", "sum", "to", "topk", "type_as", "unsqueeze", "view", "zeros_like",
+    "div_", "empty", "empty_like", "expand", "gather", "masked_fill", "max", "mul", "mul_", "reshape", "scatter_",
+    "select", "slice", "softmax", "squeeze", "sum", "to", "topk", "type_as", "unsqueeze", "view", "zeros_like",
 })  # fmt: skip
 """torch's functions that give a row the same bits in any batch.
 

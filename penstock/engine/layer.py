@@ -1,6 +1,7 @@
 """Decoder layers of the common form as one native call each, and whole models of such layers."""
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -235,8 +236,13 @@ class NativeBody(nn.Module):
         inner = module.model
         self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, module.lm_head
         self._rotary = RotaryTable(inner.rotary_emb)
-        self._paged = PagedLayers([one for layer in inner.layers for one in layer.paged.layers])
-        self._parts = list(inner.layers)  # they hold the weights
+        self._layers = list(inner.layers)  # they hold the weights
+        self._stages: list[PagedLayers | NativeLayer] = []
+        """Layers that are computed together, and those with a mixture of experts, in order."""
+        for has_mixture, layers in itertools.groupby(inner.layers, lambda layer: layer.mlp is not None):
+            found = list(layers)
+            paged = [one for layer in found for one in layer.paged.layers]
+            self._stages += found if has_mixture else [PagedLayers(paged)]
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
@@ -246,7 +252,8 @@ class NativeBody(nn.Module):
         assert isinstance(step, NativeStep)
         x = self._embed(input_ids)
         tables = self._rotary.find_rows(x, position_ids, int(position_ids.max()))
-        x = self._paged.compute(step, x, tables, None)
+        for stage in self._stages:
+            x = stage.compute(step, x, tables, None)
         if logits_to_keep is not None:
             x = x[:, logits_to_keep]
         return Output(self._head(self._norm(x)))
