@@ -14,8 +14,11 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine import quantized
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
+from penstock.engine.experts import NativeExperts
 from penstock.engine.files import DEMO_MODEL
+from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.errors import ModelLoadError
@@ -141,6 +144,14 @@ def _check_tokens(model: LoadedModel, plain: dict[str, Tensor]) -> None:
     assert mine == [output[0, len(PROMPT) :].tolist()]
 
 
+def _check_native_experts(model: LoadedModel, plain: dict[str, Tensor]) -> None:
+    """With native experts, which are packed from the unpacked ones, the tokens are the same."""
+    if load_library() is not None:
+        model = accelerate_model(model)
+        assert any(isinstance(part, NativeExperts) for part in model.module.modules())
+        _check_tokens(model, plain)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_the_model_it_stands_for(
     case: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +202,7 @@ def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
     loaded = model.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.items())
     _check_tokens(model, plain)
+    _check_native_experts(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +239,7 @@ def test_experts_in_fp8_are_merged_as_plain_ones_are(tmp_path: Path) -> None:
     loaded = model.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.module.state_dict().items())
     _check_tokens(model, loaded)
+    _check_native_experts(model, loaded)
 
 
 def test_rounded_once_to_the_dtype_of_the_engine(tiny_dir: Path, tmp_path: Path) -> None:
