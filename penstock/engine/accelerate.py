@@ -23,7 +23,14 @@ from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend
 from penstock.engine.cuda.trial import find_varlen_windows
-from penstock.engine.experts import find_experts_parts, find_mixtures, keeps_rows_apart, pack_experts, pack_router
+from penstock.engine.experts import (
+    NativeExperts,
+    find_experts_parts,
+    find_mixtures,
+    keeps_rows_apart,
+    pack_experts,
+    pack_router,
+)
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import Library, load_library
@@ -50,10 +57,10 @@ NUM_PROBE_TOKENS = 6
 """How many tokens the model reads for the comparison."""
 MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
-MIN_EQUAL_INDICES = 0.9
-"""Share of the experts chosen that must be the same: in 16 bits two of them may be equally good."""
 MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4}
 """The same where weights and inputs become integers: random weights lose as much, trained ones less."""
+MIN_EQUAL_INDICES = 0.9
+"""Share of the experts chosen that must be the same: in 16 bits two of them may be equally good."""
 
 
 @dataclass
@@ -118,7 +125,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     is_quantized = weights in QUANTIZED
     if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
-    backend = NativeBackend(native, record.layers, replacer.build_body())
+    has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
+    backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
 

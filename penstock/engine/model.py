@@ -12,7 +12,7 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.storage import KVLayout, KVStorage
 from penstock.engine.weights import MappedWeights
 
-QUANTIZATION_VERSION = 2
+QUANTIZATION_VERSION = 3
 """Counts the changes of what a weight or an input becomes in 8 or 4 bits; part of the fingerprint."""
 
 

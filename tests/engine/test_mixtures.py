@@ -121,6 +121,13 @@ def test_float32_logits_are_those_of_transformers(architecture: str) -> None:
     assert (mine - right).abs().max() <= 2e-5 * right.abs().max()
 
 
+def test_the_fingerprint_says_who_computes_experts_in_bfloat16() -> None:
+    model, changed = make_model("qwen3_moe"), make_model("qwen3_moe")
+    for layer in changed.module.model.layers:
+        layer.mlp.experts.act_fn = nn.ReLU()  # so that torch computes them
+    assert accelerate_model(model).fingerprint != accelerate_model(changed).fingerprint
+
+
 @pytest.mark.parametrize("broken", ["gate", "result"])
 def test_experts_that_only_look_like_the_common_ones_stay_as_they_are(broken: str) -> None:
     model = make_model("qwen3_moe", torch.float32)

@@ -125,11 +125,13 @@ class NativeBackend:
     """Layers whose attention the kernels compute."""
     body: nn.Module | None
     """Computes the whole model in the module's place, if its form allows that."""
+    has_experts: bool = False
+    """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""
 
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return self.native.isa
+        return f"{self.native.isa} experts" if self.has_experts else self.native.isa
 
     def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks."""
