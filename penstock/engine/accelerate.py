@@ -145,7 +145,7 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
             handles.append(part.register_forward_hook(_make_call_hook(record.calls, name), with_kwargs=True))
     for experts, routers in find_mixtures(model.module):
         for name in {experts, *routers, experts.rpartition(".")[0]}:
-            note = _make_call_hook(record.mixtures, name)
+            note = _make_call_hook(record.mixtures, name, takes_tuples=True)
             handles.append(model.module.get_submodule(name).register_forward_hook(note, with_kwargs=True))
     batch = _make_batch(model)
     step = Step(batch, _make_storage(model))
@@ -172,12 +172,12 @@ def _make_input_hook(record: _ForwardRecord, name: str) -> Any:
     return note
 
 
-def _make_call_hook(calls: dict[str, _ModuleCall], name: str) -> Any:
+def _make_call_hook(calls: dict[str, _ModuleCall], name: str, *, takes_tuples: bool = False) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # A norm may be called several times. Any call will do for the comparison, and the last one is kept.
         if isinstance(output, Tensor):
             calls[name] = _ModuleCall(args, kwargs, output.clone())
-        elif isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output):
+        elif takes_tuples and isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output):
             calls[name] = _ModuleCall(args, kwargs, tuple(part.clone() for part in output))
 
     return note
@@ -286,15 +286,16 @@ class _Replacer:
 
     def _replace_experts(self, name: str) -> None:
         """Replace the named experts if native ones give the same."""
-        experts, call = self._root.get_submodule(name), self._record.mixtures.get(name)
+        experts: Any = self._root.get_submodule(name)
+        call = self._record.mixtures.get(name)
         parts = find_experts_parts(experts)
         if parts is None or call is None or any(one.weight.dtype != self._model.dtype for one in parts.down):
             return
         new = pack_experts(self._native, parts, self.packer.pack_linears, self._release)
         if self._gives_recorded(new, call, self._layer_tolerance):
             self._set_module(name, new)
-        for weight in (parts.gate_up[0].weight, parts.down[0].weight):
-            self._release(weight)
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            self._release(weight.detach())
 
     def _replace_router_weight(self, name: str) -> None:
         """Replace the weight of the named router by a packed one if that gives the same."""
