@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from penstock.engine.sampling.draw import SamplingParams
-from penstock.engine.sampling.shares import count_chunk_rows
+from penstock.engine.sampling.ranking import count_chunk_rows
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
 _MAXIMA_BY_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)

@@ -31,13 +31,14 @@ def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]
     nucleus = [row for row, draw in enumerate(draws) if draw.sampling.top_p < 1 and not _has_top_k(draw, scores)]
     filtered = [row for row, draw in enumerate(draws) if _has_filters(draw)]
     tokens = [0] * len(draws)
-    totals = [0] * len(draws)
+    totals = torch.zeros(len(draws), dtype=torch.int64, device=scores.device)
     top = scores.amax(-1, keepdim=True)
     weighed = whole + nucleus
     if weighed:
         settings = _RowSettings([draws[row] for row in weighed], scores)
         blocks = sum_block_weights(scores, weighed, select_rows(top, weighed), settings.rate)
-        scatter_rows(totals, weighed, blocks.sum(-1).tolist())
+        if nucleus:  # it stays on the device, which nobody waits for
+            totals[to_device(weighed, scores.device, torch.int64)] = blocks.sum(-1)
     if whole:
         n = len(whole)
         ids = pick_token(
@@ -50,7 +51,7 @@ def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]
                 select_rows(scores, filtered),
                 select_rows(top, filtered),
                 [draws[row] for row in filtered],
-                [totals[row] for row in filtered],
+                select_rows(totals, filtered),
                 width,
             )
             scatter_rows(tokens, filtered, found)
@@ -74,12 +75,12 @@ def _has_top_k(draw: SamplingParams, scores: Tensor) -> bool:
 
 
 def _draw_filtered(
-    scores: Tensor, top: Tensor, draws: Sequence[SamplingParams], totals: list[int], width: int
+    scores: Tensor, top: Tensor, draws: Sequence[SamplingParams], totals: Tensor, width: int
 ) -> list[int]:
     """Draw a token for each row; -1 if its filters leave more than the first `width` tokens.
 
-    `top` has the best score of each row, [rows, 1]. `totals` are the weights of whole rows, for those with top-p and no
-    top-k.
+    `top` has the best score of each row, [rows, 1]. `totals` [rows] are the weights of whole rows, for those with top-p
+    and no top-k.
     """
     settings = _RowSettings(draws, scores)
     values, ids = top_tokens(scores, min(width, scores.shape[1]))
@@ -87,7 +88,7 @@ def _draw_filtered(
     weights.masked_fill_(torch.arange(weights.shape[1], device=scores.device) >= settings.top_k, 0)
     reached = weights.cumsum(-1)
     top_k_seen = settings.top_k <= weights.shape[1]
-    total = torch.where(top_k_seen, reached[:, -1:], torch.tensor(totals, device=scores.device)[:, None])
+    total = torch.where(top_k_seen, reached[:, -1:], totals[:, None])
     # The nucleus: the fewest tokens that reach top_p together, so those before which it is not reached yet.
     limit = total.double() * settings.top_p
     least = weights[:, :1].double() * settings.min_p

@@ -16,7 +16,14 @@ BLOCK_TOKENS = 64
 MAX_BLOCKWISE_TOKENS = 128
 """More tokens than this are ranked by looking at the whole row."""
 _CHUNK_SCORES = 2**18
-"""Scores ranked at once, so that intermediate results stay in the processor's cache."""
+"""Scores processed at once on a CPU, so that intermediate results stay in the processor's cache."""
+_DEVICE_CHUNK_SCORES = 2**24
+"""The same on a device, where each operation costs a launch."""
+
+
+def count_chunk_rows(scores: Tensor) -> int:
+    """Return how many rows of `scores` [rows, vocabulary] are to be processed at once."""
+    return max(1, (_CHUNK_SCORES if scores.device.type == "cpu" else _DEVICE_CHUNK_SCORES) // scores.shape[1])
 
 
 def reduce_blocks(scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -57,7 +64,7 @@ def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count <= MAX_BLOCKWISE_TOKENS and size > MAX_BLOCKWISE_TOKENS * BLOCK_TOKENS:
         maxima = reduce_blocks(scores, _block_maximum)
         return _top_of(*gather_blocks(scores, _top_indices(maxima, ids[:, : maxima.shape[1]], count)), count)
-    step = max(1, _CHUNK_SCORES // size)
+    step = count_chunk_rows(scores)
     chunks = [scores[begin : begin + step] for begin in range(0, len(scores), step)]
     parts = [_top_of(chunk, ids.expand_as(chunk), count) for chunk in chunks]
     return torch.cat([found for found, _ in parts]), torch.cat([ids for _, ids in parts])
@@ -79,4 +86,6 @@ def _top_indices(scores: Tensor, ids: Tensor, count: int) -> Tensor:
     keys = ids - (rising.long() << 32)
     if count < keys.shape[1]:
         return keys.topk(count, largest=False).indices
-    return torch.stack([row.sort().indices for row in keys])  # one dimension is sorted faster than two
+    if keys.device.type != "cpu":
+        return keys.sort(dim=-1).indices
+    return torch.stack([row.sort().indices for row in keys])  # on a CPU one dimension is sorted faster than two

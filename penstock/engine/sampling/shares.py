@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
+from penstock.engine.sampling.ranking import count_chunk_rows, gather_blocks, reduce_blocks
 
 WEIGHT_BITS = 40
 WEIGHT_SCALE = 2.0**WEIGHT_BITS
@@ -20,20 +20,11 @@ _POWER_OF_TWO = (1.32647203e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.9
 _FLOAT_BIAS, _FLOAT_FRACTION_BITS = 127, 23
 _MIN_TEMPERATURE = 1e-30
 """The lowest divisor in float32. Any temperature near it gives the best token."""
-_CHUNK_SCORES = 2**18
-"""Scores weighed at once, so that intermediate results stay in the processor's cache."""
-_DEVICE_CHUNK_SCORES = 2**24
-"""The same on a device, where each operation costs a launch."""
 
 
 def compute_rate(temperature: float) -> float:
     """Return how fast the logarithm of a weight, to base 2, falls with the score. Used in float32."""
     return math.log2(math.e) / max(temperature, _MIN_TEMPERATURE)
-
-
-def count_chunk_rows(scores: Tensor) -> int:
-    """Return how many rows are to be processed at once."""
-    return max(1, (_CHUNK_SCORES if scores.device.type == "cpu" else _DEVICE_CHUNK_SCORES) // scores.shape[1])
 
 
 def select_rows(scores: Tensor, rows: list[int]) -> Tensor:
