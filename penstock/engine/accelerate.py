@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.cuda.backend import CudaBackend
+from penstock.engine.cuda.backend import CudaBackend, describe_device
 from penstock.engine.cuda.trial import find_varlen_windows
 from penstock.engine.experts import (
     NativeExperts,
@@ -110,7 +110,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
             "PENSTOCK_ENGINE_KV_DTYPE=int8 needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
         )
     if model.device.type == "cuda":
-        return replace(model, backend=CudaBackend(find_varlen_windows(model)))
+        return replace(model, backend=CudaBackend(find_varlen_windows(model), describe_device(model.device)))
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model

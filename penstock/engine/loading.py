@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.cuda.backend import CudaBackend
+from penstock.engine.cuda.backend import CudaBackend, describe_device
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
@@ -48,6 +49,8 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
     """
     engine = Engine(load_stage_models(settings, progress, only_prompts=only_prompts), settings)
+    with torch.inference_mode():
+        engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
     engine.measure_speed()
     return engine
 
@@ -132,7 +135,7 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
         layout=layout,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        backend=CudaBackend() if device.type == "cuda" else TorchBackend(),
+        backend=CudaBackend(device_name=describe_device(device)) if device.type == "cuda" else TorchBackend(),
         weights=weights,
     )
 

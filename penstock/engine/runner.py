@@ -1,6 +1,7 @@
 """A model over one pool of KV blocks: it computes the steps of an engine."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,9 @@ class ModelRunner:
             # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
             self.storage.zero_blocks(batch.partial_new_blocks)
         return self.compute_sampled_logits(Step(batch, self.storage))
+
+    def record_steps(self, report: Callable[[float], None]) -> None:
+        """Do once, before any block is in use, what would hold up the first steps. `report` gets the share done."""
 
     def prepare_next_step(self, seqs: list[Sequence]) -> None:
         """Do what can be done for the next step before its tokens are known, in case the same sequences go on."""

@@ -140,7 +140,11 @@ def recording(model: LoadedModel, settings: EngineSettings) -> tuple[Engine, Tap
     """An engine that records its decode steps, as on a GPU."""
     assert isinstance(model.backend, EmulatedBackend)
     recorder = TapeRecorder()
-    return Engine(replace(model, backend=replace(model.backend, recorder=recorder)), settings), recorder
+    engine = Engine(replace(model, backend=replace(model.backend, recorder=recorder)), settings)
+    with torch.inference_mode():
+        engine.runner.record_steps(lambda done: None)
+    recorder.num_replayed = 0
+    return engine, recorder
 
 
 class Queues:

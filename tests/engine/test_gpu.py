@@ -14,7 +14,7 @@ from penstock.engine.attention import LayerAttention
 from penstock.engine.cuda import trial
 from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
 from penstock.engine.cuda.copies import BlockCopier
-from penstock.engine.cuda.decode import DecodeGraphs, HostInputs
+from penstock.engine.cuda.decode import DecodeGraphs, HostInputs, list_graph_sizes
 from penstock.engine.cuda.varlen import Windows, make_calls, pad_to_power_of_two
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
@@ -134,12 +134,31 @@ def test_a_step_is_two_calls_at_most() -> None:
         seq.num_computed_tokens, seq.block_table = computed, blocks
         plan.append((seq, num))
     singles, chunks = make_calls(plan, 4, CPU)
-    assert singles.tables.tolist() == [[4, 2, 7, 4], [9, 9, 9, 9], [5, 5, 5, 5], [4, 4, 4, 4]]
+    rows = [[4, 2, 7], [9], [5], []]
+    assert singles.tables.tolist() == [row + (row or [4])[:1] * (16 - len(row)) for row in rows]
     assert singles.lengths.tolist() == [9, 1, 2, 1]
     assert (singles.rows, singles.num_queries, singles.starts.tolist()) == (slice(0, 3), 4, [0, 1, 2, 3, 4])
-    assert chunks.tables.tolist() == [[3, 1, 8, 3]]
+    assert chunks.tables.tolist() == [[3, 1, 8] + [3] * 13]
     assert (chunks.lengths.tolist(), chunks.starts.tolist()) == ([11], [0, 6])
-    assert (chunks.rows, chunks.num_queries, chunks.max_rows) == (slice(3, 9), 8, 8)
+    assert (chunks.rows, chunks.num_queries, chunks.max_rows) == (slice(3, 9), 64, 64)
+
+
+def test_steps_have_few_sizes() -> None:
+    """Each other combination of sizes costs a plan of cuDNN's."""
+    rng, keys = random.Random(2), set()
+    for _ in range(300):
+        plan = []
+        for num in sorted([1] * rng.randrange(9) + [rng.randrange(2, 50) for _ in range(rng.randrange(1, 6))]):
+            computed = rng.randrange(200)
+            seq = sequence([0] * (computed + num), block_keys=[])
+            seq.num_computed_tokens, seq.block_table = computed, list(range(-(-(computed + num) // 4)))
+            plan.append((seq, num))
+        calls = make_calls(sorted(plan, key=lambda item: item[1] > 1), 4, CPU)
+        for call in calls:
+            assert call.starts[-1] <= call.num_queries
+            assert len(call.starts) == len(call.lengths) + 1 == len(call.tables) + 1
+        keys |= {call.plan_key for call in calls}
+    assert len(keys) <= 4 * 2 + 4 * 3 * 2  # sequences, then chunks, rows; and widths
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -170,7 +189,59 @@ def test_tokens_are_the_torch_paths(
     assert run_sequences(Engine(model, SMALL), _seqs(prompts)) == expected
 
 
+def test_sizes_without_a_plan_are_computed_by_torch(
+    demo: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither the step fails nor any of its sequences, and decode steps of other sizes are recorded all the same."""
+    refuses = False
+
+    def kernel(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if refuses and len(query) in (4, 64):
+            raise RuntimeError("cuDNN found no execution plan")
+        return varlen_attn(query, *args, **kwargs)
+
+    model = model_on(monkeypatch, demo, kernel)
+    refuses = True
+    engine, recorder = recording(model, SMALL)
+    engine.storage.data[:-1].fill_(torch.nan)  # what a sequence may not read
+    assert run_sequences(engine, _seqs(prompts)) == expected
+    assert recorder.num_recorded == 3  # four sequences are computed as eight
+    assert recorder.num_replayed > 20
+    assert any("cuDNN found no execution plan" in record.message for record in caplog.records)
+
+
 # Recorded decode steps
+
+
+def test_sizes_of_recorded_steps() -> None:
+    assert list_graph_sizes(1) == [1]
+    assert list_graph_sizes(5) == [1, 2, 4, 8]
+    assert list_graph_sizes(17) == [1, 2, 4, 8, 16, 24]
+    assert list_graph_sizes(24) == [1, 2, 4, 8, 16, 24]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_the_device_has_the_tables_of_each_step(demo: LoadedModel, num_blocks: int) -> None:
+    """Rows are copied only if they changed, whoever comes and goes, and in both sets of inputs."""
+    storage = KVStorage(demo.layout, 9, demo.device)
+    windows = dict.fromkeys(storage.keys, 0)
+    graphs = DecodeGraphs(storage, windows, max_batch=8, max_blocks=5, spare=8, recorder=TapeRecorder())
+    rng, running = random.Random(num_blocks), [_decoding([n] * num_blocks, 1) for n in range(6)]
+    for _ in range(60):
+        if rng.random() < 0.3:
+            running.pop(rng.randrange(len(running)))
+        if len(running) < 2 or (rng.random() < 0.3 and len(running) < 8):
+            running.insert(rng.randrange(len(running) + 1), _decoding([rng.randrange(8)] * num_blocks, 1))
+        for seq in rng.sample(running, 1):
+            if len(seq.block_table) < 5:
+                seq.block_table.append(rng.randrange(8))
+        host = graphs._host_inputs[graphs._turn]
+        graphs._upload_inputs(running, 8)
+        assert graphs._tables.tolist() == host.tables.tolist()
 
 
 def test_recorded_steps_give_the_same_tokens(
@@ -178,7 +249,7 @@ def test_recorded_steps_give_the_same_tokens(
 ) -> None:
     engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
     assert run_sequences(engine, _seqs(prompts)) == expected
-    assert recorder.num_recorded == 4  # 1, 2, 4 and 8 sequences
+    assert recorder.num_recorded == 4  # 1, 2, 4 and 8 sequences, before the first
     assert recorder.num_replayed > 20
 
 
@@ -427,11 +498,17 @@ def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]]
 def test_16_bits_use_paged_attention_and_graphs(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
     assert _windows(model).keys() == {shape.layer for shape in model.layout.layers}
-    engine = Engine(model, _settings(block_size))
+    engine = _recorded(model, block_size)
     run_sequences(engine, _plain(prompts, 24))
     graphs = _graphs(engine)
-    assert graphs._is_enabled
-    assert 8 in graphs._replays
+    assert [*graphs._replays] == [1, 2, 4, 8]
+
+
+@torch.inference_mode()
+def _recorded(model: LoadedModel, block_size: int) -> Engine:
+    engine = Engine(model, _settings(block_size))
+    engine.runner.record_steps(lambda done: None)
+    return engine
 
 
 def _graphs(engine: Engine) -> DecodeGraphs:
@@ -443,17 +520,16 @@ def _graphs(engine: Engine) -> DecodeGraphs:
 @on_gpu
 @torch.inference_mode()
 def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size: int) -> None:
-    engine = Engine(_gpu(block_size, "bfloat16"), _settings(block_size))
+    engine = _recorded(_gpu(block_size, "bfloat16"), block_size)
     graphs = _graphs(engine)
     for seq in (seqs := _plain(prompts[2:5], 30)):
         engine.add_sequence(seq)
     for _ in range(12):
         engine.step()
-    assert 4 in graphs._replays
     decoding = [seq for seq in seqs if seq.num_pending_tokens == 1]
     for seq in decoding:  # a block for the next token
         assert seq.num_computed_tokens < len(seq.block_table) * block_size
-    replayed = graphs.run_step(decoding, engine.runner.compute_logits)[: len(decoding)].clone()
+    replayed = graphs.run_step(decoding)[: len(decoding)].clone()
     launched = graphs._compute_step(4, engine.runner.compute_logits)[: len(decoding)]
     assert torch.equal(replayed, launched)
 

@@ -1,5 +1,6 @@
 """A GPU as a model's backend: paged attention where `varlen_attn` has it, recorded decode steps, pinned copies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,24 +58,42 @@ class CudaRunner(ModelRunner):
     def __init__(self, module: Any, storage: KVStorage, windows: Windows, graphs: DecodeGraphs | None) -> None:
         super().__init__(module, storage)
         self._windows = windows
+        self._refused: set[tuple[int, ...]] = set()
+        """Sizes of steps that `varlen_attn` does not compute."""
         self.graphs = graphs
         """Runs the steps in which every sequence decodes; None if not all layers have windows."""
 
     def run_step(self, batch: Batch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
         if batch.partial_new_blocks:
+            # Whole blocks are read behind a mask, which does not hide what is no number.
             self.storage.zero_blocks(batch.partial_new_blocks)
         if self.graphs is not None and self.graphs.can_run(batch.plan):
-            return self.graphs.run_step([seq for seq, _ in batch.plan], self.compute_logits)
+            return self.graphs.run_step([seq for seq, _ in batch.plan])
         if not self._windows:
             return self.compute_sampled_logits(Step(batch, self.storage))
         calls = make_calls(batch.plan, batch.block_size, batch.device)
-        return self.compute_sampled_logits(VarlenStep(batch, self.storage, self._windows, calls))
+        return self.compute_sampled_logits(VarlenStep(batch, self.storage, self._windows, calls, self._refused))
+
+    def record_steps(self, report: Callable[[float], None]) -> None:
+        """Record decode steps. `report` gets the share that is done."""
+        if self.graphs is not None:
+            self.graphs.record_steps(self.compute_logits, report)
 
     def prepare_next_step(self, seqs: list[Sequence]) -> None:
         """Write the inputs of the next decode step that are known while this step's tokens are sampled."""
         if self.graphs is not None:
             self.graphs.prepare_next_step(seqs)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the model of a GPU, its size, and the versions of what computes on it."""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
+    gpu = torch.cuda.get_device_properties(device)  # type: ignore[no-untyped-call, unused-ignore]
+    return (
+        f"{gpu.name} {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +102,13 @@ class CudaBackend:
 
     windows: Windows = field(default_factory=dict)
     """The layers whose attention `varlen_attn` computes."""
+    device_name: str = ""
+    """What the GPU is, and the versions of its libraries, by `describe_device`: all that rounding depends on."""
 
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return f"cuda {sorted(self.windows)}"
+        return f"cuda {sorted(self.windows)} {self.device_name}"
 
     def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks."""

@@ -1,10 +1,11 @@
 """Copies to the GPU and back through pinned memory, so that they run while the host goes on."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.sequence import Payload
@@ -18,6 +19,12 @@ def to_device(values: Sequence[float] | Sequence[Sequence[int]], device: torch.d
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def array_to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to the device. The host does not wait for the copy."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class CopyEvent(Protocol):

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: what a step launches is recorded once for each number of sequences, and replayed.
+"""Decode steps as CUDA graphs: what a step launches is recorded for some numbers of sequences, and replayed.
 
 A graph reads its inputs where it read them when it was recorded, so they are copied there. Numbers of sequences are
-padded to powers of two; padding rows compute on a spare block that belongs to no sequence.
+padded to the next size that was recorded; padding rows compute on a spare block that belongs to no sequence.
 
 Two sets of pinned inputs are used in turn: while the GPU runs a step, the host writes what it knows of the next one.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.cuda.copies import CopyEvent
-from penstock.engine.cuda.varlen import VarlenCall, VarlenStep, Windows, pad_to_power_of_two
+from penstock.engine.cuda.varlen import PlanRefused, VarlenCall, VarlenStep, Windows
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step
@@ -27,8 +27,18 @@ log = logging.getLogger(__name__)
 Compute = Callable[[Step], Tensor]
 """The model's forward pass: logits of all rows, [T, vocabulary]."""
 
+NUM_TRIAL_TOKEN_IDS = 64
+"""How many different tokens the steps have that are computed to record them."""
+MAX_CHANGED_SHARE = 4
+"""If more than one row of this many has another block table, all are copied at once."""
 MAX_RELATIVE_ERROR = 0.01
 """Root mean square of the error of a replayed step's logits, relative to theirs."""
+
+
+def list_graph_sizes(max_batch: int) -> list[int]:
+    """Return the numbers of sequences to record: 1, 2, 4, 8, then by eights, until `max_batch` is reached."""
+    sizes = [1, 2, 4, 8, *range(16, max_batch + 8, 8)]
+    return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_batch]
 
 
 class HostInputs:
@@ -47,6 +57,10 @@ class HostInputs:
         self._positions = [-1] * capacity
         self._arrays = self.numbers.numpy(), self.lengths.numpy(), self.tables.numpy()
         self._arrays[0][2] = spare
+
+    def get_table(self, row: int) -> tuple[list[int], int]:
+        """Return the block table that a row was written from, and how many of its blocks were written."""
+        return self._blocks[row], self._num_blocks[row]
 
     def write_step(self, seqs: list[Sequence], size: int) -> int:
         """Write each sequence's row, and padding rows up to `size`. Returns how many rows had to be written."""
@@ -125,11 +139,7 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """Runs steps in which every sequence decodes. Recorded after the first of each size, which is the warm-up.
-
-    What is recorded is replayed at once, and stays only if it gives the same.
-    Writing a token's KV again changes nothing.
-    """
+    """Runs steps in which every sequence decodes, once `record_steps` has recorded them."""
 
     def __init__(
         self,
@@ -143,7 +153,8 @@ class DecodeGraphs:
     ) -> None:
         """`max_blocks`: of one sequence. `spare`: the block for padding."""
         self._storage, self._windows, self._recorder = storage, windows, recorder
-        self._device, capacity = storage.data.device, pad_to_power_of_two(max_batch)
+        self._sizes = list_graph_sizes(max_batch)
+        self._device, capacity = storage.data.device, self._sizes[-1]
         rows = partial(HostInputs, capacity, max_blocks, storage.layout.block_size, spare)
         self._host_inputs = [rows(pinned=self._device.type == "cuda") for _ in range(2)]
         self._copy_events: list[CopyEvent | None] = [None, None]
@@ -153,38 +164,70 @@ class DecodeGraphs:
             tensor.to(self._device, copy=True)
             for tensor in (self._host_inputs[0].numbers, self._host_inputs[0].lengths, self._host_inputs[0].tables)
         )
+        self._device_tables = [self._host_inputs[0].get_table(row) for row in range(capacity)]
+        """By row of the tables on the device: what it was copied from."""
         self._starts = torch.arange(capacity + 1, dtype=torch.int32, device=self._device)
         self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._is_enabled = True
+        """What was recorded, by number of sequences, rising."""
+
+    def record_steps(self, compute: Compute, report: Callable[[float], None]) -> None:
+        """Record a step of each size. `report` gets the share that is done. No block may be in use.
+
+        A step is computed first, which is the warm-up, and what is recorded is replayed at once. It stays only if it
+        gives the same: otherwise, and if it cannot be recorded, decode steps are launched one kernel at a time. A size
+        that cannot be computed is left out, and the next one takes its place.
+        """
+        generator = torch.Generator().manual_seed(5)
+        self._write_trial_inputs(generator)
+        for number, size in enumerate(reversed(self._sizes)):  # smaller ones find room in the memory of larger ones
+            report(number / len(self._sizes))
+            try:
+                logits = self._compute_step(size, compute)
+            except PlanRefused as error:
+                log.warning("decode steps of %d sequences are not recorded: %s", size, error)
+                continue
+            try:
+                replay = self._recorder.record_graph(partial(self._compute_step, size, compute))
+            except RuntimeError as error:
+                self._disable(str(error).partition("\n")[0])
+                break
+            right = logits.float()
+            difference = (replay().float() - right).square().mean().sqrt()
+            if not bool(difference <= MAX_RELATIVE_ERROR * right.square().mean().sqrt()):
+                self._disable("a recorded step gives other logits than it did before")
+                break
+            self._replays = {size: replay, **self._replays}
+        self._storage.data[self._trial_blocks] = 0
+        self._tables.copy_(self._host_inputs[0].tables)
+
+    def _write_trial_inputs(self, generator: torch.Generator) -> None:
+        """Write inputs of a step to the device in which every sequence has another block, length and token."""
+        capacity, size = len(self._lengths), self._storage.layout.block_size
+        offsets = torch.randint(size, (capacity,), generator=generator)
+        blocks = torch.arange(capacity) % len(self._storage.data)
+        ids = torch.randint(NUM_TRIAL_TOKEN_IDS, (capacity,), generator=generator)
+        self._trial_blocks = torch.arange(min(capacity, len(self._storage.data)), device=self._device)
+        self._numbers.copy_(torch.stack([ids, offsets, blocks, offsets]))
+        self._lengths.copy_(offsets + 1)
+        self._tables.copy_(blocks[:, None].expand_as(self._tables))
 
     def can_run(self, plan: Plan) -> bool:
-        """Return whether every sequence decodes."""
-        return self._is_enabled and all(seq.num_pending_tokens == num == 1 for seq, num in plan)
+        """Return whether every sequence decodes, and a step of so many was recorded."""
+        return self._find_size(len(plan)) > 0 and all(seq.num_pending_tokens == num == 1 for seq, num in plan)
 
-    def run_step(self, seqs: list[Sequence], compute: Compute) -> Tensor:
+    def _find_size(self, count: int) -> int:
+        """Return the smallest recorded size that is not below `count`, or 0."""
+        return next((size for size in self._replays if size >= count), 0)
+
+    def run_step(self, seqs: list[Sequence]) -> Tensor:
         """Logits, in the order of the sequences: [at least as many rows, vocabulary], valid until the next step."""
-        size = pad_to_power_of_two(len(seqs))
+        size = self._find_size(len(seqs))
         self._upload_inputs(seqs, size)
-        replay = self._replays.get(size)
-        if replay is not None:
-            return replay()
-        logits = self._compute_step(size, compute)
-        try:
-            replay = self._recorder.record_graph(partial(self._compute_step, size, compute))
-        except RuntimeError as error:
-            self._disable(str(error).partition("\n")[0])
-            return logits
-        right = logits[: len(seqs)].float()
-        difference = (replay()[: len(seqs)].float() - right).square().mean().sqrt()
-        if bool(difference <= MAX_RELATIVE_ERROR * right.square().mean().sqrt()):
-            self._replays[size] = replay
-        else:
-            self._disable("a recorded step gives other logits than it did before")
-        return logits
+        return self._replays[size]()
 
     def _disable(self, reason: str) -> None:
         log.warning("decode steps are launched one kernel at a time: %s", reason)
-        self._is_enabled = False
+        self._replays.clear()
 
     def prepare_next_step(self, seqs: list[Sequence]) -> None:
         """Write what is known of the next step, in case the same sequences go on."""
@@ -195,9 +238,25 @@ class DecodeGraphs:
         host.write_step(seqs, size)
         self._numbers.copy_(host.numbers, non_blocking=True)
         self._lengths.copy_(host.lengths, non_blocking=True)
-        self._tables[:size].copy_(host.tables[:size], non_blocking=True)
+        self._upload_tables(host, size)
         self._copy_events[self._turn] = self._recorder.record_event()
         self._turn ^= 1
+
+    def _upload_tables(self, host: HostInputs, size: int) -> None:
+        """Copy the rows of the block tables that are not on the device yet, one by one if they are few."""
+        tables = [host.get_table(row) for row in range(size)]
+        before = self._device_tables
+        changed = [
+            row
+            for row, (blocks, count) in enumerate(tables)
+            if count != before[row][1] or (count and blocks is not before[row][0])
+        ]
+        if len(changed) * MAX_CHANGED_SHARE > size:
+            self._tables[:size].copy_(host.tables[:size], non_blocking=True)
+        else:
+            for row in changed:
+                self._tables[row].copy_(host.tables[row], non_blocking=True)
+        before[:size] = tables
 
     def _wait_for_inputs(self) -> HostInputs:
         """Return the next set of inputs, once no copy from it is under way."""
