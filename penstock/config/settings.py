@@ -148,11 +148,15 @@ class EngineSettings(BaseSettings):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=256, ge=1)
-    """Memory for KV blocks."""
+    """Memory for KV blocks. On a GPU, if it is not set: what weights and the largest step leave of `gpu_share`."""
+    gpu_share: float = Field(default=0.9, gt=0, le=1)
+    """The part of a GPU's memory for this worker, where `pool_mb` is not set. `penstock up` divides it by its
+    workers."""
     max_batch: int = Field(default=32, ge=1)
-    """Sequences that run at the same time, at most; no more than a step has tokens."""
+    """Sequences that run at the same time, at most; no more than a step has tokens. On a GPU, if it is not set:
+    256."""
     max_step_tokens: int = Field(default=256, ge=1)
-    """Token budget of one step; longer prompts are prefilled in chunks."""
+    """Token budget of one step; longer prompts are prefilled in chunks. On a GPU, if it is not set: 2048."""
     speculate: bool = True
     """Whether a step may give a sequence several tokens, where what follows can be guessed. Its tokens are the same
     either way."""

@@ -192,6 +192,8 @@ class Engine:
         may_wait = self.staging.has_open or self.scheduler.runs_only(rank)
         if len(keys) - num_cached > num_available and may_wait:
             return None
+        if self.staging.has_open and self.storage.must_wait_for_views(len(keys) - num_cached):
+            return None
         return self.staging.stage_blocks(keys, num_reserved)
 
     def commit_staged_blocks(self, staged: StagedBlocks, num_filled: int) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.cuda.backend import CudaBackend, describe_device
+from penstock.engine.cuda.sizing import size_for_device
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
@@ -48,7 +49,8 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs. Raises
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
     """
-    engine = Engine(load_stage_models(settings, progress, only_prompts=only_prompts), settings)
+    model = load_stage_models(settings, progress, only_prompts=only_prompts)
+    engine = Engine(model, size_for_device(model, settings))
     with torch.inference_mode():
         engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
     engine.measure_speed()
@@ -105,7 +107,8 @@ def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     context_length = find_context_length(config, tokenizer)
     dtype = choose_dtype(settings.dtype, config, device)
     skeleton = build_skeleton(config, dtype)
-    check_memory(count_bytes(skeleton), settings.pool_mb, device)
+    is_sized_later = device.type == "cuda" and "pool_mb" not in settings.model_fields_set
+    check_memory(count_bytes(skeleton), 0 if is_sized_later else settings.pool_mb, device)
     weights = MappedWeights(files)
     unpack_weights(weights, quantization, dtype)
     check_weight_sizes(skeleton, weights)

@@ -8,9 +8,10 @@ K and V may be int8: then each K, and each V, is followed by a scale for each of
 float32. A vector's numbers are its codes times its scale, and depend on nothing beside the vector.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ from torch import Tensor
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.sequence import Payload
+
+
+class BlockCopy(NamedTuple):
+    """A copy of a block's bytes in host memory."""
+
+    read: Callable[[], memoryview]
+    """Returns the bytes, once they are there. Any thread may call it, until the copy is released."""
+    release: Callable[[], None] | None
+    """Lets the memory be used again. None: the copy is done, and nothing has to be released."""
 
 
 @dataclass(frozen=True)
@@ -140,29 +150,34 @@ class KVStorage:
         """Fill a block from `block_bytes` bytes."""
         self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
 
-    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
-        """Return a writable view of each block, and the tensor that is to be committed, [len(blocks), block elements].
+    def must_wait_for_views(self, num_blocks: int) -> bool:
+        """Return whether there will be memory for so many views only when others are committed. Here it is there."""
+        return False
 
-        Here the views are the blocks themselves, and the tensor is None.
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Any]:
+        """Return a writable view of each block, and what `commit_views` needs.
+
+        Here the views are the blocks themselves, and nothing is needed.
         """
         return [memoryview(self._bytes[block]) for block in blocks], None
 
-    def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
+    def commit_views(self, blocks: list[int], staged: Any) -> None:
         """Make what was written to the first views the content of these blocks, from the next step on."""
 
     def view_block(self, block: int) -> memoryview | None:
         """Return a read-only view of a block's own bytes, or None if they are not in host memory."""
         return memoryview(self._bytes[block]).toreadonly()
 
-    def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block in host memory: [block elements]."""
-        return self.data[block].clone()
-
-    def copy_block(self, block: int, num_rows: int) -> memoryview:
+    def begin_copy(self, block: int, num_rows: int) -> BlockCopy:
         """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
-        copy = self.read_block(block)
+        copy = self.data[block].clone()
+        self.zero_rows(copy, num_rows)
+        payload = memoryview(copy.view(torch.uint8).numpy()).toreadonly()  # type: ignore[arg-type, unused-ignore]
+        return BlockCopy(lambda: payload, None)
+
+    def zero_rows(self, content: Tensor, num_rows: int) -> None:
+        """Zero the rows (tokens) from `num_rows` on in a block's content in host memory, [block elements]."""
         if num_rows < self.layout.block_size:
             for offset, heads, size in self.layout.parts:
-                part = copy[offset : offset + heads * self.layout.block_size * size]
+                part = content[offset : offset + heads * self.layout.block_size * size]
                 part.view(heads, self.layout.block_size, size)[:, num_rows:] = 0
-        return memoryview(copy.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

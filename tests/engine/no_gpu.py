@@ -17,6 +17,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.storage import KVStorage
 
+TRIAL_BLOCKS = 2000
+
 
 def varlen_attn(
     query: Tensor,
@@ -66,6 +68,8 @@ def model_on(monkeypatch: pytest.MonkeyPatch, model: LoadedModel, kernel: Callab
     """The model as it would be loaded where `kernel` is torch's `varlen_attn`, and takes the model's dtype."""
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(trial, "DTYPES", (model.dtype,))
+    monkeypatch.setattr(trial, "MAX_TRIAL_TOKENS", 128)
+    monkeypatch.setattr(trial, "TRIAL_POOL_BYTES", TRIAL_BLOCKS * model.layout.block_bytes)
     return replace(model, backend=EmulatedBackend(trial.find_varlen_windows(model)))
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +15,7 @@ from penstock.engine.cuda import trial
 from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
 from penstock.engine.cuda.copies import BlockCopier
 from penstock.engine.cuda.decode import DecodeGraphs, HostInputs, list_graph_sizes
+from penstock.engine.cuda.sizing import choose_batch, run_largest_steps, size_pool
 from penstock.engine.cuda.varlen import Windows, make_calls, pad_to_power_of_two
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
@@ -23,10 +24,20 @@ from penstock.engine.masks import MaskRule, find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import KVStorage, LayerShape
+from penstock.engine.storage import KVStorage
+from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, hand_over, run_sequences, sequence, stage_blocks
-from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
+from tests.engine.no_gpu import (
+    TRIAL_BLOCKS,
+    AtOnce,
+    EmulatedBackend,
+    Queues,
+    TapeRecorder,
+    model_on,
+    recording,
+    varlen_attn,
+)
 
 CPU = torch.device("cpu")
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
@@ -75,11 +86,19 @@ def _sees_too_much(*args: Any, seqused_k: Tensor, **kwargs: Any) -> Tensor:
     return varlen_attn(*args, seqused_k=seqused_k + 1, **kwargs)
 
 
+def _overflows(*args: Any, block_table: Tensor, **kwargs: Any) -> Tensor:
+    return varlen_attn(*args, block_table=block_table % (TRIAL_BLOCKS - 8), **kwargs)
+
+
+def _knows_one_tile(*args: Any, seqused_k: Tensor, **kwargs: Any) -> Tensor:
+    return varlen_attn(*args, seqused_k=seqused_k.clamp(max=120), **kwargs)
+
+
 def _sees_too_little(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> Tensor:
     return varlen_attn(*args, window_size=(60, 0), **kwargs)
 
 
-@pytest.mark.parametrize("kernel", [_refuses, _sees_too_much, _sees_too_little])
+@pytest.mark.parametrize("kernel", [_refuses, _sees_too_much, _sees_too_little, _overflows, _knows_one_tile])
 def test_a_kernel_that_cannot_or_is_wrong_is_not_used(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
 ) -> None:
@@ -104,8 +123,9 @@ def test_what_a_layer_may_have(
     found: int | None,
 ) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    how = LayerAttention(4, 0.2, softcap, sinks, None, window)
-    assert trial.try_layer(model, LayerShape(0, (2, 16), (2, 16)), how) == found
+    shape = model.layout.layers[0]
+    how = LayerAttention(2 * shape.k_shape[0], 0.2, softcap, sinks, None, window)
+    assert trial.try_layer(model, shape, how) == found
 
 
 def _rule(visible: Callable[[Any, Any], Any]) -> MaskRule:
@@ -377,13 +397,9 @@ def test_rows_follow_who_leaves_and_who_comes() -> None:
 # Copies
 
 
-def _staging(num_buffers: int) -> tuple[Queues, BlockCopier, Tensor]:
-    queues = Queues()
-    return (
-        queues,
-        BlockCopier(queues, torch.zeros(num_buffers, 2, dtype=torch.int16)),
-        torch.zeros(6, 2, dtype=torch.int16),
-    )
+def _copier(num_rows: int) -> tuple[Queues, BlockCopier, Tensor]:
+    queues, rows = Queues(), torch.zeros(3, num_rows, 2, dtype=torch.int16)
+    return queues, BlockCopier(queues, *rows), torch.zeros(6, 2, dtype=torch.int16)
 
 
 def _payload(number: int) -> bytes:
@@ -391,51 +407,83 @@ def _payload(number: int) -> bytes:
 
 
 def test_a_step_reads_what_was_imported_before_it() -> None:
-    queues, staging, pool = _staging(2)
+    queues, copier, pool = _copier(2)
     seen: list[list[int]] = []
     queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way, which still reads the old content
     for block in range(6):
-        staging.write_block(pool[block], _payload(block + 1))
+        copier.write_block(pool[block], _payload(block + 1))
     queues.compute(lambda: seen.append(pool[:, 1].tolist()))
     queues.finish()
     assert seen == [[0] * 6, [1, 2, 3, 4, 5, 6]]
 
 
-def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> None:
-    queues, staging, pool = _staging(2)
+def test_an_export_has_what_was_computed_before_it_and_nobody_waits_before_it_is_read() -> None:
+    queues, copier, pool = _copier(2)
     done: list[str] = []
     queues.compute(lambda: pool.fill_(7))
     queues.compute(lambda: done.append("before"))
-    staging.write_block(pool[1], _payload(5))
-    first = staging.read_block(pool[0])
+    copier.write_block(pool[1], _payload(5))
+    first = copier.begin_download(pool[0])
     queues.compute(lambda: done.append("after"))
-    second = staging.read_block(pool[1])
-    assert (first.tolist(), second.tolist(), done) == ([7, 7], [5, 5], ["before", "after"])
-    third = staging.read_block(pool[1])
-    queues.compute(lambda: done.append("later"))
-    assert third.tolist() == [5, 5]
-    assert done == ["before", "after"]
-    assert first.tolist() == [7, 7]  # no view of a buffer that is used again
+    second = copier.begin_download(pool[1])
+    assert done == []
+    assert (first.wait_for_content().tolist(), done) == ([7, 7], ["before"])
+    assert second.wait_for_content().tolist() == [5, 5]
+    queues.compute(lambda: pool.fill_(8))
+    assert first.wait_for_content().tolist() == [7, 7]
+    third = copier.begin_download(pool[2])  # there is no row left, so this one is waited for
+    assert third.wait_for_content().tolist() == [8, 8]
+    for download in (first, second, third):
+        download.release()
+    assert copier.begin_download(pool[1]).wait_for_content().tolist() == [8, 8]
+
+
+def test_a_row_is_used_again_once_its_copy_is_done() -> None:
+    queues, copier, pool = _copier(1)
+    for number in range(5):
+        download = copier.begin_download(pool[0])
+        download.release()  # dropped before anybody read it
+        landing = copier.begin_upload(1)
+        assert landing.taken == [0]
+        landing.rows[0].fill_(number)
+        copier.finish_upload([pool[number]], landing)
+    queues.finish()
+    assert pool[:, 0].tolist() == [0, 1, 2, 3, 4, 0]
 
 
 def test_a_step_reads_what_was_staged_before_it_and_none_under_way_does() -> None:
-    queues, staging, pool = _staging(2)
+    queues, copier, pool = _copier(3)
     seen: list[list[int]] = []
-    staged = staging.allocate_rows(3)
+    landing = copier.begin_upload(3)
+    assert copier.num_free_uploads == 0
+    assert copier.begin_upload(1).taken == []  # memory of its own
     queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way: the blocks may be its sequences'
-    staged.copy_(torch.tensor([[1, 1], [2, 2], [3, 3]]))
-    for block, row in zip((4, 0), staged, strict=False):
-        staging.upload_row(pool[block], row)
+    for row, number in zip(landing.rows, (1, 2, 3), strict=True):
+        row.fill_(number)
+    copier.finish_upload([pool[4], pool[0]], landing)
+    assert copier.num_free_uploads == 3
     queues.compute(lambda: seen.append(pool[:, 1].tolist()))
     queues.finish()
     assert seen == [[0] * 6, [2, 0, 0, 0, 1, 0]]
+
+
+def test_loads_wait_for_memory_of_the_host(demo: LoadedModel) -> None:
+    """A second load waits until the first is committed; one that is larger than all of it has memory of its own."""
+    engine = Engine(replace(demo, backend=_CopyingBackend()), SMALL)
+    first = engine.stage_blocks([b"1"])
+    assert first is not None
+    assert engine.stage_blocks([b"2", b"3"]) is None
+    engine.commit_staged_blocks(first, 1)
+    second = engine.stage_blocks([b"2", b"3", b"4"])
+    assert second is not None
+    assert len(second.views) == 3
 
 
 class _CopyingBackend(CudaBackend):
     """A backend whose blocks are copied from and to other memory."""
 
     def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
-        copier = BlockCopier(AtOnce(), torch.zeros(2, model.layout.block_elements, dtype=model.dtype))
+        copier = BlockCopier(AtOnce(), *torch.zeros(3, 2, model.layout.block_elements, dtype=model.dtype))
         return CudaRunner(model.module, CudaStorage(model.layout, num_blocks, CPU, copier), {}, None)
 
 
@@ -448,12 +496,14 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     run_sequences(first, done, remove=False)
     assert [seq.output_token_ids for seq in done] == expected
     pinned = first.pin_block(done[5], 0)
-    assert first.pool.count_pins(done[5].block_table[0]) == 1  # a copy holds nothing
+    assert first.pool.count_pins(done[5].block_table[0]) == 2  # nothing else is written there while it is copied
     before = bytes(pinned.payload)
     first.storage.data[done[5].block_table[0]].fill_(3)
     assert bytes(pinned.payload) == before
     assert pinned.payload.readonly
     assert pinned.is_valid()
+    first.unpin_block(pinned)
+    assert first.pool.count_pins(done[5].block_table[0]) == 1
     first.storage.write_block(done[5].block_table[0], before)
     staged_blocks = stage_blocks(second, [b"else"])
     staged_blocks.views[0][:] = bytes(b"\1" * second.block_bytes)
@@ -463,6 +513,77 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     copies = [hand_over(first, second, seq) for seq in done]
     assert run_sequences(second, copies) == expected
     assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
+
+
+# How much a GPU takes
+
+
+@dataclass
+class _Memory:
+    """A device's memory in which weights take 20 MiB and a step 3 MiB."""
+
+    free: int
+
+    def count_free_bytes(self) -> int:
+        return self.free
+
+    def count_total_bytes(self) -> int:
+        return 4096 * 2**20
+
+    def count_own_bytes(self) -> int:
+        return 20 * 2**20
+
+    def reset_peak(self) -> None:
+        """It is always the same."""
+
+    def count_peak_bytes(self) -> int:
+        return 23 * 2**20
+
+
+def test_defaults_of_a_gpu() -> None:
+    """What is set holds."""
+    assert _batch_of() == (256, 2048)
+    assert _batch_of(max_batch=8) == (8, 2048)
+    assert _batch_of(max_step_tokens=100) == (100, 100)
+    assert _batch_of(max_batch=16, max_step_tokens=64) == (16, 64)
+
+
+def _batch_of(**given: int) -> tuple[int, int]:
+    chosen = choose_batch(EngineSettings(**given))  # type: ignore[arg-type]
+    return chosen.max_batch, chosen.max_step_tokens
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "pool_mb"), [(10**10, 0.9, 1615), (10**10, 0.6, 386), (2200 * 2**20, 0.9, 149)]
+)
+def test_the_pool_takes_what_the_largest_step_leaves(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, free: int, share: float, pool_mb: int
+) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    settings = EngineSettings(gpu_share=share, max_batch=6, max_step_tokens=40)
+    assert size_pool(model, settings, _Memory(free)).pool_mb == pool_mb
+
+
+def test_a_gpu_without_room_for_blocks_is_refused(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    with pytest.raises(ModelLoadError, match="PENSTOCK_ENGINE_GPU_SHARE"):
+        size_pool(model, EngineSettings(gpu_share=0.3, max_batch=6, max_step_tokens=40), _Memory(10**10))
+
+
+def test_the_largest_steps(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[int]] = []
+
+    class Watched(EmulatedBackend):
+        def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
+            runner = super().create_runner(model, settings, num_blocks)
+            compute = runner.run_step
+            monkeypatch.setattr(
+                runner, "run_step", lambda batch: steps.append([num for _, num in batch.plan]) or compute(batch)
+            )
+            return runner
+
+    run_largest_steps(replace(demo, backend=Watched()), EngineSettings(max_batch=6, max_step_tokens=40))
+    assert steps == [[6] * 6, [40]]
 
 
 # On a GPU

@@ -73,7 +73,7 @@ def test_views_are_the_pools_own_memory_and_sequences_find_committed_blocks(demo
     assert second.num_free_blocks == second.pool.num_blocks - 4
     for block, view, payload in zip(staged.new_blocks, staged.views, payloads, strict=False):
         view[:] = payload
-        assert bytes(second.storage.copy_block(block, 16)) == payload
+        assert bytes(second.storage.begin_copy(block, 16).read()) == payload
     assert second.count_cached_blocks(again.block_keys) == 0  # not before they are committed
     assert staged.is_valid()
     second.commit_staged_blocks(staged, 3)
@@ -203,7 +203,7 @@ def test_a_pinned_block_stays_after_its_sequence(demo: LoadedModel) -> None:
     assert [engine.pool.count_pins(block) for block in seq.block_table] == [2, 2, 2, 2, 1]  # the last is a copy
     address = engine.storage.data[block].data_ptr()
     assert memoryview(pinned[0].payload).readonly
-    assert bytes(pinned[0].payload) == bytes(engine.storage.copy_block(block, 16))
+    assert bytes(pinned[0].payload) == bytes(engine.storage.begin_copy(block, 16).read())
     before = [bytes(each.payload) for each in pinned]
     engine.remove_sequence(seq)
     others = [sequence([n + 300] * 60, 20, name=str(n)) for n in range(3)]
@@ -256,10 +256,10 @@ class Watch:
         pool, storage = self._engine.pool, self._engine.storage
         for seq in self._seqs:
             for block in seq.block_table[: seq.num_computed_tokens // 16]:
-                self._seen.setdefault((block, pool.page_tags[block]), bytes(storage.copy_block(block, 16)))
+                self._seen.setdefault((block, pool.page_tags[block]), bytes(storage.begin_copy(block, 16).read()))
         for (block, tag), content in self._seen.items():
             if pool.page_tags[block] == tag:
-                assert bytes(storage.copy_block(block, 16)) == content, "a full block was written"
+                assert bytes(storage.begin_copy(block, 16).read()) == content, "a full block was written"
 
     @property
     def num_seen(self) -> int:
@@ -319,7 +319,7 @@ def test_resumed_from_the_blocks_of_prompt_and_answer(model: LoadedModel, num_gi
 def _prompt_tail(engine: Engine, seq: Sequence) -> bytes:
     """The prompt's partial block as a prefill worker stores it."""
     index, num_rows = divmod(seq.num_prompt_tokens, 16)
-    return bytes(engine.storage.copy_block(seq.block_table[index], num_rows))
+    return bytes(engine.storage.begin_copy(seq.block_table[index], num_rows).read())
 
 
 def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:

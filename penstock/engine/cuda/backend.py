@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
-from penstock.engine.cuda.copies import BlockCopier
+from penstock.engine.cuda.copies import BlockCopier, BlockDownload, Landing
 from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
 from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Payload, Sequence
 from penstock.engine.step import Step
-from penstock.engine.storage import KVLayout, KVStorage
+from penstock.engine.storage import BlockCopy, KVLayout, KVStorage
 
 
 class CudaStorage(KVStorage):
@@ -30,24 +31,33 @@ class CudaStorage(KVStorage):
         """Fill a block from `block_bytes` bytes."""
         self._copier.write_block(self.data[block], payload)
 
-    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
-        """Return a writable view of host memory for each block, and the tensor they are part of."""
-        staged = self._copier.allocate_rows(len(blocks))
-        return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
+    def must_wait_for_views(self, num_blocks: int) -> bool:
+        """Return whether there will be memory for so many views only when others are committed."""
+        return num_blocks > self._copier.num_free_uploads
 
-    def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Landing | None]:
+        """Return a writable view of host memory for each block, and the rows they are part of."""
+        landing = self._copier.begin_upload(len(blocks))
+        return [memoryview(row.view(torch.uint8).numpy()) for row in landing.rows], landing  # type: ignore[arg-type, unused-ignore]
+
+    def commit_views(self, blocks: list[int], staged: Landing | None) -> None:
         """Copy what was written to the first views to these blocks, before the next step."""
         assert staged is not None
-        for block, row in zip(blocks, staged, strict=False):
-            self._copier.upload_row(self.data[block], row)
+        self._copier.finish_upload([self.data[block] for block in blocks], staged)
 
     def view_block(self, block: int) -> memoryview | None:
         """Return None: the block's own bytes are not in host memory."""
         return None
 
-    def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block in host memory: [block elements]."""
-        return self._copier.read_block(self.data[block])
+    def begin_copy(self, block: int, num_rows: int) -> BlockCopy:
+        """Begin to copy a block to host memory. It may not be written before the copy is released."""
+        download = self._copier.begin_download(self.data[block])
+        return BlockCopy(partial(self._read_download, download, num_rows), download.release)
+
+    def _read_download(self, download: BlockDownload, num_rows: int) -> memoryview:
+        content = download.wait_for_content()
+        self.zero_rows(content, num_rows)
+        return memoryview(content.view(torch.uint8).numpy()).toreadonly()  # type: ignore[arg-type, unused-ignore]
 
 
 class CudaRunner(ModelRunner):
@@ -113,7 +123,7 @@ class CudaBackend:
     def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks."""
         torch.set_num_threads(settings.threads)
-        copier = BlockCopier.create(model.device, model.layout.block_elements, model.layout.dtype)
+        copier = BlockCopier.create(model.device, model.layout.block_elements, model.layout.dtype, num_blocks)
         # One more block: the padding rows of a recorded step write to it.
         storage = CudaStorage(model.layout, num_blocks + 1, model.device, copier)
         graphs = self.create_graphs(model, settings, storage, CudaRecorder(model.device))

@@ -16,7 +16,7 @@ from penstock.engine.masks import find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step, gather_rows
-from penstock.engine.storage import KVLayout, KVStorage, LayerShape
+from penstock.engine.storage import KVStorage, LayerShape
 from penstock.messages import Sampling
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -24,8 +24,13 @@ MAX_RELATIVE_ERROR = 0.02
 """Root mean square of the error of the results, relative to theirs."""
 NUM_PROBE_TOKENS = 6
 """Length of the prompt with which the model's layers show the parameters of their attention."""
-MAX_TRIAL_TOKENS = 2048
-"""Tokens of the longest sequence of a trial. Longer windows are tried up to this length only."""
+MAX_TRIAL_TOKENS = 4200
+"""Tokens of the longest sequence of a trial: kernels go through K and V in tiles of 64 to 256 tokens, and split long
+sequences. Longer windows are tried up to this length only."""
+TRIAL_POOL_BYTES = 10 * 2**30
+"""Memory of a trial's blocks, if half as much again is free. Kernels with 32-bit offsets read other blocks than they
+should where a pool has 2^31 numbers or more: 4 GiB in 16 bits.
+"""
 
 
 @torch.inference_mode()
@@ -35,7 +40,7 @@ def find_varlen_windows(model: LoadedModel) -> Windows:
     if model.dtype not in DTYPES:
         return windows
     tried: dict[tuple[object, ...], int | None] = {}
-    for layer, how in _watch_layers(model).items():
+    for layer, how in reversed(_watch_layers(model).items()):  # the last of a kind has the largest offset in a block
         shape = model.layout.by_layer[layer]
         key = (
             shape.k_shape,
@@ -78,15 +83,20 @@ def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int
     window = find_window(visible, model.context_length)
     if window is None or not has_plain_scores(how):
         return None
-    length = min(model.context_length, MAX_TRIAL_TOKENS, max(3 * model.layout.block_size, window) + 40)
-    layout = KVLayout((shape,), model.layout.block_size, model.dtype)
-    batch = _make_trial_batch(length, layout.block_size, model.device)
-    storage = KVStorage(layout, 1 + max(max(seq.block_table) for seq, _ in batch.plan), model.device)
+    batch = _make_trial_batch(min(model.context_length, MAX_TRIAL_TOKENS), model.layout.block_size, model.device)
+    used = [block for seq, _ in batch.plan for block in seq.block_table]
+    num_blocks = max(len(used), _count_pool_bytes(model.device) // model.layout.block_bytes)
+    for seq, _ in batch.plan:  # every other block is one of the last
+        seq.block_table = [num_blocks - 1 - block // 2 if block % 2 else block // 2 for block in seq.block_table]
+    used = [block for seq, _ in batch.plan for block in seq.block_table]
+    storage = KVStorage(model.layout, num_blocks, model.device)
     generator = torch.Generator(model.device).manual_seed(3)
-    storage.data.normal_(generator=generator)
+    for blocks in (storage.keys[shape.layer], storage.values[shape.layer]):
+        content = torch.empty((len(used), *blocks.shape[1:]), dtype=model.dtype, device=model.device)
+        blocks[torch.tensor(used, device=model.device)] = content.normal_(generator=generator)
     size = (1, how.num_heads, batch.num_tokens, shape.k_shape[1])
     query = torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
-    calls = make_calls(batch.plan, layout.block_size, model.device)
+    calls = make_calls(batch.plan, model.layout.block_size, model.device)
     step = VarlenStep(batch, storage, {shape.layer: window}, calls)
     try:
         mine = step.compute_layer(shape.layer, query, how.scale).float()
@@ -99,10 +109,18 @@ def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int
     return window if bool(error <= MAX_RELATIVE_ERROR * spread) else None
 
 
+def _count_pool_bytes(device: torch.device) -> int:
+    """Return how much memory a trial takes for its blocks."""
+    if device.type != "cuda":
+        return TRIAL_POOL_BYTES
+    return min(TRIAL_POOL_BYTES, torch.cuda.mem_get_info(device)[0] * 2 // 3)
+
+
 def _make_trial_batch(length: int, block_size: int, device: torch.device) -> Batch:
     """Make a batch of three decodes and two chunks, of up to `length` tokens, with blocks in random order."""
     plan = []
-    for number, (end, num) in enumerate(((1, 1), (length // 2 + 1, 1), (length, 1), (length // 3 + 2, 0), (length, 7))):
+    middle = min(length, 302)
+    for number, (end, num) in enumerate(((1, 1), (length // 2 + 1, 1), (length, 1), (middle, 0), (length, 7))):
         num_new = num or end
         plan.append((_make_sequence(f"trial-{number}", end, max(0, end - num_new)), min(num_new, end)))
     blocks = list(range(sum(-(-len(seq.token_ids) // block_size) for seq, _ in plan)))
