@@ -211,6 +211,10 @@ class DecodeGraphs:
         self._lengths.copy_(offsets + 1)
         self._tables.copy_(blocks[:, None].expand_as(self._tables))
 
+    def list_recorded_sizes(self) -> list[int]:
+        """Return the numbers of sequences of the steps that were recorded."""
+        return list(self._replays)
+
     def can_run(self, plan: Plan) -> bool:
         """Return whether every sequence decodes, and a step of so many was recorded."""
         return self._find_size(len(plan)) > 0 and all(seq.num_pending_tokens == num == 1 for seq, num in plan)
