@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend, describe_device
+from penstock.engine.cuda.fuse import fuse_parts
+from penstock.engine.cuda.trial import DTYPES as FUSED_DTYPES
 from penstock.engine.cuda.trial import find_varlen_windows
 from penstock.engine.experts import (
     NativeExperts,
@@ -110,7 +112,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
             "PENSTOCK_ENGINE_KV_DTYPE=int8 needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
         )
     if model.device.type == "cuda":
-        return replace(model, backend=CudaBackend(find_varlen_windows(model), describe_device(model.device)))
+        num_fused = fuse_model(model) if model.dtype in FUSED_DTYPES else 0
+        return replace(model, backend=CudaBackend(find_varlen_windows(model), describe_device(model.device), num_fused))
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model
@@ -128,6 +131,17 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
+
+
+def fuse_model(model: LoadedModel) -> int:
+    """Fuse norms and linear layers of a model on a GPU, in place. Return how many parts were replaced."""
+    record = _record_forward(model)
+    norms = {
+        name: (_input_of(call), call.output)
+        for name, call in record.calls.items()
+        if _is_norm(model.module.get_submodule(name))
+    }
+    return fuse_parts(model.module, norms, record.inputs.values())
 
 
 def is_linear(module: nn.Module) -> bool:

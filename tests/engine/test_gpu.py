@@ -1,5 +1,6 @@
 """What runs on a GPU: all that can be held on a CPU with stand-ins (`no_gpu.py`), the rest marked `gpu`."""
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import fuse_model
 from penstock.engine.attention import LayerAttention
 from penstock.engine.cuda import trial
 from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
@@ -513,6 +515,28 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     copies = [hand_over(first, second, seq) for seq in done]
     assert run_sequences(second, copies) == expected
     assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
+
+
+# Fused parts
+
+
+def test_norms_and_linear_layers_are_fused_and_give_the_same(
+    demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    model = replace(demo, module=copy.deepcopy(demo.module))
+    num_layers = len(model.layout.layers)
+    assert fuse_model(model) == (2 * num_layers + 1) + 2 * num_layers
+    assert sum(type(part) is torch.nn.Linear for part in model.module.modules()) == 2 * num_layers + 1
+    assert run_sequences(Engine(model, SMALL), _seqs(prompts)) == expected
+
+
+def test_a_norm_that_does_something_else_stays(demo: LoadedModel) -> None:
+    model = replace(demo, module=copy.deepcopy(demo.module))
+    norm = model.module.get_submodule("model.norm")
+    plain = norm.forward
+    norm.forward = lambda x: plain(x) * 1.1
+    fuse_model(model)
+    assert model.module.get_submodule("model.norm") is norm
 
 
 # How much a GPU takes

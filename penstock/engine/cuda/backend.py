@@ -115,10 +115,13 @@ class CudaBackend:
     device_name: str = ""
     """What the GPU is, and the versions of its libraries, by `describe_device`: all that rounding depends on."""
 
+    num_fused: int = 0
+    """Parts of the model that are computed by fewer operations."""
+
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return f"cuda {sorted(self.windows)} {self.device_name}"
+        return f"cuda {sorted(self.windows)} {self.num_fused} {self.device_name}"
 
     def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks."""

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -216,10 +217,21 @@ def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_
     return columns.flatten()
 
 
+class LinearGroup(Protocol):
+    """Linear layers with the same input that are computed together."""
+
+    inputs: int
+    outputs: list[int]
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Return the output of each layer."""
+
+
 class PackedLinear(nn.Module):
     """Replaces a linear layer, and computes all layers of the group; the others take their outputs from it."""
 
-    def __init__(self, group: PackedLinears) -> None:
+    def __init__(self, group: LinearGroup) -> None:
         super().__init__()
         self.group = group
         self.in_features, self.out_features = group.inputs, group.outputs[0]
