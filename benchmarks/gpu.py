@@ -81,7 +81,8 @@ class Run:
     def make_settings(self) -> EngineSettings:
         """Return the settings of an engine; on a GPU it chooses what they leave open."""
         given: dict[str, Any] = {"model": self.find_model(), "device": self.device}
-        return EngineSettings(**given, **({"pool_mb": 64, "max_batch": 8} if self.device == "cpu" else {}))
+        small: dict[str, Any] = {"pool_mb": 64, "max_batch": 8} if self.device == "cpu" else {}
+        return EngineSettings(**given, **small)
 
     def make_environment(self) -> dict[str, str]:
         """Return the variables of two workers that share the device."""
@@ -174,7 +175,7 @@ def compare_tokens(run: Run) -> Figures:
         device = engine.model.device
         del engine
         directory = find_model(settings.model, lambda what, done: None)
-        module = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device)
+        module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device)
         module.generation_config.eos_token_id = None
         right = [
             module.generate(torch.tensor([prompt], device=device), max_new_tokens=num_new, do_sample=False)[0].tolist()
@@ -411,7 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
     name, measure = PARTS[run.part]
     machine = describe_machine() if run.device == "cpu" else describe_device(torch.device("cuda"))
     begun_s = time.perf_counter()
-    figures = {"machine": machine, "model": run.find_model()} | measure(run)
+    figures: Figures = {"machine": machine, "model": run.find_model()} | measure(run)
     figures["part_s"] = time.perf_counter() - begun_s
     if run.device == "cpu":
         figures["note"] = "On a CPU: this tried the code, and the figures mean nothing."

@@ -39,7 +39,9 @@ LOWEST_RANK = len(CLASSES)
 class PinnedBlock(Protocol):
     """A block of the pool that is pinned so that it can be read."""
 
-    payload: memoryview
+    @property
+    def payload(self) -> memoryview:
+        """The bytes. Who reads them may have to wait for them."""
 
     def is_valid(self) -> bool:
         """Return whether the memory still holds this block, by its page tag."""

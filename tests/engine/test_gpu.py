@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import fuse_model
 from penstock.engine.attention import LayerAttention
+from penstock.engine.batch import Batch
 from penstock.engine.cuda import trial
 from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
 from penstock.engine.cuda.copies import BlockCopier
@@ -601,9 +602,12 @@ def test_the_largest_steps(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
         def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
             runner = super().create_runner(model, settings, num_blocks)
             compute = runner.run_step
-            monkeypatch.setattr(
-                runner, "run_step", lambda batch: steps.append([num for _, num in batch.plan]) or compute(batch)
-            )
+
+            def run_watched(batch: Batch) -> Tensor:
+                steps.append([num for _, num in batch.plan])
+                return compute(batch)
+
+            monkeypatch.setattr(runner, "run_step", run_watched)
             return runner
 
     run_largest_steps(replace(demo, backend=Watched()), EngineSettings(max_batch=6, max_step_tokens=40))

@@ -34,13 +34,13 @@ class FusedLinears:
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.outputs, self.inputs = [one.out_features for one in linears], linears[0].in_features
         self.dtype = linears[0].weight.dtype
-        self._weight = torch.cat([one.weight for one in linears])
-        biases = [one.bias for one in linears if one.bias is not None]
+        self._weight = torch.cat([one.weight.detach() for one in linears])
+        biases = [one.bias.detach() for one in linears if one.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return the output of each layer."""
-        return list(linear(x, self._weight, self._bias).split(self.outputs, -1))
+        return list(torch.split(linear(x, self._weight, self._bias), self.outputs, -1))
 
 
 def fuse_parts(root: nn.Module, norms: Mapping[str, tuple[Tensor, Tensor]], groups: Iterable[list[str]]) -> int:
