@@ -175,7 +175,8 @@ def compare_tokens(run: Run) -> Figures:
         device = engine.model.device
         del engine
         directory = find_model(settings.model, lambda what, done: None)
-        module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device)
+        module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        module.to(device)
         module.generation_config.eos_token_id = None
         right = [
             module.generate(torch.tensor([prompt], device=device), max_new_tokens=num_new, do_sample=False)[0].tolist()
