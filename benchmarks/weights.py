@@ -23,6 +23,9 @@ embedding in Q8_0; OpenVINO has int8, and int4 in groups of 128. What is not ins
 benchmarks.peers.setup`) is left out.
 
     int8_decode_b1, …          tokens a second to those of ours in bf16: 1, 8 and 32 sequences, and a prompt of 2,048
+    load_s_q06_packed          seconds from the call that loads to a proved engine, from a file of packed weights
+    load_s_q06                 from the checkpoint, its files in the page cache and all else noted by an earlier start
+    load_vs_llamacpp           the former to llama.cpp's start in the same round
     int8_vs_best_peer_b1, …    to the best of the other engines with 8 bits; int4 likewise
 
 `--quick` takes the shape with 135 million weights, without the others.
@@ -31,8 +34,10 @@ benchmarks.peers.setup`) is left out.
 import itertools
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -40,7 +45,7 @@ from torch import nn
 
 from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
 from benchmarks.engine import POOL_MB, THREADS
-from benchmarks.peers.process import is_available
+from benchmarks.peers.process import Side, is_available
 from benchmarks.peers.rounds import OURS, Results, Rounds
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
@@ -50,12 +55,14 @@ from benchmarks.weights_kv import measure_kv
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
-from penstock.engine.loading import load_model
+from penstock.engine.loading import load_model, pack_model
 
 FORMS = ("p12", "int8", "int4")
 NAMES = {WeightForm.COMPRESSED: "p12", WeightForm.INT8: "int8", WeightForm.INT4: "int4"}
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
 NUM_LAYERS = 4
+LOAD_POOL_MB = 64
+"""Of engines whose start is timed: ours writes zeros to its pool there, others when they first answer."""
 LINEAR_GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -177,6 +184,37 @@ def measure(quick: bool) -> Results:
     return rounds.results
 
 
+def measure_loads(quick: bool) -> dict[str, float]:
+    """Return how long a start takes: with a file of packed weights, without one, and llama.cpp's, by turns."""
+    shape, logs = SHAPES["small" if quick else "q06"], DIRECTORY / "logs"
+    logs.mkdir(exist_ok=True)
+    model, packed = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / f"{shape.name}.packed"
+    pack_model(EngineSettings(model=str(model), dtype="bfloat16", threads=THREADS), packed)
+    sides: dict[str, tuple[str, dict[str, Any]]] = {
+        "packed": (OURS, {"packed": str(packed)}), "checkpoint": (OURS, {}), "llamacpp": ("llamacpp", {}),
+    }  # fmt: skip
+    if not is_available("llamacpp"):
+        print("loads: llama.cpp is left out, not installed (python -m benchmarks.peers.setup)")
+        del sides["llamacpp"]
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(3 if quick else 6):
+        for name in sides if number % 2 else reversed(sides):
+            engine, given = sides[name]
+            with closing(Side(engine, logs / f"load-{name}.log", THREADS, LOAD_POOL_MB)) as side:
+                answer = side.ask(
+                    "load", model=str(model), threads=THREADS, pool_mb=LOAD_POOL_MB, device="cpu", **given
+                )
+            if number:  # the first start notes what it finds out
+                taken[name].append(answer["load_s"])
+        print(f"loads, round {number}: " + ", ".join(f"{name} {own[-1]:.2f}" for name, own in taken.items() if own))
+    median = {name: statistics.median(own) for name, own in taken.items()}
+    figures = {f"load_s_{shape.name}_packed": median["packed"], f"load_s_{shape.name}": median["checkpoint"]}
+    if "llamacpp" in taken:
+        pairs = zip(taken["packed"], taken["llamacpp"], strict=True)
+        figures["load_vs_llamacpp"] = statistics.median(mine / other for mine, other in pairs)
+    return figures
+
+
 def compare(results: Results) -> dict[str, float]:
     """Return the figures."""
     figures: dict[str, float] = {}
@@ -211,6 +249,7 @@ def run(given: Arguments) -> dict[str, float]:
     figures = measure_linears(given.quick)
     shape = SHAPES["small" if given.quick else "q06"]
     figures |= measure_kv(make_model_directory(shape, DIRECTORY / "models"), given.quick)
+    figures |= measure_loads(given.quick)
     results = measure(given.quick)
     if not given.quick:
         draw_plot(results)

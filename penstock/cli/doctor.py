@@ -67,6 +67,7 @@ def run_checks() -> Iterator[Finding]:
         _check_kernels,
         _check_native_copying,
         _check_model,
+        _check_packed_weights,
         _check_server_programs,
         lambda: _check_stream_redis(addresses),
         lambda: _check_kv_redis(addresses),
@@ -151,6 +152,29 @@ def _check_model() -> Iterator[Finding]:
         yield Finding("ok" if there else "fail", "model", name, advice)
     else:
         yield Finding("note", "model", f"{name}: no directory here, would be fetched from the hub")
+
+
+def _check_packed_weights() -> Iterator[Finding]:
+    """Say whether a worker would map packed weights, and what a file of them saves."""
+    settings = load_settings(EngineSettings)
+    is_here = settings.model == "demo" or Path(settings.model).is_dir()
+    if settings.kind != "own" or not is_here or importlib.util.find_spec("torch") is None:
+        return
+    from penstock.engine.loading import find_packed_file
+
+    try:
+        file, reason = find_packed_file(settings)
+    except PenstockError:
+        return  # of what is wrong with the model, the worker that loads it says more
+    if file is not None:
+        stored = file.about["checkpoint_bytes"]
+        found = (
+            f"{file.path}: {file.num_bytes / 2**20:,.0f} MiB, mapped by all workers, of {stored / 2**20:,.0f} stored"
+        )
+        yield Finding("ok", "packed weights", found)
+        return
+    found = reason or "no file: each worker packs its own copy when it starts"
+    yield Finding("note", "packed weights", found, f"penstock weights pack {settings.model}")
 
 
 def _check_server_programs() -> Iterator[Finding]:

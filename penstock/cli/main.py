@@ -24,6 +24,7 @@ COMMANDS = {
     "config": "What the settings are, and whether they are right.",
     "worker": "Run one worker until SIGTERM.",
     "topics": "The pipeline's topics.",
+    "weights": "The weights of a model, packed for the kernels.",
     "kv": "The KV store: what is in its tiers, and whether it is whole.",
     "servers": "The Redis servers that requests are spread over.",
     "dlq": "The dead letters: requests that nobody could answer.",

@@ -143,6 +143,13 @@ class EngineSettings(BaseSettings):
     """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
     head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
     pipeline."""
+    packed: str = ""
+    """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
+    worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where
+    none fits, weights are packed at each start."""
+    cache_dir: str = ""
+    """The directory of packed weights that have no place beside their model, and of notes on what a start has found
+    out: hashes of files, and what was proved. Empty: `~/.cache/penstock/engine`."""
     threads: int = Field(default=1, ge=1)
     """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -184,6 +191,10 @@ class EngineSettings(BaseSettings):
                 f"{self.max_step_tokens}, the tokens of a step: raise that, or lower the batch"
             )
         return self
+
+    def find_cache_directory(self) -> Path:
+        """Return the directory of notes and packed weights, with the default and `~` resolved."""
+        return Path(self.cache_dir or "~/.cache/penstock/engine").expanduser()
 
 
 class EndpointSettings(BaseSettings):

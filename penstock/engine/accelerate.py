@@ -102,7 +102,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
     is the setting. Raises `ModelLoadError` where the weights cannot have that form.
     """
-    is_native = model.device.type == "cpu" and load_library() is not None and model.dtype in DTYPES
+    is_native = can_pack(model.device, model.dtype)
     if not is_native and weights in ("p12", *QUANTIZED):
         raise ModelLoadError(
             f"PENSTOCK_ENGINE_WEIGHTS={weights} needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
@@ -144,6 +144,31 @@ def fuse_model(model: LoadedModel) -> int:
     return fuse_parts(model.module, norms, record.inputs.values())
 
 
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the native kernels compute models of this dtype here."""
+    return device.type == "cpu" and load_library() is not None and dtype in DTYPES
+
+
+def get_relative_tolerance(dtype: torch.dtype) -> float:
+    """Return by how much logits may differ, relative to their spread, where only rounding differs."""
+    return MAX_RELATIVE_ERROR[dtype]
+
+
+@torch.inference_mode()
+def compute_probe_logits(model: LoadedModel) -> Tensor:
+    """Return the logits of a few tokens, computed by the native kernels as they serve the model: [T, vocabulary]."""
+    backend = model.backend
+    assert isinstance(backend, NativeBackend)
+    step = NativeStep(_make_batch(model), _make_storage(model), backend.native, backend.layers)
+    positions = _place_probe(model, step.batch)
+    with hooks.run_with_step(model.module, step):
+        output = (backend.body or model.module)(
+            input_ids=step.batch.input_ids, position_ids=positions, past_key_values=hooks.PagedCache(), use_cache=True
+        )
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
 def is_linear(module: nn.Module) -> bool:
     """Return whether the module is a linear layer, and not of a class that is derived from one."""
     return type(module) in (nn.Linear, Conv1D)
@@ -163,7 +188,7 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
             handles.append(model.module.get_submodule(name).register_forward_hook(note, with_kwargs=True))
     batch = _make_batch(model)
     step = Step(batch, _make_storage(model))
-    record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
+    record.position_ids = _place_probe(model, batch)
     try:
         with hooks.run_with_step(model.module, step):
             ids, positions, cache = batch.input_ids, record.position_ids, hooks.PagedCache()
@@ -210,6 +235,11 @@ def _make_batch(model: LoadedModel) -> Batch:
     seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = list(range(-(-len(ids) // model.layout.block_size)))
     return Batch([(seq, len(ids))], model.layout.block_size, model.device)
+
+
+def _place_probe(model: LoadedModel, batch: Batch) -> Tensor:
+    """Return the last positions of the context: [1, T]."""
+    return batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
 
 
 def _make_storage(model: LoadedModel) -> KVStorage:

@@ -6,10 +6,12 @@ add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶
                      └──────────── [preempt: no blocks are left] ──────┘
 """
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
-from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
+from penstock.engine.cost import (
+    TRIAL_CHUNK_TOKENS,
+    TRIAL_CONTEXT_TOKENS,
+    TRIAL_DECODES,
+    StepCost,
+    TrialStep,
+    measure_cost,
+)
 from penstock.engine.draft_budget import draft_tokens
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.limits import check_sequence
@@ -26,7 +35,7 @@ from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
-from penstock.engine.rates import PrefillRate, measure_prefill_rate
+from penstock.engine.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
 from penstock.engine.sampling.penalties import has_penalties
@@ -235,6 +244,23 @@ class Engine:
         if rows > 1 and context > 0 and len(tokens) >= TRIAL_CHUNK_TOKENS[-1]:  # else there is little to share
             self.scheduler.cost = measure_cost(partial(self._time_step, tokens), rows, context)
         self._num_last_sampled = 0
+
+    @property
+    def measured_speed(self) -> dict[str, Any]:
+        """What `measure_speed` found, as JSON, for an engine of the same model and settings on this machine."""
+        cost = self.scheduler.cost
+        return {
+            "tokens_per_s": self._rate.tokens_per_s,
+            "cost": None if cost is None else {**asdict(cost), "outside_s": None},
+        }
+
+    def use_measured_speed(self, speed: dict[str, Any]) -> None:
+        """Take what `measure_speed` found before. The rate is corrected as prompts are computed."""
+        self._rate = PrefillRate()
+        seconds = WARM_UP_TOKENS / speed["tokens_per_s"]
+        self._rate.record_step(WARM_UP_TOKENS, WARM_UP_TOKENS, seconds, is_done=True)
+        if speed["cost"] is not None:
+            self.scheduler.cost = StepCost(**{**speed["cost"], "outside_s": math.inf})
 
     def _time_prompt(self, tokens: list[int]) -> float:
         """Return the seconds for a prompt that is removed afterwards."""

@@ -133,7 +133,7 @@ class NativeExperts(nn.Module):
 
     def __init__(self, native: Library, gate_up: PackedLinears, down: PackedLinears, gate: Gate) -> None:
         super().__init__()
-        self._native, self.groups = native, (gate_up, down)
+        self._native, self.groups, self.gate = native, (gate_up, down), gate
         self._args = library.ExpertsArgs(
             gate_up=ctypes.pointer(gate_up.packed), down=ctypes.pointer(down.packed), num_experts=len(down.outputs),
             intermediate=gate_up.outputs[0], activation=int(gate.activation), limit=gate.limit, slope=gate.slope,
@@ -177,8 +177,13 @@ class PackedWeight(Tensor):
 def pack_router(native: Library, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
     """Return a router's weight [experts, inputs] for inputs of this dtype, packed with its bias."""
     whole = make_linear(weight.to(dtype), bias)
+    return make_packed_weight(weight, PackedLinears(native, [whole], _keep_weight))
+
+
+def make_packed_weight(weight: Tensor, group: PackedLinears) -> PackedWeight:
+    """Return what stands for a router's weight that is packed."""
     packed: PackedWeight = torch.empty_like(weight, device="meta").as_subclass(PackedWeight)
-    packed.group = PackedLinears(native, [whole], _keep_weight)
+    packed.group = group
     return packed
 
 

@@ -149,7 +149,7 @@ class NativeLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention, self.mlp = params, mlp
-        self._groups, self._norms = groups, norms
+        self.groups, self.norms, self.activation = groups, norms, activation
         qkv, output, gate_up, down = (
             None if group is None else ctypes.pointer(group.packed) for group in (*groups, None, None)[:4]
         )

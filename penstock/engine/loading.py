@@ -5,13 +5,18 @@ are read, so loading runs no code of the model's author.
 
     files ─▶ enough memory? ─▶ map, sizes agree? ─▶ read once: digests ─▶ module ─▶ probe ─▶ fingerprint
 
-Quantised weights are unpacked while the module reads them (`quantized.py`).
+Quantised weights are unpacked while the module reads them (`quantized.py`). Where there is a file of packed weights,
+it is mapped instead, and no tensor of the checkpoint is read (`packed_model.py`). Hashes of files and the proof are
+noted on this machine (`notes.py`), so that the next start finds them.
 """
 
+import hashlib
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +26,40 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model, can_pack
 from penstock.engine.cuda.backend import CudaBackend, describe_device
 from penstock.engine.cuda.sizing import size_for_device
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
-from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
+from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
 from penstock.engine.kernels.forms import QUANTIZED
+from penstock.engine.kernels.library import load_library
 from penstock.engine.memory import check_memory
 from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
+from penstock.engine.notes import Notes
+from penstock.engine.packed_file import PackedFile, PackedFileRefused, open_packed_file
+from penstock.engine.packed_model import (
+    PackedSource,
+    check_packed_content,
+    compare_probe_logits,
+    list_packed_paths,
+    name_packed_file,
+    read_layer_shapes,
+    restore_module,
+    write_packed_model,
+)
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
-from penstock.engine.proof import prove_model
+from penstock.engine.proof import describe_proof, prove_kind, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
+from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
+from penstock.engine.storage import KVLayout
+from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
-from penstock.errors import ModelLoadError
+from penstock.errors import EngineCheckFailed, ModelLoadError
+
+log = logging.getLogger("penstock.engine")
 
 LAYOUT_VERSION = 2
 """Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
@@ -50,11 +74,26 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
-    engine = Engine(model, size_for_device(model, settings))
+    begun_s = time.perf_counter()
+    settings = size_for_device(model, settings)
+    engine = Engine(model, settings)
     with torch.inference_mode():
         engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
-    engine.measure_speed()
+    notes, about = Notes(settings.find_cache_directory()), describe_speed(model, settings)
+    if speed := notes.read_note("speed", about):
+        engine.use_measured_speed(speed)
+    else:
+        engine.measure_speed()
+        notes.write_note("speed", about, engine.measured_speed)
+    log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
+
+
+def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, Any]:
+    """Return all that the engine's speed depends on, but for what else this machine does."""
+    names = ("threads", "max_batch", "max_step_tokens", "pool_mb", "prefill_weights")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return {**describe_proof(model, settings), **{name: getattr(settings, name) for name in names}, "cores": cores}
 
 
 def load_stage_models(
@@ -69,13 +108,14 @@ def load_stage_models(
     forms = (for_prompts.weights, settings.weights)
     if _has_same_bits(*forms):
         used = for_prompts if only_prompts else settings
-        return prove_model(load_model(used, progress), used, progress)
-    prompts = prove_model(load_model(for_prompts, progress), for_prompts, progress)
+        return open_model(used, progress)
+    for_prompts = for_prompts.model_copy(update={"packed": ""})  # it names the file for answers
+    prompts = open_model(for_prompts, progress)
     stage_forms = (prompts.weight_form, settings.weights if settings.weights in QUANTIZED else "")
     prompts = replace(prompts, stage_forms=stage_forms)
     if only_prompts:
         return prompts
-    answers = prove_model(load_model(settings, progress), settings, progress)
+    answers = open_model(settings, progress)
     if answers.content_fingerprint != prompts.content_fingerprint:
         raise ModelLoadError(f"{settings.model} was written to while it was loaded")
     return replace(answers, stage_forms=stage_forms, prompt_model=prompts)
@@ -89,58 +129,295 @@ def _has_same_bits(first: str, second: str) -> bool:
 def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     with as_load_errors(settings.model):
-        return _load_model(settings, progress or _ignore_progress)
+        phases = Phases()
+        return _load_checkpoint(_read_description(settings, progress or _ignore_progress, phases), phases)
 
 
-def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
-    prepare_transformers()
-    torch.set_num_threads(settings.threads)
-    directory = find_model(settings.model, report)
-    files = find_weight_files(directory)
-    sources = [directory / "config.json", *files]
-    before = stat_files(sources)
-    device = _parse_device(settings.device)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    check_config(config)
-    quantization = take_quantization(config)
-    tokenizer = load_tokenizer(directory)
-    context_length = find_context_length(config, tokenizer)
-    dtype = choose_dtype(settings.dtype, config, device)
-    skeleton = build_skeleton(config, dtype)
-    is_sized_later = device.type == "cuda" and "pool_mb" not in settings.model_fields_set
-    check_memory(count_bytes(skeleton), 0 if is_sized_later else settings.pool_mb, device)
-    weights = MappedWeights(files)
-    unpack_weights(weights, quantization, dtype)
+class Phases:
+    """How long the parts of a load took."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time within the context to that of a part."""
+        begun_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun_s
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._seconds.items())
+        return f"{sum(self._seconds.values()):.2f} s ({parts})"
+
+
+@dataclass
+class _Description:
+    """A model before any of its weights is read."""
+
+    settings: EngineSettings
+    report: Progress
+    notes: Notes
+    directory: Path
+    files: list[Path]
+    stats: FileStats
+    device: torch.device
+    config: Any
+    quantization: Quantization | None
+    tokenizer: Any
+    context_length: int
+    dtype: torch.dtype
+    skeleton: Any
+
+    @property
+    def form(self) -> str:
+        """What the fingerprint says of KV and of unpacked weights, beside the layout."""
+        return f"penstock kv layout {LAYOUT_VERSION}" + ("" if self.quantization is None else f" {UNPACKING_VERSION}")
+
+    def check_unchanged(self) -> None:
+        """Raise `ModelLoadError` if a file was written to since it was first looked at."""
+        if stat_files(self.sources) != self.stats:
+            raise ModelLoadError(f"{self.directory} was written to while it was loaded")
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files that say what the model is."""
+        return [self.directory / "config.json", *self.files]
+
+    def hash_files(self) -> list[str]:
+        """Return the hash of each weight file, read or noted."""
+        return hash_files(self.files, self.report, self.notes)
+
+    def build_model(self, module: Any, layout: KVLayout, hashes: list[str], **given: Any) -> LoadedModel:
+        """Return the loaded model."""
+        form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
+        if self.quantization is not None:
+            form += f"\nunpacking {UNPACKING_VERSION}"
+        name = compute_fingerprint(self.directory, self.files, hashes, module.config, form)
+        self.check_unchanged()
+        generation = load_generation_config(self.directory)
+        template = self.settings.response_template
+        return LoadedModel(
+            name=self.settings.model,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            response_template=find_response_template(self.tokenizer, self.config.model_type, template),
+            context_length=self.context_length,
+            eos_token_ids=find_eos_token_ids(generation, self.config, self.tokenizer),
+            dtype=self.dtype,
+            device=self.device,
+            content_fingerprint=name,
+            module=module,
+            layout=layout,
+            **given,
+        )
+
+
+def _read_description(settings: EngineSettings, report: Progress, phases: Phases) -> _Description:
+    """Return the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
+    with phases.measure("description"):
+        prepare_transformers()
+        torch.set_num_threads(settings.threads)
+        directory = find_model(settings.model, report)
+        files = find_weight_files(directory)
+        stats = stat_files([directory / "config.json", *files])
+        device = _parse_device(settings.device)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        check_config(config)
+        quantization = take_quantization(config)
+    with phases.measure("tokenizer"):
+        tokenizer = load_tokenizer(directory)
+        context_length = find_context_length(config, tokenizer)
+    with phases.measure("skeleton"):
+        dtype = choose_dtype(settings.dtype, config, device)
+        skeleton = build_skeleton(config, dtype)
+    notes = Notes(settings.find_cache_directory())
+    return _Description(
+        settings, report, notes, directory, files, stats, device, config, quantization, tokenizer, context_length,
+        dtype, skeleton,
+    )  # fmt: skip
+
+
+def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
+    """Load the model's own weights."""
+    report, skeleton = found.report, found.skeleton
+    is_sized_later = found.device.type == "cuda" and "pool_mb" not in found.settings.model_fields_set
+    check_memory(count_bytes(skeleton), 0 if is_sized_later else found.settings.pool_mb, found.device)
+    weights = MappedWeights(found.files)
+    unpack_weights(weights, found.quantization, found.dtype)
     check_weight_sizes(skeleton, weights)
-    hashes = hash_files(files, report)
-    module = load_module(skeleton, config, weights, device, report)
-    layout = probe_layout(module, settings.block_size, dtype, device)
-    if settings.kv_dtype == "int8":
-        layout = replace(layout, is_int8=True)
-    weights.drop_pages()
-    form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
-    if quantization is not None:
-        form += f"\nunpacking {UNPACKING_VERSION}"
-    name = compute_fingerprint(directory, files, hashes, module.config, form)
-    if stat_files(sources) != before:
-        raise ModelLoadError(f"{directory} was written to while it was loaded")
-    return LoadedModel(
-        name=settings.model,
-        config=config,
-        tokenizer=tokenizer,
-        response_template=find_response_template(tokenizer, config.model_type, settings.response_template),
-        context_length=context_length,
-        eos_token_ids=find_eos_token_ids(load_generation_config(directory), config, tokenizer),
-        dtype=dtype,
-        device=device,
-        content_fingerprint=name,
-        module=module,
-        layout=layout,
+    with phases.measure("hashes"):
+        hashes = found.hash_files()
+    with phases.measure("weights"):
+        module = load_module(skeleton, found.config, weights, found.device, report)
+        layout = probe_layout(module, found.settings.block_size, found.dtype, found.device)
+        layout = replace(layout, is_int8=found.settings.kv_dtype == "int8")
+        weights.drop_pages()
+    on_gpu = found.device.type == "cuda"
+    return found.build_model(
+        module, layout, hashes,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        backend=CudaBackend(device_name=describe_device(device)) if device.type == "cuda" else TorchBackend(),
+        backend=CudaBackend(device_name=describe_device(found.device)) if on_gpu else TorchBackend(),
         weights=weights,
-    )
+    )  # fmt: skip
+
+
+def open_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+    """Return the model, proved and ready to serve: from a packed file where there is one, else packed here.
+
+    Raises as `open_engine`.
+    """
+    phases, report = Phases(), progress or _ignore_progress
+    with as_load_errors(settings.model):
+        found = _read_description(settings, report, phases)
+        model = _open_packed(found, phases)
+        if model is None:
+            model = _load_checkpoint(found, phases)
+            with phases.measure("proof"):
+                model = prove_once(model, settings, report, found.notes)
+        log.info("%s is loaded in %s", settings.model, phases)
+        return model
+
+
+def _open_packed(found: _Description, phases: Phases) -> LoadedModel | None:
+    """Return the model from the first packed file that fits, or None, after it is logged why none does.
+
+    Raises `PackedFileRefused` for a file that the settings name.
+    """
+    for path in _list_packed_files(found):
+        try:
+            return _load_packed(found, path, phases)
+        except PackedFileRefused as error:
+            if found.settings.packed:
+                raise
+            log.warning("packed weights are not used: %s", error)
+            # Native parts may have been put into the skeleton.
+            found.skeleton = build_skeleton(found.config, found.dtype)
+    return None
+
+
+def prove_once(model: LoadedModel, settings: EngineSettings, report: Progress, notes: Notes) -> LoadedModel:
+    """Return what `prove_model` returns, which is not proved again where all that the proof depends on is noted."""
+    about = describe_proof(model, settings)
+    if notes.read_note("proof", about):
+        model = accelerate_model(model, settings.weights)
+        report("checking the engine", 1.0)
+        return model
+    model = prove_model(model, settings, report)
+    notes.write_note("proof", about, found=True)
+    return model
+
+
+def _list_packed_files(found: _Description) -> list[Path]:
+    """Return the packed files that there are for these settings. A named one is listed even if it is not there."""
+    settings = found.settings
+    if settings.packed:
+        return [Path(settings.packed).expanduser()]
+    if not can_pack(found.device, found.dtype):
+        return []
+    return [path for path in list_packed_paths(_list_places(found), settings.weights, found.dtype) if path.is_file()]
+
+
+def _list_places(found: _Description) -> list[Path]:
+    """Return the directories for packed files: the model's own, and one in the cache."""
+    name = hashlib.sha256(str(found.directory.resolve()).encode()).hexdigest()[:32]
+    return [found.directory, found.settings.find_cache_directory() / "packed" / name]
+
+
+def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel:
+    """Load a packed file. Raises `PackedFileRefused` if it does not fit, is damaged or gives other logits."""
+    settings, native = found.settings, load_library()
+    if native is None or not can_pack(found.device, found.dtype):
+        raise PackedFileRefused(f"{path} needs the native kernels, a CPU, and float32 or bfloat16")
+    file = open_packed_file(path)
+    with phases.measure("hashes"):
+        hashes = found.hash_files()
+    if difference := _describe_source(found, hashes).find_difference(file.about, settings.weights):
+        raise PackedFileRefused(f"{path} is not used: {difference}; `penstock weights pack` writes it anew")
+    check_memory(file.num_bytes, settings.pool_mb, found.device)
+    with phases.measure("content"):
+        check_packed_content(file, found.notes, found.report)
+    with phases.measure("mapping"):
+        module, backend = restore_module(file, found.skeleton, native)
+        layout = KVLayout(read_layer_shapes(file), settings.block_size, found.dtype, settings.kv_dtype == "int8")
+        if layout.is_int8 and backend.layers != layout.by_layer.keys():
+            raise PackedFileRefused(f"{path} has attention that the kernels cannot compute over int8")
+        model = found.build_model(
+            module, layout, hashes, vocab_size=file.about["vocab_size"], stock_attention=file.about["stock_attention"],
+            backend=backend, weight_form=file.about["weight_form"],
+        )  # fmt: skip
+    with phases.measure("logits"):
+        native.set_threads(settings.threads)
+        compare_probe_logits(file, model)
+    with phases.measure("proof"):
+        _prove_packed(found, model, file)
+    log.info("weights are mapped from %s", path)
+    return model
+
+
+def _prove_packed(found: _Description, model: LoadedModel, file: PackedFile) -> None:
+    """Prove the engine on a tiny model of the kind, unless that is noted. What the file has was proved before."""
+    about = describe_proof(model, found.settings, packed=file.digest)
+    if not found.notes.read_note("proof", about):
+        whole = replace(model, module=build_skeleton(found.config, found.dtype))
+        try:
+            prove_kind(whole, found.settings)
+        except CannotShrink as error:
+            raise PackedFileRefused(f"{file.path}: no tiny model of its kind can be proved here ({error})") from error
+        found.notes.write_note("proof", about, found=True)
+    found.report("checking the engine", 1.0)
+
+
+def _describe_source(found: _Description, hashes: list[str]) -> PackedSource:
+    files = [[file.name, file.stat().st_size, digest] for file, digest in zip(found.files, hashes, strict=True)]
+    config = hashlib.sha256((found.directory / "config.json").read_bytes()).hexdigest()
+    return PackedSource(config, files, str(found.dtype).removeprefix("torch."), found.form)
+
+
+def pack_model(settings: EngineSettings, out: Path | None = None, progress: Progress | None = None) -> PackedFile:
+    """Load, prove and pack `settings.model` into a file, load that, and return it.
+
+    Without `out` it is written beside the model, or into the cache where that cannot be written. Raises
+    `ModelLoadError`.
+    """
+    with as_load_errors(settings.model):
+        report, phases = progress or _ignore_progress, Phases()
+        settings = settings.model_copy(update={"packed": ""})
+        found = _read_description(settings, report, phases)
+        model = prove_once(_load_checkpoint(found, phases), settings, report, found.notes)
+        source = _describe_source(found, found.hash_files())
+        path = out or _choose_place(found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report("writing packed weights", 0.0)
+        file = write_packed_model(model, settings.weights, source, path)
+        report("writing packed weights", 1.0)
+        found.check_unchanged()
+        # It was proved above, and what is proved once with this file need not be proved again.
+        found.notes.write_note("proof", describe_proof(model, settings, packed=file.digest), found=True)
+        found.skeleton = build_skeleton(found.config, found.dtype)
+        _load_packed(found, path, phases)
+        return file
+
+
+def _choose_place(found: _Description) -> Path:
+    places = _list_places(found)
+    is_writable = os.access(places[0], os.W_OK) and found.settings.model != "demo"
+    return (places[0] if is_writable else places[1]) / name_packed_file(found.settings.weights, found.dtype)
+
+
+def find_packed_file(settings: EngineSettings) -> tuple[PackedFile | None, str]:
+    """Return the packed file that a load would open first, or None and why there is none. It reads no weights."""
+    with as_load_errors(settings.model):
+        found = _read_description(settings, _ignore_progress, Phases())
+        for path in _list_packed_files(found):
+            try:
+                return open_packed_file(path), ""
+            except PackedFileRefused as error:
+                return None, str(error)
+    return None, ""
 
 
 def prepare_transformers() -> None:
@@ -162,6 +439,8 @@ def as_load_errors(name: str) -> Iterator[None]:
     """Raise a `ModelLoadError` for whatever transformers, safetensors or tokenizers raise within the context."""
     try:
         yield
+    except EngineCheckFailed:
+        raise  # it says which model, and it was loaded
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
     except Exception as error:

@@ -13,10 +13,15 @@ alone, greedy, with its own attention.
 """
 
 import copy
+import functools
+import hashlib
+import platform
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
@@ -25,6 +30,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress
 from penstock.engine.handover import export_blocks, import_blocks
+from penstock.engine.kernels.library import load_library
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
@@ -80,17 +86,50 @@ def prove_model(model: LoadedModel, settings: EngineSettings, progress: Progress
     plain = _compute_plain_logits(model, tokens)
     report("checking the engine", 0.2)
     try:
-        tiny, references = _build_tiny_model(model, settings)
+        prove_kind(model, settings)
     except CannotShrink:
         # With K and V as they are computed: what int8 loses is not what `generate()` is compared for.
-        tiny, references = replace(model, layout=replace(model.layout, is_int8=False)), _generate_with_model(model)
-    report("checking the engine", 0.6)
-    prove_engine(tiny, settings, references)
+        plain_kv = replace(model, layout=replace(model.layout, is_int8=False))
+        prove_engine(plain_kv, settings, _generate_with_model(model))
     report("checking the engine", 0.8)
     model = accelerate_model(model, settings.weights)
     _compare_logits(model, settings, tokens, plain)
     report("checking the engine", 1.0)
     return model
+
+
+def prove_kind(model: LoadedModel, settings: EngineSettings) -> None:
+    """Prove the engine on a tiny model of the same kind; the model's own weights are not read.
+
+    Raises `EngineCheckFailed`, or `CannotShrink` where no tiny model can be made.
+    """
+    tiny, references = _build_tiny_model(model, settings)
+    prove_engine(tiny, settings, references)
+
+
+def describe_proof(model: LoadedModel, settings: EngineSettings, packed: str = "") -> dict[str, Any]:
+    """Return all that the outcome of the proof depends on: where it is the same, so is the outcome.
+
+    `packed` names the content of the packed file that the model is mapped from.
+    """
+    native = load_library()
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+    return {
+        "content": model.content_fingerprint,  # with dtype and layout, and so the block size
+        "weights": "" if packed else settings.weights, "packed": packed,  # threads do not matter
+        "device": [str(model.device), device, native.isa if native else torch.backends.cpu.get_cpu_capability()],
+        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+        "program": _hash_program(),
+    }  # fmt: skip
+
+
+@functools.cache
+def _hash_program() -> str:
+    """Return a hash of the engine's sources and of the kernels' library."""
+    folder, combined = Path(__file__).parent, hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.so")]):
+        combined.update(f"{path.relative_to(folder)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return combined.hexdigest()
 
 
 def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, ReferenceAnswers]:

@@ -34,11 +34,12 @@ def load(
     step_tokens: int = STEP_TOKENS,
     dtype: str = "bfloat16",
     weights: str = "auto",
+    packed: str = "",
 ) -> "Penstock":
     """The engine, with a batch and a token budget as the others have them."""
     settings = EngineSettings.model_validate(
         {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
-         "max_batch": MAX_BATCH, "max_step_tokens": step_tokens, "weights": weights}
+         "max_batch": MAX_BATCH, "max_step_tokens": step_tokens, "weights": weights, "packed": packed}
     )  # fmt: skip
     engine = open_engine(settings)
     engine.storage.data.zero_()  # the others touch their pools at the start too

@@ -4,7 +4,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,12 @@ PANEL_COLUMNS = 32
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that the kernels support."""
 
+PACKING_VERSION = 1
+"""Counts the changes of how packed weights lie in memory: files of packed weights are of one version."""
+
 _ARENA = Arena()
 _PAIR_BYTES = 192  # of a compressed panel, for four inputs
+_TABLES = ("palettes", "exceptions", "first_exception")
 _PACKED_ROWS_PER_RELEASE = 128 * PANEL_COLUMNS  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
@@ -81,9 +85,7 @@ class PackedLinears:
         self._native = native
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         together = 2 if activation else 1  # layers that share panels
-        ends = list(itertools.accumulate(-(-n // width) for n in self.outputs[::together]))
-        firsts = [end for end in (0, *ends[:-1]) for _ in range(together)]
-        num_panels = ends[-1]
+        firsts, num_panels = _place_panels(self.outputs, activation)
         self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
         self._tables: tuple[Tensor, ...] = ()
         """Of compressed weights."""
@@ -96,14 +98,43 @@ class PackedLinears:
                 self._pack_weight(piece, firsts[i] + row // width, width, column)
                 release(piece)
         self._bias = _pack_bias(linears, firsts, width, num_panels)
+        self._make_arguments(activation)
+        if is_compressed:
+            self._compress()
+
+    @classmethod
+    def restore(cls, native: Library, about: dict[str, Any], tensors: dict[str, Tensor]) -> "PackedLinears":
+        """Return the group that was described so, over tensors that may lie in a mapped file."""
+        group = cls.__new__(cls)
+        group.outputs, group.inputs, group.dtype = about["outputs"], about["inputs"], getattr(torch, about["dtype"])
+        group.form, group.num_exceptions = WeightForm(about["form"]), about["num_exceptions"]
+        group._native = native  # noqa: SLF001 - this is a constructor
+        group._memory, group._scales = tensors["memory"], tensors["scales"]  # noqa: SLF001
+        group._bias = tensors.get("bias")  # noqa: SLF001
+        names = _TABLES if group.form == WeightForm.COMPRESSED else ()
+        group._tables = tuple(tensors[name] for name in names)  # noqa: SLF001
+        group._make_arguments(Activation(about["activation"]))  # noqa: SLF001
+        return group
+
+    def describe(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what `restore` makes the group of again: a JSON object, and tensors by name."""
+        about = {
+            "outputs": self.outputs, "inputs": self.inputs, "dtype": str(self.dtype).removeprefix("torch."),
+            "form": int(self.form), "num_exceptions": self.num_exceptions, "activation": int(self._args.activation),
+        }  # fmt: skip
+        tensors = {"memory": self._memory, "scales": self._scales, **dict(zip(_TABLES, self._tables, strict=False))}
+        return about, tensors if self._bias is None else {**tensors, "bias": self._bias}
+
+    def _make_arguments(self, activation: Activation) -> None:
+        """Make the structures in which the kernels find the group."""
+        firsts, num_panels = _place_panels(self.outputs, activation)
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(
             self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, self.form,
-            self._scales.data_ptr(),
+            self._scales.data_ptr(), *(table.data_ptr() for table in self._tables),
         )  # fmt: skip
-        if is_compressed:
-            self._compress()
-        count = len(weights) // together
+        together = 2 if activation else 1
+        count = len(self.outputs) // together
         parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs, firsts, strict=True))
         self._parts = (library.Part * count)(*list(parts)[::together])
         self._args = library.LinearArgs(
@@ -173,6 +204,13 @@ class PackedLinears:
         self._args.x, self._args.x_stride, self._args.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
         self._native.linear(self._address)
         return outs
+
+
+def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[int], int]:
+    """Return the first panel of each layer of a group, and the number of panels. Gate and up share theirs."""
+    width, together = (PANEL_COLUMNS // 2, 2) if activation else (PANEL_COLUMNS, 1)
+    ends = list(itertools.accumulate(-(-n // width) for n in outputs[::together]))
+    return [end for end in (0, *ends[:-1]) for _ in range(together)], ends[-1]
 
 
 def native_argmax(native: Library, scores: Tensor) -> Tensor:
@@ -263,13 +301,18 @@ class PackedFollower(nn.Module):
     def __init__(self, first: PackedLinear, index: int) -> None:
         super().__init__()
         self._first = [first]  # in a list, so that it is not a submodule of this one too
-        self._index = index
+        self.index = index
         self.in_features, self.out_features = first.group.inputs, first.group.outputs[index]
         self.weight = torch.empty(0, dtype=first.group.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., inputs] to [.., outputs]."""
-        return self._first[0].take_output(self._index, x)
+        return self.first.take_output(self.index, x)
+
+    @property
+    def first(self) -> PackedLinear:
+        """The first layer of the group."""
+        return self._first[0]
 
 
 class PackedEmbedding(nn.Module):
@@ -278,12 +321,12 @@ class PackedEmbedding(nn.Module):
     def __init__(self, native: Library, group: PackedLinears) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = group.outputs[0], group.inputs
-        self._native, self._group = native, group
+        self._native, self.group = native, group
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [..] to [.., embedding_dim]."""
         ids = ids.long().contiguous()
-        out = torch.empty(*ids.shape, self.embedding_dim, dtype=self._group.dtype)
-        args = library.LookupArgs(ctypes.pointer(self._group.packed), ids.data_ptr(), out.data_ptr(), ids.numel())
+        out = torch.empty(*ids.shape, self.embedding_dim, dtype=self.group.dtype)
+        args = library.LookupArgs(ctypes.pointer(self.group.packed), ids.data_ptr(), out.data_ptr(), ids.numel())
         self._native.lookup(ctypes.addressof(args))
         return out
