@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.handover import export_blocks
+from penstock.engine.handover import export_blocks, export_state
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
@@ -40,6 +40,7 @@ from penstock.engine.proof import (
     run_prompts,
     run_to_end,
 )
+from penstock.engine.storage import KVLayout
 from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
@@ -217,7 +218,12 @@ def check_damage_shows(model: LoadedModel, references: ReferenceAnswers) -> None
     settings = make_proof_settings(model, EngineSettings(), references)
     first, second = (Engine(model, settings, quarantine=False) for _ in range(2))
     damaged = [
-        hand_over(second, seq, [_damage_payload(model, payload) for payload in export_blocks(first, seq)])
+        hand_over(
+            second,
+            seq,
+            [_damage_payload(model, payload) for payload in export_blocks(first, seq)],
+            export_state(first, seq),
+        )
         for seq in run_prompts(first, references.prompts)
     ]
     run_to_end(second, damaged)
@@ -245,10 +251,16 @@ def make_loaded_model(name: str, module: Any) -> LoadedModel:
         device=_CPU,
         content_fingerprint="",
         module=module,
-        layout=probe_layout(module, EngineSettings().block_size, torch.float32, _CPU),
+        layout=_probe_tiny_layout(module),
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
     )
+
+
+def _probe_tiny_layout(module: Any) -> KVLayout:
+    """Return what the module caches, with cells that are shorter than its prompts."""
+    size = EngineSettings().block_size
+    return probe_layout(module, size, torch.float32, _CPU, cell_tokens=size)
 
 
 def _make_sentence(error: Exception) -> str:

@@ -11,13 +11,16 @@ AS_DECODER = (
 
 KEYWORDS: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in AS_DECODER},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8, "kv_n_heads": 4}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
@@ -32,7 +35,9 @@ REASONS: dict[str, str] = {
     "gemma3n": "Its vision tower needs the package timm; gemma3n_text works.",
     "gemma4_assistant": "It drafts for another model and cannot run alone.",
     "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
+    "minimax": "Its linear attention has a cache of its own.",
     "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",
+    "recurrent_gemma": "It keeps its recurrent state in its modules, not in a cache.",
     "roc_bert": "Its random model says too few different tokens to prove anything.",
 }
 """Better words for what was found."""

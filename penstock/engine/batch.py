@@ -23,6 +23,8 @@ class Batch:
         """Sequences whose next token this step samples, and one more behind each token of their drafts."""
         self.partial_new_blocks: list[int] = []
         """Blocks that this step begins to write and does not fill."""
+        self.snapshot_rows: dict[tuple[Sequence, int], int] = {}
+        """By sequence and number of tokens: the row to which its state is copied once it has read so many."""
         self.block_size, self.device = block_size, device
         self._collect_tokens()
 

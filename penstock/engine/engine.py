@@ -6,6 +6,7 @@ add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶
                      └──────────── [preempt: no blocks are left] ──────┘
 """
 
+import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -42,9 +43,12 @@ from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
-from penstock.errors import GrammarFailed, ModelLoadError, SequenceFailed
+from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
+from penstock.errors import GrammarFailed, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
+
+log = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 32
 """Rows of logits that are ranked at once: a float32 copy is made of them."""
@@ -72,16 +76,15 @@ class Engine:
         """Without `quarantine`, a step raises whatever made it fail."""
         self.model = model
         self.settings = settings
-        num_blocks = settings.pool_mb * 2**20 // model.layout.block_bytes
-        if num_blocks < 1:
-            raise ModelLoadError(
-                f"one KV block of {model.name!r} has {model.layout.block_bytes:,} bytes: "
-                f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
+        num_blocks, num_running, num_state_rows = divide_memory(model.layout, settings, model.name)
+        if num_running < settings.max_batch:
+            log.warning(
+                "%s: states of %d sequences fit PENSTOCK_ENGINE_POOL_MB, so no more run", model.name, num_running
             )
+            self.settings = settings = settings.model_copy(update={"max_batch": num_running})
         keep_freed_memory()
         self.pool = BlockPool(num_blocks, settings.block_size)
-        self.scheduler = Scheduler(self.pool)
-        self.runner = model.backend.create_runner(model, settings, num_blocks)
+        self.runner = model.backend.create_runner(model, settings, num_blocks, num_state_rows)
         self.storage = self.runner.storage
         self._prompt_runner: ModelRunner | None = None
         """Computes the tokens of prompts, if that takes other weights than answers."""
@@ -89,14 +92,21 @@ class Engine:
             backend = model.prompt_model.backend
             assert isinstance(backend, NativeBackend), "only the native kernels have weights in several forms"
             self._prompt_runner = backend.create_runner_over(model.prompt_model, self.storage)
-        self.speculates = settings.speculate and self.runner.is_row_exact
-        """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens."""
+        self.states: StateRows | None = None
+        """Who has the rows of what layers without KV keep of sequences; None if there are no such layers."""
+        if self.storage.states is not None:
+            self.states = StateRows(self.storage.states, num_state_rows, settings.max_batch, settings.block_size)
+        self.scheduler = Scheduler(self.pool, self.states)
+        self.speculates = settings.speculate and self.runner.is_row_exact and self.states is None
+        """Whether steps compute drafts. Where a draw depended on the batch, drafts would change tokens, and a state
+        cannot go back to where it was before a draft that was wrong."""
         self.staging = BlockStaging(self.pool, self.storage)
         self.num_drafted_tokens = 0
         """Tokens that were computed as drafts."""
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
-        self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
+        min_tokens = max(1, model.layout.cell_tokens)
+        self._quarantine = Quarantine(settings.max_step_tokens, min_tokens) if quarantine else None
         self._num_mask_threads = settings.threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
@@ -222,8 +232,12 @@ class Engine:
         return self.staging.pin_block(seq.block_table[index], min(num_rows, self.settings.block_size))
 
     def unpin_block(self, pinned: PinnedBlock) -> None:
-        """Unpin a block that is not read any more. A second call does nothing."""
-        self.staging.unpin_block(pinned)
+        """Unpin a block, or a part of a state, that is not read any more. A second call does nothing."""
+        if isinstance(pinned, PinnedState):
+            assert self.states is not None
+            self.states.unpin_snapshot(pinned)
+        else:
+            self.staging.unpin_block(pinned)
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
@@ -294,12 +308,16 @@ class Engine:
             )  # fmt: skip
             seq.block_table = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
             seq.num_computed_tokens = num_before
+            if self.states is not None:
+                self.states.take_row(seq)
             plan.append((seq, num_tokens))
         started_s = clock()
         self._run_plan(plan)
         elapsed_s = (clock() - started_s) / threads
         for seq, _ in plan:
             self.pool.free_blocks(seq.block_table)
+            if self.states is not None:
+                self.states.free_row(seq)
         return elapsed_s
 
     # The step
@@ -340,6 +358,8 @@ class Engine:
         except BaseException as error:
             for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # undo the step
                 seq.num_computed_tokens = num_computed_tokens
+                if self.states is not None:  # it may have read tokens in some layers and not in others
+                    self.scheduler.preempt_sequence(seq)
             if quarantine is None or not isinstance(error, Exception) or isinstance(error, SequenceFailed):
                 raise
             quarantine.record_failure([(seq, num + len(seq.draft)) for seq, num in plan], error)
@@ -402,11 +422,25 @@ class Engine:
     def _run_batch(self, plan: Plan, runner: ModelRunner) -> list[Drawn]:
         """Compute the tokens of a plan and the drafts with the weights of one runner, and sample."""
         batch = Batch(plan, self.settings.block_size, self.model.device)
-        logits = runner.run_step(batch)
+        logits = self._compute_batch(batch, runner)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         self._collect_prompt_logprobs(batch, logits)
         return self._sample(batch, logits)
+
+    def _compute_batch(self, batch: Batch, runner: ModelRunner) -> Tensor:
+        """Compute a batch, and keep the snapshots of states that fall due in it. Returns what `run_step` does."""
+        if self.states is None:
+            return runner.run_step(batch)
+        for seq, num_tokens in batch.plan:
+            batch.snapshot_rows |= self.states.reserve_snapshots(seq, num_tokens)
+        is_done = False
+        try:
+            logits = runner.run_step(batch)
+            is_done = True
+        finally:
+            self.states.commit_snapshots(batch.snapshot_rows, is_done=is_done)
+        return logits
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor) -> None:
         """Give sequences the log probabilities of the part of their prompts that the step has computed."""

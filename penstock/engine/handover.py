@@ -17,6 +17,22 @@ def export_blocks(engine: Engine, seq: Sequence, num_blocks: int | None = None) 
     return copies
 
 
+def export_state(engine: Engine, seq: Sequence) -> bytes | None:
+    """Return a copy of what layers without KV keep of the sequence's prompt; None if there is none."""
+    pinned = engine.states.pin_snapshot(seq, seq.num_prompt_tokens) if engine.states is not None else None
+    if engine.states is None or pinned is None:
+        return None
+    state = bytes(pinned.payload)
+    engine.states.unpin_snapshot(pinned)
+    return state
+
+
+def import_state(engine: Engine, seq: Sequence, state: bytes | None) -> None:
+    """Load what layers without KV keep of a sequence's prompt into an engine, before the sequence is added."""
+    if engine.states is not None and state is not None:
+        engine.states.add_snapshot(seq, seq.num_prompt_tokens, state)
+
+
 def import_blocks(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> int:
     """Load the KV of a sequence's first blocks into an engine, before the sequence is added.
 

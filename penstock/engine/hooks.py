@@ -53,7 +53,7 @@ class _NoLayers(list[Any]):
 class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     """The block pool as the model's cache.
 
-    It looks empty to the model, because positions are always passed to it. State besides keys and values is refused.
+    It looks empty to the model, because positions are always passed to it.
     """
 
     def __init__(self) -> None:
@@ -80,11 +80,38 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         """Store K and V, [1, heads, T, size]; return those that the layer attends to, [1, heads, rows, size]."""
         return current_step.get().write_kv(layer_idx, key_states, value_states)
 
-    def _refuse_state(self, *args: Any, **kwargs: Any) -> Any:
-        raise Unsupported("it keeps a recurrent or convolution state beside keys and values")
+    # A layer with a state reads one piece of one sequence at a time (`mixers`): the step knows which.
 
-    has_previous_state = _refuse_state
-    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse_state
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether the sequence has tokens before the piece; without a layer False, as for positions."""
+        if layer_idx is None:
+            return False
+        flags = current_step.get().find_state(layer_idx).has_previous_state
+        return any(flags.values()) if state_idx is None else flags[state_idx]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a layer's convolution state, or None before the first token."""
+        state = current_step.get().find_state(layer_idx)
+        return state.conv_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a layer's recurrent state, or None before the first token."""
+        state = current_step.get().find_state(layer_idx)
+        return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Put new inputs into a layer's convolution state, and return them with those before."""
+        return current_step.get().find_state(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Set a layer's recurrent state, and return it."""
+        return current_step.get().find_state(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states are not rolled back."""
+        return False
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse an indexer's keys."""

@@ -23,8 +23,10 @@ class Backend(Protocol):
     def name(self) -> str:
         """Its name in the fingerprint: in 16 bits, backends of other names may round otherwise."""
 
-    def create_runner(self, model: "LoadedModel", settings: EngineSettings, num_blocks: int) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks."""
+    def create_runner(
+        self, model: "LoadedModel", settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class TorchBackend:
         """Its name in the fingerprint."""
         return f"torch {torch.backends.cpu.get_cpu_capability()}"
 
-    def create_runner(self, model: "LoadedModel", settings: EngineSettings, num_blocks: int) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks."""
+    def create_runner(
+        self, model: "LoadedModel", settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
         assert not model.layout.is_int8, "torch's attention reads K and V in the model's dtype"
         torch.set_num_threads(settings.threads)
-        return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device))
+        return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device, num_states))
 
 
 @dataclass(frozen=True)

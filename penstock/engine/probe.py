@@ -1,22 +1,33 @@
 """Find out whether an architecture can be served, and what its layers cache."""
 
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.masks import Unsupported
+from penstock.engine.mixers import divide_mixers
 from penstock.engine.sequence import Sequence
+from penstock.engine.states import StateLayout, StatePart, choose_cell_tokens, choose_interval_tokens
 from penstock.engine.step import Step
 from penstock.engine.storage import KVLayout, KVStorage, LayerShape
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
-_STATEFUL = {"linear_attention", "recurrent", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' names of layers that keep a state."""
+_MAX_STATES = 8
+"""How many states of a kind a layer may keep."""
+_NUM_PIECE_TOKENS = 4
+"""Tokens of a piece that is compared with its tokens one by one."""
+_MAX_PIECE_ERROR = {torch.float32: 1e-3}
+_MAX_PIECE_ERROR_16_BIT = 0.03
+"""The limit of the error of a layer's states, relative to their size."""
 _SPARSE = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 """transformers' names of layers with sparse attention."""
 
@@ -27,6 +38,18 @@ class _ProbeStep(Step):
     def __init__(self, batch: Batch, dtype: torch.dtype) -> None:
         super().__init__(batch, KVStorage(KVLayout((), 1, dtype), 1, batch.device))
         self.shapes: dict[int, LayerShape] = {}
+        self.states: dict[int, LinearAttentionLayer] = {}
+        """By layer: the states that it keeps."""
+        self.mixers: dict[int, nn.Module] = {}
+        """By layer: the module that keeps them."""
+        self.running: list[nn.Module] = []
+        """The modules whose forward passes run now, the innermost last."""
+
+    def find_state(self, layer: int) -> LinearAttentionLayer:
+        """Return a layer's states, and note which module keeps them."""
+        if self.mixers.setdefault(layer, self.running[-1]) is not self.running[-1]:
+            raise Unsupported("two modules keep the state of one layer")
+        return self.states.setdefault(layer, LinearAttentionLayer(number_of_states=_MAX_STATES))
 
     def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Record the shapes of K and V, both [1, heads, T, size], and return K and V."""
@@ -43,10 +66,6 @@ def check_config(config: Any) -> None:
     kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type", "block_types"):
         kinds.update(getattr(text, name, None) or [])
-    if kinds & _STATEFUL:
-        raise ModelLoadError(
-            "it cannot be served: some layers keep a recurrent or convolution state, not keys and values"
-        )
     if kinds & _SPARSE:
         raise ModelLoadError(
             "it cannot be served: its attention is sparse, an indexer or a compressor chooses what is seen"
@@ -69,23 +88,95 @@ def find_unscaled_context(config: Any) -> int | None:
 
 
 @torch.inference_mode()
-def probe_layout(module: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> KVLayout:
+def probe_layout(
+    module: Any, block_size: int, dtype: torch.dtype, device: torch.device, cell_tokens: int | None = None
+) -> KVLayout:
     """Run the module on one token, and return the layout of what its layers cache.
 
-    Raises `ModelLoadError` with the reason why the architecture cannot be served.
+    Its layers that keep a state are made to read each sequence in cells of `cell_tokens` from now on. Raises
+    `ModelLoadError` with the reason why the architecture cannot be served.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = [0]
     step = _ProbeStep(Batch([(seq, 1)], 1, device), dtype)
     try:
-        with hooks.run_with_step(module, step):
+        with hooks.run_with_step(module, step), _note_running(module, step.running):
             module(input_ids=token, position_ids=token, past_key_values=hooks.PagedCache(), use_cache=True)
         _check_attention_hooked(step)
+        if step.mixers and device.type != "cpu":
+            raise Unsupported("models whose layers keep a recurrent or convolution state are served on a CPU only")
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
-    return KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
+    layout = KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
+    if not step.mixers:
+        return layout
+    cell_tokens = cell_tokens or choose_cell_tokens(block_size)
+    divide_mixers(step.mixers, cell_tokens)
+    states = StateLayout(tuple(_describe_states(step.states)), cell_tokens, 0)
+    interval = choose_interval_tokens(states.row_bytes, layout.block_bytes / block_size, cell_tokens)
+    layout = replace(layout, states=replace(states, interval_tokens=interval))
+    firsts = {type(mixer): layer for layer, mixer in sorted(step.mixers.items(), reverse=True)}
+    if not _continues_in_pieces(module, layout, set(firsts.values()), device):
+        layout = replace(layout, states=replace(states, interval_tokens=interval, continues=False))
+    return layout
+
+
+def _continues_in_pieces(module: Any, layout: KVLayout, layers: set[int], device: torch.device) -> bool:
+    """Return whether these layers have the same states after a piece as after its tokens one by one."""
+    half = _NUM_PIECE_TOKENS
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(module.get_input_embeddings().num_embeddings, (2 * half,), generator=generator).tolist()
+    found: list[list[Tensor]] = []
+    for chunks in ([half, half], [half] + [1] * half):
+        storage = KVStorage(layout, -(-2 * half // layout.block_size), device)
+        assert storage.states is not None
+        seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+        seq.block_table = list(range(len(storage.data)))
+        for num_tokens in chunks:
+            batch = Batch([(seq, num_tokens)], layout.block_size, device)
+            with hooks.run_with_step(module, Step(batch, storage)):
+                module(
+                    input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),
+                    use_cache=True,
+                )  # fmt: skip
+            seq.num_computed_tokens += num_tokens
+        found.append([storage.states.read_layer(0, layer) for layer in sorted(layers)])
+    limit = _MAX_PIECE_ERROR.get(layout.dtype, _MAX_PIECE_ERROR_16_BIT)
+    return all(bool((one - other).norm() <= limit * other.norm()) for one, other in zip(*found, strict=True))
+
+
+@contextmanager
+def _note_running(module: nn.Module, running: list[nn.Module]) -> Iterator[None]:
+    """Keep `running` up to date with the modules whose forward passes run within the context."""
+
+    def begin(part: nn.Module, args: Any) -> None:
+        running.append(part)
+
+    def end(part: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    handles = [part.register_forward_pre_hook(begin) for part in module.modules()]
+    handles += [part.register_forward_hook(end) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _describe_states(states: dict[int, LinearAttentionLayer]) -> Iterator[StatePart]:
+    """Yield the parts of a state as the layers have made them."""
+    for layer in sorted(states):
+        kinds: tuple[tuple[Literal["conv", "recurrent"], dict[int, Tensor | None]], ...] = (
+            ("conv", states[layer].conv_states),
+            ("recurrent", states[layer].recurrent_states),
+        )
+        for kind, tensors in kinds:
+            for index, tensor in tensors.items():
+                if tensor is not None:
+                    yield StatePart(layer, kind, index, tuple(tensor.shape[1:]), tensor.dtype)
 
 
 def _check_attention_hooked(step: _ProbeStep) -> None:

@@ -29,7 +29,7 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress
-from penstock.engine.handover import export_blocks, import_blocks
+from penstock.engine.handover import export_blocks, export_state, import_blocks, import_state
 from penstock.engine.kernels.library import load_library
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
@@ -155,7 +155,7 @@ def _replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedM
         model,
         module=module,
         dtype=torch.float32,
-        layout=probe_layout(module, block_size, torch.float32, model.device),
+        layout=probe_layout(module, block_size, torch.float32, model.device, cell_tokens=block_size),
         weights=MappedWeights([]),
         vocab_size=module.get_input_embeddings().num_embeddings,
     )
@@ -190,7 +190,7 @@ def _compute_plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
 def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[int], plain: Tensor) -> None:
     """Raise `EngineCheckFailed` if the engine's logits after the last token differ from the plain model's."""
     num_blocks = -(-len(tokens) // model.layout.block_size)
-    runner = model.backend.create_runner(model, settings, num_blocks)
+    runner = model.backend.create_runner(model, settings, num_blocks)  # with a row for the state of one sequence
     seq = Sequence("check", tokens, sampling=_GREEDY, seed=0, max_new_tokens=1)
     seq.block_table = list(range(num_blocks))
     while seq.num_pending_tokens:
@@ -282,20 +282,22 @@ def _run_every_way(
     """Return finished sequences of all prompts, by the way in which they were served."""
     engine, second = (Engine(model, settings, quarantine=False) for _ in range(2))
     first = run_prompts(engine, references.prompts)
-    handed = [hand_over(second, seq, export_blocks(engine, seq)) for seq in first]
+    handed = [hand_over(second, seq, export_blocks(engine, seq), export_state(engine, seq)) for seq in first]
     for seq in first:
         engine.remove_sequence(seq)
     again = run_prompts(engine, references.prompts)
     size = model.layout.block_size
     assert all(seq.num_cached_tokens >= (seq.num_prompt_tokens - 1) // size * size for seq in again), "no prefix hit"
     run_to_end(second, handed[::-1])
+    if model.layout.states is not None:
+        assert all(seq.num_cached_tokens == seq.num_prompt_tokens for seq in handed), "no state was handed over"
     return {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
 
 
 def _make_sequence(model: LoadedModel, prompt: list[int], given: list[int] | None = None) -> Sequence:
     size = model.layout.block_size
     keys = [repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)]
-    return Sequence(
+    seq = Sequence(
         "check",
         prompt,
         sampling=_GREEDY,
@@ -304,12 +306,19 @@ def _make_sequence(model: LoadedModel, prompt: list[int], given: list[int] | Non
         output_token_ids=given or (),
         block_keys=keys,
     )
+    seq.prompt_key = repr(prompt).encode()
+    return seq
 
 
 def _choose_pool_mb(model: LoadedModel, references: ReferenceAnswers) -> int:
     size = model.layout.block_size
     num_blocks = sum(-(-(len(prompt) + NUM_NEW_TOKENS) // size) for prompt in references.prompts)
-    return -(-2 * num_blocks * model.layout.block_bytes // 2**20)
+    num_bytes = 2 * num_blocks * model.layout.block_bytes
+    if (states := model.layout.states) is not None:  # a row for each, and snapshots of each as often as they are kept
+        num_tokens = sum(map(len, references.prompts)) + NUM_NEW_TOKENS * len(references.prompts)
+        num_rows = 4 * len(references.prompts) + 2 * num_tokens // states.cell_tokens
+        num_bytes += 4 * num_rows * states.row_bytes
+    return -(-num_bytes // 2**20)
 
 
 def run_prompts(engine: Engine, prompts: list[list[int]]) -> list[Sequence]:
@@ -327,10 +336,14 @@ def run_to_end(engine: Engine, seqs: list[Sequence]) -> None:
         engine.step()
 
 
-def hand_over(engine: Engine, seq: Sequence, payloads: list[bytes]) -> Sequence:
-    """Return a sequence's copy as a decode worker's engine gets it: with the prompt's KV and the first token."""
+def hand_over(engine: Engine, seq: Sequence, payloads: list[bytes], state: bytes | None = None) -> Sequence:
+    """Return a sequence's copy as a decode worker's engine gets it: with the prompt's KV and the first token.
+
+    `state` is what layers without KV keep of the prompt.
+    """
     copy = _make_sequence(engine.model, seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids[:1])
     assert import_blocks(engine, copy, payloads) == len(copy.block_keys), "no room for what is handed over"
+    import_state(engine, copy, state)
     return copy
 
 

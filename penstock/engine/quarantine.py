@@ -28,10 +28,11 @@ GROWTH_DIVISOR = 16
 class Quarantine:
     """Decides what to do after the failed steps of one engine."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, min_tokens: int = 1) -> None:
+        """`min_tokens`: the fewest tokens that a step of a prompt can have."""
         self.max_tokens = max_tokens
         """How many tokens the next step may have."""
-        self._max_step_tokens = max_tokens
+        self._max_step_tokens, self._min_step_tokens = max_tokens, min_tokens
 
     def record_success(self) -> None:
         """Note that a step succeeded."""
@@ -46,7 +47,7 @@ class Quarantine:
             raise error
         cause = _classify_error(error)
         num_tokens = sum(num for _, num in plan)
-        if isinstance(cause, OutOfMemory) and num_tokens > 1:
+        if isinstance(cause, OutOfMemory) and num_tokens > self._min_step_tokens:
             self.max_tokens = num_tokens // 2
             log.warning("a step of %d tokens takes too much memory (%s), trying fewer", num_tokens, error)
         elif len(plan) > 1:

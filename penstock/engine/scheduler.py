@@ -39,6 +39,7 @@ from penstock.engine.cost import StepCost
 from penstock.engine.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence, State
+from penstock.engine.state_rows import StateRows
 from penstock.engine.tables import BlockTables
 from penstock.names import CLASSES, PriorityClass
 
@@ -101,15 +102,17 @@ class _StepPlan:
 class Scheduler:
     """The waiting and the running sequences of one pool."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, states: StateRows | None = None) -> None:
         self.pool = pool
+        self._states = states
+        """The rows of what layers without KV keep of each running sequence; None if there are no such layers."""
         self.cost: StepCost | None = None
         """The measured cost of steps. None if it was not measured: batch work is not limited then."""
         self.running: list[Sequence] = []
         """In scheduling order: the last is preempted first. Sequences that are done leave with the next step."""
         self.num_preemptions = 0
         self._queues = [FairQueue() for _ in CLASSES]
-        self._tables = BlockTables(pool)
+        self._tables = BlockTables(pool, states)
         self._promoted: Sequence | None = None
         self._num_added = 0
         self._num_steps = 0
@@ -214,9 +217,15 @@ class Scheduler:
         self.running.remove(seq)
         seq.is_backfilled = False
         self._tables.stop_computing(seq)
+        if self._states is not None:
+            self._states.free_row(seq)
 
     def _preempt(self, seq: Sequence, step: _StepPlan) -> None:
         step.unschedule(seq)
+        self.preempt_sequence(seq)
+
+    def preempt_sequence(self, seq: Sequence) -> None:
+        """Free the blocks of a running sequence that is in no step. It waits, and is computed again."""
         self._stop_running(seq)
         self.pool.free_blocks(seq.block_table)
         seq.preempt()
@@ -245,12 +254,20 @@ class Scheduler:
             # Suspects, and prompts for which nothing is left beside decoding sequences that find no block.
             or self._schedule_alone(list(self.running), token_budget)
         )
+        if self._states is not None:  # a step may be larger than its budget by the rest of a cell
+            plan = {seq: self._complete_cell(seq, num_tokens) for seq, num_tokens in plan.items()}
         for seq, num_tokens in plan.items():
             seq.last_scheduled_step = self._num_steps
             if num_tokens == seq.num_pending_tokens:
                 self._charge_tenant(seq, OUTPUT_TOKEN_COST)
                 self._tables.growth.record_tokens(1)
         return list(plan.items())
+
+    def _complete_cell(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many tokens a sequence computes if `num_tokens` are planned: it ends within no cell."""
+        assert self._states is not None
+        start = seq.num_computed_tokens
+        return self._states.layout.find_cell_end(start + num_tokens, seq.num_prompt_tokens) - start
 
     def _open_budget(self) -> BatchBudget:
         running = [seq for seq in self.running if not seq.suspect]

@@ -99,6 +99,12 @@ class Sequence:
         self.hasher: BlockHasher | None = None
         """Names its full blocks where the core needs their keys before they are computed."""
         self.tail_payload: Payload | None = None
+        self.state_row = 0
+        """Where what layers without KV keep of it is, while it runs. It has read the computed tokens."""
+        self.new_snapshots: list[int] = []
+        """After how many tokens snapshots of its state were kept that were not written to stores yet."""
+        self.prompt_key: bytes | None = None
+        """A hash over all tokens of the prompt, under which its state at their end is kept; None: it is not."""
         self.draft: list[int] = []
         """Tokens that the current step computes behind the last one, in case they are drawn; empty between steps."""
         self.drafter = Drafter()

@@ -16,9 +16,10 @@ from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
 from penstock.engine.sequence import Sequence, State
+from penstock.engine.state_rows import StateRows
 from penstock.kvstore.block import PromptBlocks
 from penstock.kvstore.store import KVLayout, KVStore, MissingTiers, PooledModel
-from penstock.kvstore.transfers import LoadOperation, Pool, StoreOperation, Transfers
+from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
 
@@ -36,6 +37,10 @@ class EngineCore(Pool, Protocol):
     @property
     def settings(self) -> EngineSettings:
         """How it is run."""
+
+    @property
+    def states(self) -> StateRows | None:
+        """What layers without KV keep of its sequences; None if there are no such layers."""
 
     @property
     def num_blocks(self) -> int:
@@ -174,6 +179,10 @@ class ServingEngine:
         load = LoadOperation(work, keys, klass=seq.klass, lease_owner=request.lease_owner)
         if not request.lease_owner:
             load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
+        if self.core.states is not None:
+            seq.prompt_key, num_tokens = blocks.prompt_keys()[-1].hash, len(seq.token_ids) - 1
+            positions = list(self.core.states.list_positions(seq, num_tokens))
+            load.states = StateSearch(blocks, positions, self.core.states.find_start(seq, num_tokens))
         self._transfers.submit_load(load)
         return seq
 
@@ -197,7 +206,7 @@ class ServingEngine:
 
     def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
         """End a job's leases on the blocks of its prompt."""
-        self._transfers.submit_release(owner, blocks.prompt_keys())
+        self._transfers.submit_release(owner, blocks.handed_keys())
 
     # The step
 
@@ -241,11 +250,24 @@ class ServingEngine:
         keys = blocks.prompt_keys() if owner else blocks.hasher.keys
         indices = [index for index in work.missing_tiers if index < end]
         to_write = [(index, keys[index], work.missing_tiers.pop(index)) for index in indices]
-        if not to_write and not always:
+        states = self._pin_new_states(work)
+        if not to_write and not states and not always:
             return None
-        store = StoreOperation(work, to_write, lease_owner=owner, klass=work.seq.klass)
+        store = StoreOperation(work, to_write, lease_owner=owner, klass=work.seq.klass, states=states)
         self._transfers.submit_store(work.seq, store)
         return store
+
+    def _pin_new_states(self, work: _Work) -> list[StateWrite]:
+        """Pin the parts of the states that were kept since the last call."""
+        positions, work.seq.new_snapshots = work.seq.new_snapshots, []
+        found: list[StateWrite] = []
+        for position in positions:
+            assert self.core.states is not None
+            parts = self.core.states.pin_parts(work.seq, position, self.store.layout.payload_bytes)
+            is_handed = bool(work.request.lease_owner) and position == work.seq.num_prompt_tokens
+            keys = work.request.blocks.make_state_keys(position) if parts else []
+            found += [StateWrite(key, part, is_handed) for key, part in zip(keys, parts, strict=True)]
+        return found
 
     # What becomes of KV
 
@@ -273,6 +295,9 @@ class ServingEngine:
         missing_tiers = [*load.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
         work.missing_tiers = {index: missing for index, missing in enumerate(missing_tiers) if missing}
         work.seq.tail_payload = load.tail_payload
+        if load.state is not None:
+            assert self.core.states is not None
+            self.core.states.add_snapshot(work.seq, *load.state)
         num_prompt, has_tail = len(blocks.prompt_keys()), load.tail_payload is not None
         if not load.lease_owner:
             self.store.count_recomputed(num_prompt - num_read - has_tail)

@@ -1,13 +1,17 @@
 """How one step's attention is computed: in torch over gathered rows, unless a subclass has a kernel for the layer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
 from penstock.engine.batch import Batch
 from penstock.engine.masks import Unsupported, make_masks
+from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
 
 
@@ -22,6 +26,8 @@ class Step:
         """By layer whose attention in torch got exactly the K and V that `write_kv` returned: its parameters."""
         self._kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         """By layer: the K and V that `write_kv` returned."""
+        self._open_state: tuple[int, LinearAttentionLayer] | None = None
+        """The layer with a state that is computed now, and its state of the sequence that it reads."""
 
     @cached_property
     def gathered(self) -> GatheredRows:
@@ -59,6 +65,29 @@ class Step:
             raise Unsupported("a layer's keys and values do not come from the cache")
         masks = make_masks(self.gathered, how.rule, how.window, query.dtype)
         return attend_gathered(self.gathered, (query, key, value), masks, how)
+
+    @contextmanager
+    def open_state(self, layer: int, seq: Sequence, num_before: int) -> Iterator[None]:
+        """Let a layer within the context read and write its state of a sequence, which has read `num_before` tokens."""
+        assert self.storage.states is not None
+        self._open_state = layer, self.storage.states.open_layer(seq.state_row, layer, is_new=num_before == 0)
+        try:
+            yield
+        finally:
+            self._open_state = None
+
+    def find_state(self, layer: int) -> LinearAttentionLayer:
+        """Return the state of the layer and the sequence that are computed now."""
+        if self._open_state is None or self._open_state[0] != layer:
+            raise Unsupported("a layer's state is used outside of the layer")
+        return self._open_state[1]
+
+    def keep_snapshot(self, layer: int, seq: Sequence, position: int) -> None:
+        """Copy the layer's state, which has read `position` tokens, if a snapshot is to be kept there."""
+        row = self.batch.snapshot_rows.get((seq, position))
+        if row is not None:
+            assert self.storage.states is not None
+            self.storage.states.copy_layer(seq.state_row, row, layer)
 
 
 current_step: ContextVar[Step] = ContextVar("current_step")

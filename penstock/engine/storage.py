@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.sequence import Payload
+from penstock.engine.states import StateLayout, StateStorage
 
 
 class BlockCopy(NamedTuple):
@@ -53,6 +54,8 @@ class KVLayout:
     """The model's."""
     is_int8: bool = False
     """Whether K and V are stored as int8, and not in the model's dtype."""
+    states: StateLayout | None = None
+    """What layers without KV keep of a sequence; None if there are none."""
 
     @cached_property
     def by_layer(self) -> dict[int, LayerShape]:
@@ -108,16 +111,28 @@ class KVLayout:
         """How many bytes a block has."""
         return self.block_elements * self.stored_dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """How many bytes layers without KV keep of a sequence; 0 if there are none."""
+        return 0 if self.states is None else self.states.row_bytes
+
+    @property
+    def cell_tokens(self) -> int:
+        """How many tokens of a prompt a layer with a state reads at once; 0 if no layer has one."""
+        return 0 if self.states is None else self.states.cell_tokens
+
     def __str__(self) -> str:
         layers = ";".join(f"{s.layer}:{s.k_shape}:{s.v_shape}" for s in self.layers)
-        return f"{self.dtype}{' as int8' if self.is_int8 else ''}|{self.block_size}|{layers}"
+        states = "" if self.states is None else f"|{self.states}"
+        return f"{self.dtype}{' as int8' if self.is_int8 else ''}|{self.block_size}|{layers}{states}"
 
 
 class KVStorage:
-    """`num_blocks` blocks of one layout, zero at first."""
+    """`num_blocks` blocks of one layout, zero at first, and `num_states` rows of what layers without KV keep."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, num_states: int = 1) -> None:
         self.layout = layout
+        self.states = None if layout.states is None else StateStorage(layout.states, num_states)
         num_elements, dtype = num_blocks * layout.block_elements, layout.stored_dtype
         flat = (map_zeros(num_elements, dtype) if device.type == "cpu"
                 else torch.zeros(num_elements, dtype=dtype, device=device))  # fmt: skip

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from penstock.engine.growth import GrowthEstimate
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence
+from penstock.engine.state_rows import StateRows
 
 
 class BlockTables:
     """The block tables of the running sequences."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: BlockPool, states: StateRows | None = None) -> None:
+        self.pool, self._states = pool, states
         self.growth = GrowthEstimate()
         self._computing: dict[bytes, Sequence] = {}
         """By block key: the running sequence that computes this block, or has computed it."""
@@ -74,14 +75,16 @@ class BlockTables:
 
         Drops a tail payload that is of no use. One that remains is to be copied to its block.
         """
-        seq.block_table = self.pool.pin_cached_prefix(self._shareable_keys(seq), counted=not seq.num_preemptions)
+        keys = self._shareable_keys(seq) if self._states is None else self._cached_keys(seq)
+        num_start = self._find_start(seq)
+        seq.block_table = self.pool.pin_cached_prefix(keys, counted=not seq.num_preemptions)
         num_cached = len(seq.block_table)
         seq.block_table += self.pool.allocate_blocks(self.count_blocks_at_admission(seq) - num_cached)
-        seq.num_computed_tokens = num_cached * self.pool.block_size
-        if num_cached != seq.num_prompt_tokens // self.pool.block_size:
+        seq.num_computed_tokens = num_start
+        if num_start == num_cached * self.pool.block_size:
             seq.tail_payload = None
-        elif seq.tail_payload is not None:
-            seq.num_computed_tokens = min(seq.num_prompt_tokens, len(seq.token_ids) - 1)
+        if self._states is not None:
+            self._states.restore_snapshot(seq)
         self._computing.update((key, seq) for key in seq.block_keys[num_cached:])
 
     def count_tokens_to_compute(self, seq: Sequence) -> int:
@@ -138,9 +141,22 @@ class BlockTables:
         return seq.block_keys[: num_tokens // self.pool.block_size]
 
     def _cached_keys(self, seq: Sequence) -> list[bytes]:
-        """Return the shareable keys that the pool holds."""
+        """Return the shareable keys that the pool holds; of a sequence with a state, those before its snapshot."""
         keys = self._shareable_keys(seq)
-        return keys[: self.pool.count_cached_prefix(keys)]
+        num_cached = (
+            self.pool.count_cached_prefix(keys)
+            if self._states is None
+            else (self._find_start(seq) // self.pool.block_size)
+        )
+        return keys[:num_cached]
+
+    def _find_start(self, seq: Sequence) -> int:
+        """Return how many leading tokens of a waiting sequence need not be computed."""
+        num_cached = self.pool.count_cached_prefix(self._shareable_keys(seq))
+        num_tokens = num_cached * self.pool.block_size
+        if seq.tail_payload is not None and num_cached == seq.num_prompt_tokens // self.pool.block_size:
+            num_tokens = min(seq.num_prompt_tokens, len(seq.token_ids) - 1)
+        return num_tokens if self._states is None else self._states.find_start(seq, num_tokens)
 
     def count_blocks_at_admission(self, seq: Sequence) -> int:
         """Return how many blocks the sequence needs for the tokens that it has."""

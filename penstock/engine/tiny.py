@@ -35,8 +35,12 @@ _FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe
 """Counts: so many layers at the beginning are of another kind."""
 _LAST = ("num_kv_shared_layers",)
 """Counts: so many layers at the end are of another kind."""
-_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "hybrid_layer_ids")
+_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "hybrid_layer_ids",
+            "attn_layer_indices")  # fmt: skip
 """Lists of the numbers of layers."""
+
+_MIXER_SIZES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("n_mamba_heads", "mamba_headdim", "mamba_expand"))
+"""Numbers of heads, their sizes, and the factor of the hidden size that both make together."""
 
 _TEXT_TOKENS = ("pad", "bos", "eos", "decoder", "cls", "sep", "mask", "unk", "forced", "eod")
 """How the names of special tokens of texts begin. Other special tokens stand for images and sounds."""
@@ -53,13 +57,14 @@ _NAMES_BY_MAXIMUM = {
         shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
     HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
         attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
-        query_pre_attn_scalar local_attention""",
+        query_pre_attn_scalar local_attention mamba_d_state""",
     WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
         keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
         zero_expert_num""",
     2: """num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
         num_encoder_layers""",
-    1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts""",
+    4: """mamba_dt_rank""",
+    1: """topk_group mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts moe_num_shared_experts""",
 }
 _SIZES = {name: cap for cap, names in _NAMES_BY_MAXIMUM.items() for name in names.split()}
 """By name of a size: its maximum in the tiny configuration."""
@@ -88,6 +93,8 @@ def _shrink_values(config: Any) -> dict[str, Any]:
         if isinstance(part, PreTrainedConfig):
             values[key] = _shrink_values(part)
     _cut_layers(values)
+    if isinstance(values.get("attn_layer_offset"), int) and "layers_block_type" not in values:  # every so many layers
+        values[_find_name(values, _LAYERS) or ""] = values["attn_layer_offset"] + 1
     sizes = {**_SIZES, **_shrink_heads(values)}
     old_head = values.get("head_dim") or _find_head_size(values)
     if (
@@ -101,10 +108,25 @@ def _shrink_values(config: Any) -> dict[str, Any]:
         overrides.update({key: _cap_value(key, value, sizes) for key, value in overrides.items()})
     if isinstance(values.get("rotary_dim"), int) and old_head:
         values["rotary_dim"] = max(2, values["rotary_dim"] * HEAD_SIZE // old_head)
+    _fit_mixers(values)
     for rope in _rope_parameters(values):
         _shrink_rope(rope, old_head)
     values["tie_word_embeddings"] = False
     return values
+
+
+def _fit_mixers(values: dict[str, Any]) -> None:
+    """Let the sizes of layers with a state fit the shrunk hidden size, where a configuration demands that."""
+    hidden = values.get(_find_name(values, _HIDDEN) or "")
+    for heads, size, expand in _MIXER_SIZES:
+        if heads in values and isinstance(values.get(expand), int) and isinstance(hidden, int):
+            values[size] = HEAD_SIZE
+            values[heads] = values[expand] * hidden // HEAD_SIZE
+            if isinstance(values.get("mamba_d_ssm"), int):
+                values["mamba_d_ssm"] = values[expand] * hidden
+    if isinstance(values.get("attention_hidden_size"), int) and isinstance(hidden, int):
+        values["attention_hidden_size"] = 2 * hidden
+        values["attention_head_dim"] = 2 * hidden // values["num_attention_heads"]
 
 
 def _find_name(values: dict[str, Any], names: tuple[str, ...]) -> str | None:

@@ -40,6 +40,9 @@ class VllmLayout:
     vector_size: int
     """Numbers of K and V of a token and head together."""
     element_type: ElementType
+    state_bytes: int = 0
+    """0, as its layers keep nothing but KV."""
+    cell_tokens: int = 0
 
     @property
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -101,6 +101,8 @@ class VllmCore:
     def __init__(self, model: VllmModel, settings: EngineSettings, core: Any, blocks: RankBlocks) -> None:
         """`core` is vLLM's `EngineCore`."""
         self.model, self.settings = model, settings
+        self.states = None
+        """None: its layers keep nothing but KV."""
         self._core, self._blocks = core, blocks
         self._output_rank: int = getattr(core.model_executor, "output_rank", 0)  # in one process there is one rank
         self._manager = core.scheduler.kv_cache_manager

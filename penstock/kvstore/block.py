@@ -64,6 +64,19 @@ def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> lis
     return hashes
 
 
+def derive_state_hash(block_hash: bytes, part: int = 0) -> bytes:
+    """Return the hash under which a part of the state after a block is stored.
+
+    A state is what layers without KV keep of all tokens up to the block's end.
+    """
+    return hashlib.sha256(b"penstock state 1" + part.to_bytes(4, "little") + block_hash).digest()
+
+
+def find_last_cell(num_prompt_tokens: int, cell_tokens: int) -> int:
+    """Return where the last cell of a prompt begins: the last multiple of `cell_tokens` before its last token."""
+    return (num_prompt_tokens - 1) // cell_tokens * cell_tokens
+
+
 def is_always_valid() -> bool:
     """Return True: the page tag of memory that only its owner writes."""
     return True
@@ -75,6 +88,7 @@ class BlockKey:
 
     hash: bytes
     num_tokens: int
+    """Tokens whose KV it is; 0 for a part of a state."""
     tenant_tag: bytes
     """See `derive_tenant_tag`."""
 
@@ -169,23 +183,32 @@ class BlockFormat:
 
 
 class BlockHasher:
-    """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`."""
+    """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`.
 
-    def __init__(self, root: bytes, tenant_tag: bytes, block_size: int) -> None:
+    With `cell_tokens`, the KV of a token depends on how the tokens before it were divided among the model's calls: in
+    cells of so many tokens up to the last that the prompt fills, then up to the prompt's end, then one by one. So the
+    hashes of blocks behind that last cell are also over the length of the prompt.
+    """
+
+    def __init__(
+        self, root: bytes, tenant_tag: bytes, block_size: int, cell_tokens: int = 0, num_prompt_tokens: int = 0
+    ) -> None:
         self.keys: list[BlockKey] = []
         """Keys of the full blocks so far, in order."""
         self.block_size = block_size
         self._root, self._tenant_tag = root, tenant_tag
-        self._first_answer_block, self._num_prompt_tokens = -1, 0
+        self._first_answer_block = -1
+        self.num_prompt_tokens = num_prompt_tokens
+        self._last_cell_block = find_last_cell(num_prompt_tokens, cell_tokens) // block_size if cell_tokens else -1
 
     def hash_full_blocks(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Add the keys of the blocks that became full, and return them. `token_ids` are all tokens so far."""
         num_known, size = len(self.keys), self.block_size
-        new_tokens = token_ids[num_known * size : len(token_ids) // size * size]
-        hashes = hash_blocks(self._parent_hash(num_known), new_tokens, size)
-        added = [BlockKey(block_hash, size, self._tenant_tag) for block_hash in hashes]
-        self.keys += added
-        return added
+        cut, end = self._last_cell_block, len(token_ids) // size
+        for first, last in ((num_known, cut), (cut, end)) if num_known < cut < end else ((num_known, end),):
+            hashes = hash_blocks(self._parent_hash(first), token_ids[first * size : last * size], size)
+            self.keys += [BlockKey(block_hash, size, self._tenant_tag) for block_hash in hashes]
+        return self.keys[num_known:]
 
     def hash_tail_block(self, token_ids: Sequence[int]) -> BlockKey | None:
         """Return the key of a prompt's last block if it is partial. Call `hash_full_blocks` with the prompt before."""
@@ -202,12 +225,14 @@ class BlockHasher:
         Where prompts and answers are computed with other weights, the same token has another KV in each. The full
         blocks of the prompt have their keys already, and a partial one has the key that `hash_tail_block` returned.
         """
-        self._first_answer_block, self._num_prompt_tokens = len(self.keys), num_prompt_tokens
+        self._first_answer_block, self.num_prompt_tokens = len(self.keys), num_prompt_tokens
 
     def _parent_hash(self, index: int) -> bytes:
         parent = self.keys[index - 1].hash if index else self._root
+        if index == self._last_cell_block:
+            parent = hashlib.sha256(b"prompt" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()
         if index == self._first_answer_block:
-            return hashlib.sha256(b"answer" + self._num_prompt_tokens.to_bytes(8, "little") + parent).digest()
+            parent = hashlib.sha256(b"answer" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()
         return parent
 
 
@@ -221,11 +246,27 @@ class PromptBlocks:
     """Key of the prompt's last block, if that is partial."""
     num_full_blocks: int
     """Full blocks of the prompt."""
+    num_state_parts: int = 0
+    """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
 
     def prompt_keys(self) -> list[BlockKey]:
         """Return the keys of the prompt's blocks, a partial last one included."""
         keys = self.hasher.keys[: self.num_full_blocks]
         return [*keys, self.tail_key] if self.tail_key else keys
+
+    def make_state_keys(self, position: int) -> list[BlockKey]:
+        """Return the keys of the parts of the state after `position` tokens: full blocks, or the whole prompt."""
+        if position == self.hasher.num_prompt_tokens:
+            last = self.prompt_keys()[-1]
+        else:
+            last = self.hasher.keys[position // self.hasher.block_size - 1]
+        return [
+            BlockKey(derive_state_hash(last.hash, part), 0, last.tenant_tag) for part in range(self.num_state_parts)
+        ]
+
+    def handed_keys(self) -> list[BlockKey]:
+        """Return the keys of all that a job needs of its prompt: its blocks, and the state at its end."""
+        return self.prompt_keys() + self.make_state_keys(self.hasher.num_prompt_tokens)
 
     @property
     def last_hash(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol, Self
 
 from penstock.config.settings import KVSettings
+from penstock.errors import KVStoreError
 from penstock.kvstore.block import (
     Block,
     BlockFormat,
@@ -53,6 +54,14 @@ class PoolLayout(Protocol):
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:
         """(Rows, numbers in a row) of each K and V, in order."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what layers without KV keep of a sequence; 0 if there are none."""
+
+    @property
+    def cell_tokens(self) -> int:
+        """Tokens of a prompt that the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
+
 
 class PooledModel(Protocol):
     """A model whose blocks are in a pool."""
@@ -87,13 +96,26 @@ class KVLayout:
     """The layers' shapes as text. It is part of what blocks are checked against."""
     names_answers_apart: bool = False
     """Whether a token's KV depends on whether it is the prompt's or the answer's."""
+    num_state_parts: int = 0
+    """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
+    cell_tokens: int = 0
+    """How many tokens of a prompt the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
 
     @classmethod
     def from_model(cls, model: PooledModel) -> Self:
         """Return the layout of a model's blocks."""
         pool = model.layout
         shape = PayloadShape(pool.element_type, pool.vector_shapes)
-        return cls(model.fingerprint, pool.block_size, pool.block_bytes, shape, str(pool), model.names_answers_apart)
+        return cls(
+            model.fingerprint,
+            pool.block_size,
+            pool.block_bytes,
+            shape,
+            str(pool),
+            model.names_answers_apart,
+            -(-pool.state_bytes // pool.block_bytes),
+            pool.cell_tokens,
+        )
 
     def make_block_format(self, *, lossy: bool) -> BlockFormat:
         """Return the format of stored blocks. Blocks that went through a lossy codec count as another model's."""
@@ -135,6 +157,11 @@ class KVStore:
     @classmethod
     def open(cls, layout: KVLayout, settings: KVSettings, urls: str, pipeline: str) -> Self:
         """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up."""
+        if layout.num_state_parts and is_lossy(settings):
+            raise KVStoreError(
+                "PENSTOCK_KV_REDIS_CODEC=int8 is for keys and values only, and this model's layers keep a state, too: "
+                "set `auto`"
+            )
         block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
             tiers.append(HostTier.open_shared(block_format, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
@@ -147,19 +174,20 @@ class KVStore:
             tiers.append(RedisTier.open(block_format, addresses, budget_bytes, settings.keep_s, codec))
         return cls(layout, tiers, settings)
 
-    def make_hasher(self, tenant: str) -> BlockHasher:
-        """Return a hasher for one sequence of a tenant."""
-        salt = derive_tenant_salt(self._salt_secret, tenant)
-        return BlockHasher(hash_chain_root(self._fingerprint, salt), derive_tenant_tag(salt), self.layout.block_size)
+    def make_hasher(self, tenant: str, num_prompt_tokens: int = 0) -> BlockHasher:
+        """Return a hasher for one sequence of a tenant, whose prompt has so many tokens."""
+        salt, layout = derive_tenant_salt(self._salt_secret, tenant), self.layout
+        root = hash_chain_root(self._fingerprint, salt)
+        return BlockHasher(root, derive_tenant_tag(salt), layout.block_size, layout.cell_tokens, num_prompt_tokens)
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
         """Return the names of the blocks of a tenant's prompt."""
-        hasher = self.make_hasher(tenant)
+        hasher = self.make_hasher(tenant, len(token_ids))
         hasher.hash_full_blocks(token_ids)
         tail_key = hasher.hash_tail_block(token_ids)
         if self.layout.names_answers_apart:
             hasher.name_answers_apart(len(token_ids))
-        return PromptBlocks(hasher, tail_key, len(hasher.keys))
+        return PromptBlocks(hasher, tail_key, len(hasher.keys), self.layout.num_state_parts)
 
     def find_tiers(self, hashes: Sequence[bytes]) -> list[int]:
         """Return for each block the index of the first tier that has it, or `len(tiers)`. It counts as a use."""
@@ -204,6 +232,24 @@ class KVStore:
                 indices = [index for index in indices[count:] if index < end]
         num_read = next((index for index in range(end) if index not in read_from), end)
         return [read_from[index] for index in range(num_read)]
+
+    def load_state(self, requests: Sequence[ReadRequest], num_tokens: int) -> bool:
+        """Read all parts of a state, with which `num_tokens` tokens need not be computed. Return whether they are read.
+
+        They are not if a part is missing, or if computing the tokens is faster.
+        """
+        tiers_of = self.find_tiers([request.key.hash for request in requests])
+        if max(tiers_of) == len(self.tiers):
+            return False
+        by_tier = {index: [r for r, at in zip(requests, tiers_of, strict=True) if at == index] for index in {*tiers_of}}
+        read_s = sum(
+            len(some) * (self.cost.tier_speed(self.tiers[at].name).block_s or 0) for at, some in by_tier.items()
+        )
+        tokens_per_s = self.cost.tokens_per_s()
+        if tokens_per_s is not None and read_s * tokens_per_s > num_tokens:
+            self.stats.not_worth += len(requests)
+            return False
+        return all(all(self._read_from_tier(self.tiers[index], some)) for index, some in by_tier.items())
 
     def _read_from_tier(self, tier: Tier, requests: list[ReadRequest]) -> list[bool]:
         started_s = tier.clock()

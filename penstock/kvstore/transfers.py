@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from penstock.kvstore.block import Block, BlockKey, ReadRequest
+from penstock.kvstore.block import Block, BlockKey, PromptBlocks, ReadRequest
 from penstock.kvstore.store import KVStore, MissingTiers
 from penstock.messages import now_s
 from penstock.names import CLASSES, PriorityClass
@@ -70,6 +70,17 @@ class Pool(Protocol):
         """Unpin a block that was read."""
 
 
+@dataclass(frozen=True)
+class StateSearch:
+    """The states from which a sequence can go on. KV behind the last one that is found is of no use to it."""
+
+    blocks: PromptBlocks
+    positions: Sequence[int]
+    """After how many tokens states may be stored, the last first."""
+    num_pool_tokens: int
+    """After how many tokens the last one is that the engine has; 0 if none."""
+
+
 @dataclass(eq=False)
 class LoadOperation:
     """Blocks that a sequence wants from the tiers, and what was found."""
@@ -84,11 +95,15 @@ class LoadOperation:
     lease_owner: str = ""
     """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
     klass: PriorityClass = "interactive"
+    states: StateSearch | None = None
+    """Which state is wanted; None if no layer keeps one."""
     num_pool_blocks: int = 0
     """Blocks that the pool had already."""
     missing_tiers: list[MissingTiers] = field(default_factory=list)
     """For each leading block that is in the pool now: the tiers to which it is to be written."""
     tail_payload: memoryview | None = None
+    state: tuple[int, memoryview] | None = None
+    """After how many tokens a state is that was read, and its bytes, those of all parts."""
     started_s: float = 0.0
     finished_s: float = 0.0
     """When the blocks were read, in seconds since the epoch."""
@@ -105,11 +120,22 @@ class StoreOperation:
     lease_owner: str = ""
     """The job for which the blocks are leased in the hand-off tier. Empty: nothing waits, and blocks may be skipped."""
     klass: PriorityClass = "interactive"
+    states: Sequence["StateWrite"] = ()
+    """Parts of states to write to all tiers."""
     is_written: "Future[float]" = field(default_factory=Future)
     """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
     finished_s: float = 0.0
     """When the blocks were written down to the hand-off tier, in seconds since the epoch."""
+
+
+class StateWrite(NamedTuple):
+    """A part of a state to write."""
+
+    key: BlockKey
+    pinned: PinnedBlock
+    is_handed: bool
+    """Whether a job waits for it. If not, it may be skipped."""
 
 
 class _BlockWrite(NamedTuple):
@@ -120,6 +146,7 @@ class _BlockWrite(NamedTuple):
     """Whether it counts against `max_optional`."""
     is_below: bool
     """Whether the block is also written below the hand-off tier."""
+    is_leased: bool = True
 
     def make_block(self) -> tuple[Block, MissingTiers]:
         return Block(self.key, self.pinned.payload, self.pinned.is_valid), self.missing_tiers
@@ -194,6 +221,14 @@ class Transfers:
             if store.lease_owner or has_capacity
             for is_below in (has_capacity and is_missing_below(missing),)
         ]
+        missing, is_below = self._store.all_tiers, has_capacity and is_missing_below(self._store.all_tiers)
+        for key, pinned, is_handed in store.states:
+            if is_handed or has_capacity:
+                writes.append(
+                    _BlockWrite(key, pinned, missing, is_optional=False, is_below=is_below, is_leased=is_handed)
+                )
+            else:
+                self._pool.unpin_block(pinned)
         self._num_open += 1
         rank = CLASSES.index(store.klass) if store.lease_owner else LOWEST_RANK
         self._out.submit(rank, partial(self._run_store, store, writes))
@@ -261,7 +296,14 @@ class Transfers:
     def _read_blocks(self, load: LoadOperation, staged: StagedBlocks) -> None:
         store, num_cached = self._store, staged.num_cached
         hashes = [key.hash for key in load.keys]
-        requests = [ReadRequest(key, view) for key, view in zip(load.keys[num_cached:], staged.views, strict=False)]
+        if load.states is not None:
+            num_useful = self._read_state(load, load.states, hashes, num_cached)
+            hashes = hashes[: num_useful // store.layout.block_size]
+            num_cached = min(num_cached, len(hashes))
+        requests = [
+            ReadRequest(key, view)
+            for key, view in zip(load.keys[staged.num_cached : len(hashes)], staged.views, strict=False)
+        ]
         tiers = [*store.find_tiers(hashes[:num_cached]), *store.load_blocks(requests)]
         if load.tail_key is not None and len(tiers) == load.tail_index:
             payload = memoryview(bytearray(store.layout.payload_bytes))
@@ -271,6 +313,34 @@ class Transfers:
             pairs = zip(load.keys, load.missing_tiers, strict=False)
             store.lease_blocks(load.lease_owner, [key for key, missing in pairs if store.is_in_hand_off_tier(missing)])
 
+    def _read_state(self, load: LoadOperation, states: StateSearch, hashes: list[bytes], num_cached: int) -> int:
+        """Read the last state up to which the KV can be had. Return from which token on the sequence is computed."""
+        store, size = self._store, self._store.layout.block_size
+        num_tiers = len(store.tiers)
+        found = store.find_tiers(hashes[num_cached:])
+        num_found = num_cached + next((index for index, tier in enumerate(found) if tier == num_tiers), len(found))
+        num_tokens, num_prompt = num_found * size, states.blocks.hasher.num_prompt_tokens
+        if load.tail_key is not None and num_found == load.tail_index:
+            num_tokens = num_prompt if store.find_tiers([load.tail_key.hash]) != [num_tiers] else num_tokens
+        num_pool_tokens = states.num_pool_tokens if states.num_pool_tokens <= num_tokens else 0
+        positions = [
+            position
+            for position in states.positions
+            if num_pool_tokens < position <= num_tokens and (position % size == 0 or position == num_tokens)
+        ]
+        names = [states.blocks.make_state_keys(position) for position in positions]
+        where = store.find_tiers([keys[0].hash for keys in names])
+        for position, keys, tier in zip(positions, names, where, strict=True):
+            if tier < num_tiers:
+                payload = memoryview(bytearray(len(keys) * store.layout.payload_bytes))
+                parts = range(0, len(payload), store.layout.payload_bytes)
+                targets = [payload[start : start + store.layout.payload_bytes] for start in parts]
+                requests = [ReadRequest(key, target) for key, target in zip(keys, targets, strict=True)]
+                if store.load_state(requests, position - num_pool_tokens):
+                    load.state = position, payload
+                    return position
+        return num_pool_tokens or num_tokens
+
     def _run_store(self, store: StoreOperation, writes: list[_BlockWrite]) -> None:
         store.started_s = now_s()
         try:
@@ -278,7 +348,7 @@ class Transfers:
             if is_wanted:
                 self._store.store_blocks([write.make_block() for write in writes], below=False)
             if is_wanted and store.lease_owner:
-                self._store.lease_blocks(store.lease_owner, [write.key for write in writes])
+                self._store.lease_blocks(store.lease_owner, [write.key for write in writes if write.is_leased])
         finally:
             store.finished_s = now_s()
             writes_below = [write for write in writes if write.is_below]

@@ -79,7 +79,9 @@ class EmulatedBackend(CudaBackend):
 
     recorder: Recorder | None = None
 
-    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
+    def create_runner(
+        self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> CudaRunner:
         storage = KVStorage(model.layout, num_blocks + 1, model.device)
         graphs = self.create_graphs(model, settings, storage, self.recorder) if self.recorder else None
         return CudaRunner(model.module, storage, self.windows, graphs)

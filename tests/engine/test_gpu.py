@@ -485,7 +485,9 @@ def test_loads_wait_for_memory_of_the_host(demo: LoadedModel) -> None:
 class _CopyingBackend(CudaBackend):
     """A backend whose blocks are copied from and to other memory."""
 
-    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
+    def create_runner(
+        self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> CudaRunner:
         copier = BlockCopier(AtOnce(), *torch.zeros(3, 2, model.layout.block_elements, dtype=model.dtype))
         return CudaRunner(model.module, CudaStorage(model.layout, num_blocks, CPU, copier), {}, None)
 

@@ -118,10 +118,10 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
 ) -> None:
     right = serving_engine(line.prefill).store.make_hasher
 
-    def broken(tenant: str) -> BlockHasher:
+    def broken(tenant: str, num_prompt_tokens: int) -> BlockHasher:
         if tenant == "odd":
             raise error("its blocks")
-        return right(tenant)
+        return right(tenant, num_prompt_tokens)
 
     monkeypatch.setattr(serving_engine(line.prefill).store, "make_hasher", broken)
     work = make_requests(2, line.pipeline.name)

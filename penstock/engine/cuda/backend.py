@@ -123,8 +123,10 @@ class CudaBackend:
         """Its name in the fingerprint."""
         return f"cuda {sorted(self.windows)} {self.num_fused} {self.device_name}"
 
-    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks."""
+    def create_runner(
+        self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks. `num_states` has no meaning: `probe` refuses."""
         torch.set_num_threads(settings.threads)
         copier = BlockCopier.create(model.device, model.layout.block_elements, model.layout.dtype, num_blocks)
         # One more block: the padding rows of a recorded step write to it.

@@ -133,11 +133,13 @@ class NativeBackend:
         """Its name in the fingerprint."""
         return f"{self.native.isa} experts" if self.has_experts else self.native.isa
 
-    def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> ModelRunner:
-        """Return a runner of the model over a new pool of KV blocks."""
+    def create_runner(
+        self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
+    ) -> ModelRunner:
+        """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
         torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
         self.native.set_threads(settings.threads)
-        return self.create_runner_over(model, KVStorage(model.layout, num_blocks, model.device))
+        return self.create_runner_over(model, KVStorage(model.layout, num_blocks, model.device, num_states))
 
     def create_runner_over(self, model: LoadedModel, storage: KVStorage) -> ModelRunner:
         """Return a runner of the model over a pool that is there already."""

@@ -1,0 +1,222 @@
+"""Models whose layers keep a state: its bits depend on the tokens alone, and it travels with the KV."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.contract import EngineRequest, Loaded
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence
+from penstock.engine.serving import ServingEngine
+from penstock.engine.states import StateLayout, StatePart
+from penstock.engine.tiny import build_tiny_model, shrink_config
+from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
+from penstock.kvstore.store import KVLayout, KVStore
+from penstock.messages import Sampling
+from tests.engine.helpers import GREEDY, drain, make_block_keys
+from tests.engine_contract.engines import Caller
+from tools.compatibility import make_loaded_model
+from tools.compatibility_cases import KEYWORDS
+
+CPU = torch.device("cpu")
+NUM_NEW = 12
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+LENGTHS = (70, 33, 1, 48, 17, 90)
+
+
+@pytest.fixture(scope="module", params=["lfm2", "bamba", "zamba"])
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    """A tiny model with convolutions alone, one with a scan in chunks, and one whose scan cannot go on in chunks."""
+    auto: Any = AutoModelForCausalLM
+    config = shrink_config(CONFIG_MAPPING[request.param](**KEYWORDS.get(request.param, {})))
+    module = build_tiny_model(auto._model_mapping[type(config)], config, 1, CPU)
+    model = accelerate_model(make_loaded_model(request.param, copy.deepcopy(module)))
+    return replace(model, content_fingerprint="5a" * 32)
+
+
+def make_prompts(model: LoadedModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(model.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [*prompts, [*prompts[0][:64], *prompts[1]]]
+
+
+def make_engine(model: LoadedModel, **settings: Any) -> Engine:
+    values = {"dtype": "float32", "pool_mb": 16, "max_batch": 8, **settings}
+    return Engine(model, EngineSettings(**values), quarantine=False)
+
+
+def make_sequence(prompt: list[int], number: int, said: list[int] | None = None) -> Sequence:
+    sampling = SAMPLED if number % 2 else GREEDY
+    seq = Sequence(
+        f"seq-{number}", prompt, sampling=sampling, seed=number, max_new_tokens=NUM_NEW,
+        output_token_ids=said or (), block_keys=make_block_keys(prompt),
+    )  # fmt: skip
+    seq.prompt_key = repr(prompt).encode()
+    return seq
+
+
+def read_state(engine: Engine, seq: Sequence) -> bytes:
+    """Return the state of a sequence that has just said its last token."""
+    assert engine.storage.states is not None
+    return bytes(engine.storage.states.view_row(seq.state_row))
+
+
+def run_alone(model: LoadedModel, prompt: list[int], number: int) -> tuple[list[int], bytes]:
+    engine, seq = make_engine(model), make_sequence(prompt, number)
+    engine.add_sequence(seq)
+    while engine.has_work():
+        engine.step()
+    return seq.output_token_ids, read_state(engine, seq)
+
+
+def run_together(engine: Engine, seqs: list[Sequence]) -> list[tuple[list[int], bytes]]:
+    """Run sequences, and return the tokens of each and its state when it had said the last of them."""
+    states: dict[Sequence, bytes] = {}
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while engine.has_work():
+        for item in engine.step():
+            if item.seq.num_output_tokens == NUM_NEW:
+                states[item.seq] = read_state(engine, item.seq)
+                engine.remove_sequence(item.seq)
+        engine.scheduler.check_integrity()
+        assert engine.states is not None
+        engine.states.pool.check_integrity()
+    return [(seq.output_token_ids, states[seq]) for seq in seqs]
+
+
+def test_tokens_and_states_depend_on_no_batch_chunk_prefix_or_resumption(model: LoadedModel) -> None:
+    prompts = make_prompts(model)
+    alone = [run_alone(model, prompt, number) for number, prompt in enumerate(prompts)]
+    seqs = [make_sequence(prompt, number) for number, prompt in enumerate(prompts)]
+    for max_step_tokens in (9, 50):
+        engine = make_engine(model, max_step_tokens=max_step_tokens)
+        assert run_together(engine, [copy_sequence(seq) for seq in seqs]) == alone
+        again = [copy_sequence(seq) for seq in seqs[::-1]]
+        assert run_together(engine, again) == alone[::-1]
+        assert [seq.num_cached_tokens for seq in again] == [96, 80, 16, 32, 0, 32, 64], "from snapshots"
+    resumed = [make_sequence(seq.token_ids, n, alone[n][0][: 1 + n]) for n, seq in enumerate(seqs)]
+    assert run_together(make_engine(model), resumed) == alone
+
+
+def copy_sequence(seq: Sequence) -> Sequence:
+    return make_sequence(seq.token_ids[: seq.num_prompt_tokens], int(seq.id.removeprefix("seq-")))
+
+
+def test_preempted_sequences_go_on_from_snapshots(model: LoadedModel) -> None:
+    prompts = make_prompts(model)
+    alone = [run_alone(model, prompt, number)[0] for number, prompt in enumerate(prompts)]
+    engine = make_engine(model, max_step_tokens=50)
+    engine.pool.allocate_blocks(engine.pool.num_blocks - 12)  # they belong to no sequence, so the pool is smaller
+    seqs = [make_sequence(prompt, number) for number, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add_sequence(seq)
+    drain(engine)
+    assert engine.scheduler.num_preemptions
+    assert [seq.output_token_ids for seq in seqs] == alone
+
+
+def test_after_a_failed_step_states_are_computed_again(model: LoadedModel) -> None:
+    prompts = make_prompts(model)[:3]
+    alone = [run_alone(model, prompt, number)[0] for number, prompt in enumerate(prompts)]
+    engine, left = Engine(model, EngineSettings(dtype="float32", pool_mb=16)), [2]
+    run_step = engine.runner.run_step
+
+    def fail_at_the_end(batch: Any) -> torch.Tensor:
+        logits = run_step(batch)
+        if all(seq.num_output_tokens == 4 for seq, _ in batch.plan) and left[0]:
+            left[0] -= 1
+            raise RuntimeError("the step failed")
+        return logits
+
+    engine.runner.run_step = fail_at_the_end  # type: ignore[method-assign]
+    seqs = [make_sequence(prompt, number) for number, prompt in enumerate(prompts)]
+    for seq in seqs:
+        engine.add_sequence(seq)
+    failed = []
+    while engine.has_work():
+        try:
+            engine.step()
+        except SequenceFailed as error:
+            failed.append(error.seq)
+            engine.remove_sequence(error.seq)
+    assert left == [0]
+    assert len(failed) == 1, "the one that failed alone, too"
+    assert all(seq in failed or seq.output_token_ids == tokens for seq, tokens in zip(seqs, alone, strict=True))
+
+
+@pytest.fixture
+def line(model: LoadedModel, tmp_path: Path) -> Iterator[list[ServingEngine]]:
+    """A prefill engine and two decode engines over one store."""
+    layout = KVLayout.from_model(model)
+    with ExitStack() as stack:
+        engines = []
+        for _ in range(3):
+            kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), redis_mb=0)
+            store = stack.enter_context(closing(KVStore.open(layout, kv, "", "states")))
+            store.set_compute_speed(lambda: 1.0)  # so that everything found is worth reading
+            engines.append(stack.enter_context(closing(ServingEngine(make_engine(model), store))))
+        yield engines
+
+
+def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[ServingEngine]) -> None:
+    prompts = make_prompts(model)
+    prefill, decode, another = map(Caller, line)
+    samplings = [(SAMPLED if n % 2 else GREEDY).model_copy(update={"max_tokens": NUM_NEW}) for n in range(len(prompts))]
+    alone = make_engine(model)
+    seqs = [
+        Sequence("alone", prompt, sampling=sampling, seed=sampling.seed or 0, max_new_tokens=NUM_NEW)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    for seq in seqs:
+        alone.add_sequence(seq)
+    drain(alone)
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        prefill.add_prompt(str(number), prompt, sampling)
+    prefill.run_to_end()
+    requests: list[EngineRequest] = []
+    for caller, num_said in ((decode, 1), (another, 5)):
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            said = seqs[number].output_token_ids[:num_said]
+            requests.append(caller.add(str(number), prompt, sampling, said))
+        caller.run_to_end()
+        assert caller.tokens == {str(number): seq.output_token_ids for number, seq in enumerate(seqs)}
+        loaded = [event for event in caller.events if isinstance(event, Loaded)]
+        assert len(loaded) == len(prompts)
+        progress = [caller.progress[str(number)] for number in range(len(prompts))]
+        assert [one.num_cached_tokens for one in progress] == [len(prompt) for prompt in prompts]
+    tier = line[0].store.tiers[0]
+    leased = {key.hash for request in requests for key in request.blocks.handed_keys()}
+    assert tier.read_usage().leased == len(leased)
+    for number, request in enumerate(requests):
+        line[0].release_leases(f"job {number % len(prompts)}", request.blocks)
+    prefill.add("last", [7], GREEDY.model_copy(update={"max_tokens": 2}))
+    prefill.run_to_end()
+    prefill.run_until(lambda: tier.read_usage().leased == 0, "the leases have ended")
+
+
+def test_a_lossy_codec_is_refused(model: LoadedModel) -> None:
+    layout = KVLayout.from_model(model)
+    with pytest.raises(KVStoreError, match="int8 is for keys and values only"):
+        KVStore.open(layout, KVSettings(redis_mb=1, redis_codec="int8"), "redis://127.0.0.1:1", "states")
+
+
+def test_states_that_do_not_fit_are_told(model: LoadedModel) -> None:
+    assert model.layout.states is not None
+    few = make_engine(model, pool_mb=1, max_batch=256)
+    assert few.settings.max_batch <= 256
+    assert few.states is not None
+    assert few.states.pool.num_blocks > few.settings.max_batch
+    large = StateLayout((StatePart(0, "conv", 0, (2**18,), torch.float32),), 16, 256)
+    with pytest.raises(ModelLoadError, match="has no room"):
+        make_engine(replace(model, layout=replace(model.layout, states=large)), pool_mb=1)
