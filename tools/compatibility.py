@@ -106,6 +106,21 @@ In float32 their tokens are those of `generate()`; in bfloat16 a token of theirs
 """
 """The page's section about mixtures of experts."""
 
+STATES = """\
+## States
+
+Some layers keep a recurrent or convolution state instead of keys and values (`linear_attention`, `conv`, Mamba). They
+are served on a CPU, by transformers' modules as they are; their linear layers and norms run on the native kernels. The
+state of each running sequence and the snapshots share `PENSTOCK_ENGINE_POOL_MB` with the KV blocks. Where it has no
+room for the states of `PENSTOCK_ENGINE_MAX_BATCH` sequences, fewer run, and a warning says so.
+
+Snapshots go to the store with the KV, so a decode worker goes on where the prompt ended, and a worker that takes a
+request over at the last snapshot. A prefix that is found counts up to its last snapshot; answers are no part of it.
+Nothing is drafted. `PENSTOCK_KV_REDIS_CODEC=int8` is refused. Models without any keys and values (Mamba, RWKV, xLSTM)
+are refused, and so are states that a module keeps to itself (RecurrentGemma, MiniMax).
+"""
+"""The page's section about layers that keep a state."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -307,6 +322,8 @@ with where it was read. One with * was rebuilt from the model's report and trans
 {make_rows(checkpoints)}
 {QUANTISED}
 {MIXTURES}
+
+{STATES}
 ## All architectures of transformers
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default
