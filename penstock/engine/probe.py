@@ -106,21 +106,26 @@ def probe_layout(
         _check_attention_hooked(step)
         if step.mixers and device.type != "cpu":
             raise Unsupported("models whose layers keep a recurrent or convolution state are served on a CPU only")
+        layout = KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
+        if step.mixers:
+            layout = replace(layout, states=_probe_states(module, step, layout, cell_tokens))
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
-    layout = KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
-    if not step.mixers:
-        return layout
-    cell_tokens = cell_tokens or choose_cell_tokens(block_size)
+    return layout
+
+
+def _probe_states(module: Any, step: _ProbeStep, layout: KVLayout, cell_tokens: int | None) -> StateLayout:
+    """Return the layout of the states that a step has noted, and let the layers read cells from now on."""
+    cell_tokens = cell_tokens or choose_cell_tokens(layout.block_size)
     divide_mixers(step.mixers, cell_tokens)
     states = StateLayout(tuple(_describe_states(step.states)), cell_tokens, 0)
-    interval = choose_interval_tokens(states.row_bytes, layout.block_bytes / block_size, cell_tokens)
-    layout = replace(layout, states=replace(states, interval_tokens=interval))
+    interval = choose_interval_tokens(states.row_bytes, layout.block_bytes / layout.block_size, cell_tokens)
+    states = replace(states, interval_tokens=interval)
     firsts = {type(mixer): layer for layer, mixer in sorted(step.mixers.items(), reverse=True)}
-    if not _continues_in_pieces(module, layout, set(firsts.values()), device):
-        layout = replace(layout, states=replace(states, interval_tokens=interval, continues=False))
-    return layout
+    device = step.batch.device
+    continues = _continues_in_pieces(module, replace(layout, states=states), set(firsts.values()), device)
+    return replace(states, continues=continues)
 
 
 def _continues_in_pieces(module: Any, layout: KVLayout, layers: set[int], device: torch.device) -> bool:

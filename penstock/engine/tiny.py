@@ -124,7 +124,7 @@ def _fit_mixers(values: dict[str, Any]) -> None:
             values[heads] = values[expand] * hidden // HEAD_SIZE
             if isinstance(values.get("mamba_d_ssm"), int):
                 values["mamba_d_ssm"] = values[expand] * hidden
-    if isinstance(values.get("attention_hidden_size"), int) and isinstance(hidden, int):
+    if "attention_head_dim" in values and "attention_hidden_size" in values and isinstance(hidden, int):
         values["attention_hidden_size"] = 2 * hidden
         values["attention_head_dim"] = 2 * hidden // values["num_attention_heads"]
 
