@@ -322,7 +322,6 @@ with where it was read. One with * was rebuilt from the model's report and trans
 {make_rows(checkpoints)}
 {QUANTISED}
 {MIXTURES}
-
 {STATES}
 ## All architectures of transformers
 

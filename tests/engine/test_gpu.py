@@ -601,8 +601,10 @@ def test_the_largest_steps(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
     steps: list[list[int]] = []
 
     class Watched(EmulatedBackend):
-        def create_runner(self, model: LoadedModel, settings: EngineSettings, num_blocks: int) -> CudaRunner:
-            runner = super().create_runner(model, settings, num_blocks)
+        def create_runner(
+            self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
+        ) -> CudaRunner:
+            runner = super().create_runner(model, settings, num_blocks, num_states)
             compute = runner.run_step
 
             def run_watched(batch: Batch) -> Tensor:
