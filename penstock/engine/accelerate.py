@@ -118,7 +118,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     if native is None or model.dtype not in DTYPES:
         return model
     record = _record_forward(model)
-    if model.layout.is_int8 and record.layers != model.layout.by_layer.keys():
+    if model.layout.is_int8 and (record.layers != model.layout.by_layer.keys() or model.layout.states is not None):
         raise ModelLoadError(
             "PENSTOCK_ENGINE_KV_DTYPE=int8 is for models whose attention the native kernels compute in all layers, and "
             "this is none: set `auto`"

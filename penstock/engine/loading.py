@@ -64,6 +64,8 @@ log = logging.getLogger("penstock.engine")
 LAYOUT_VERSION = 2
 """Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
 
+MAX_SPEED_AGE_S = 3600.0
+"""How long the engine's measured speed is taken from a note: it also depends on what else the machine did."""
 _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
@@ -80,7 +82,7 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     with torch.inference_mode():
         engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
     notes, about = Notes(settings.find_cache_directory()), describe_speed(model, settings)
-    if speed := notes.read_note("speed", about):
+    if speed := notes.read_note("speed", about, max_age_s=MAX_SPEED_AGE_S):
         engine.use_measured_speed(speed)
     else:
         engine.measure_speed()
@@ -113,6 +115,11 @@ def load_stage_models(
     prompts = open_model(for_prompts, progress)
     stage_forms = (prompts.weight_form, settings.weights if settings.weights in QUANTIZED else "")
     prompts = replace(prompts, stage_forms=stage_forms)
+    if prompts.layout.states is not None:
+        raise ModelLoadError(
+            f"{settings.model} keeps a recurrent or convolution state, which one form of weights computes: leave out "
+            f"PENSTOCK_ENGINE_PREFILL_WEIGHTS"
+        )
     if only_prompts:
         return prompts
     answers = open_model(settings, progress)

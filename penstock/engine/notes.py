@@ -13,6 +13,7 @@ can also replace the program, so there is nothing secret or signed in it.
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -29,11 +30,14 @@ class Notes:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def read_note(self, kind: str, about: Any) -> Any:
-        """Return what was noted about this JSON value, or None."""
+    def read_note(self, kind: str, about: Any, max_age_s: float = math.inf) -> Any:
+        """Return what was noted about this JSON value in the last `max_age_s` seconds, or None."""
         about = json.loads(json.dumps(about))
+        path = self._find_path(kind, about)
         try:
-            note = json.loads(self._find_path(kind, about).read_bytes())
+            if time.time() - path.stat().st_mtime > max_age_s:
+                return None
+            note = json.loads(path.read_bytes())
         except (OSError, ValueError):
             return None
         return note.get("found") if isinstance(note, dict) and note.get("about") == about else None

@@ -104,6 +104,8 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
     """Write a proved model. Raises `ModelLoadError` if it has parts that a file cannot hold, and `OSError`."""
     if not isinstance(model.backend, NativeBackend):
         raise ModelLoadError("only what the native kernels compute is packed: it needs a CPU, and the kernels built")
+    if model.layout.states is not None:
+        raise ModelLoadError("its layers keep a recurrent or convolution state: such models are not packed yet")
     with PackedFileWriter(path) as writer:
         groups: dict[int, str] = {}
         modules = []
