@@ -9,7 +9,7 @@ python -m benchmarks.gpu --part N [--json FILE] [--model DIRECTORY] [--device cp
     5 prefill     prompt tokens per second by length, for a new length and one that was computed before
     6 blocks      bytes per second of KV blocks to the host and back, and what the engine's thread waits for
     7 pipeline    a prefill and a decode worker with all that is between them: tokens per second
-    8 kills       the decode worker is killed while it answers: results lost, doubled, and with other tokens
+    8 kills       the decode worker is killed while it answers: results lost, and with other tokens
 
 Each part adds its figures to the file. Without `--model` a GPU runs the shape of Qwen3-0.6B with random weights, which
 are written first. With `--device cpu` each part runs the demo model: that tries the code, and its figures mean nothing.
