@@ -256,6 +256,8 @@ class PromptBlocks:
 
     def make_state_keys(self, position: int) -> list[BlockKey]:
         """Return the keys of the parts of the state after `position` tokens: full blocks, or the whole prompt."""
+        if position == 0 or self.num_state_parts == 0:  # a job that cannot be read has no prompt
+            return []
         if position == self.hasher.num_prompt_tokens:
             last = self.prompt_keys()[-1]
         else:
