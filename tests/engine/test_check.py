@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}, "inside its own modules"),
-    "mamba": (transformers.MambaConfig, {"state_size": 8}, "recurrent"),
+    "mamba": (transformers.MambaConfig, {"state_size": 8}, "it caches no keys and values"),
     "bert": (transformers.BertConfig, {}, "not causal"),
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,

@@ -17,6 +17,7 @@ from penstock.kvstore.codec.int8 import Int8Codec, to_float32
 from penstock.kvstore.codec.lossless import LosslessCodec
 
 ELEMENTS: tuple[Element, ...] = get_args(Element)
+FLOATS = tuple(element for element in ELEMENTS if element != "int8")
 ROWS = ((3, 8), (2, 5), (4, 1))
 NUM_VALUES = sum(count * size for count, size in ROWS)
 
@@ -73,7 +74,7 @@ def test_lossless_makes_numbers_like_those_of_a_model_shorter(element: Element, 
 # 8 bits.
 
 
-@given(st.sampled_from(ELEMENTS), st.binary(min_size=NUM_VALUES * 4, max_size=NUM_VALUES * 4))
+@given(st.sampled_from(FLOATS), st.binary(min_size=NUM_VALUES * 4, max_size=NUM_VALUES * 4))
 def test_int8_is_within_half_a_step_of_each_row(element: Element, some: bytes) -> None:
     """Any bits: a block with an infinity or a NaN is stored raw."""
     codec = Int8Codec(PayloadShape(element, ROWS))
@@ -101,7 +102,7 @@ def test_int8_is_within_half_a_step_of_each_row(element: Element, some: bytes) -
         start += count * size
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", FLOATS)
 def test_int8_of_zeros_tiny_and_huge_numbers(element: Element) -> None:
     largest = {"float32": float(np.finfo(np.float32).max), "bfloat16": 3.3895314e38, "float16": 65504.0}[element]
     shape = PayloadShape(element, ((4, 4),))
