@@ -32,7 +32,14 @@ def needs(bus: Bus) -> None:
         start_or_skip(find_jars)
 
 
-@pytest.mark.parametrize(("bus", "load"), [("embedded", "text"), ("embedded", "forms"), ("kafka", "tools")])
+@pytest.mark.parametrize(
+    ("bus", "load"),
+    [
+        pytest.param("embedded", "text", marks=pytest.mark.long),  # the others do all that it does
+        ("embedded", "forms"),
+        ("kafka", "tools"),
+    ],
+)
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, fork_server: ForkServer, tmp_path: Path) -> None:
     needs(bus)
     plan = ChaosRound(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, num_in_flight=12, load=load)

@@ -214,6 +214,8 @@ def test_it_is_attention(native: Library, numbers: Numbers, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_bits_do_not_depend_on_batch_chunks_or_threads(native: Library, numbers: Numbers, case: Case) -> None:
+    if numbers.is_int8 and case not in (CASES["odd sizes"], CASES["everything"]):
+        pytest.skip("int8 changes how rows are read, and nothing of what these cases are about")
     native.set_threads(1)
     expected = Layer(native, case, numbers).run(whole)
     for threads, plan in ((2, whole), (1, token_by_token), (3, random_chunks), (2, one_sequence_at_a_time)):

@@ -454,7 +454,8 @@ async def test_open_batches_have_a_limit_of_tokens(objects: ObjectStorage) -> No
     first, second, third = (GatewayBatch(objects, poor) for _ in range(3))
     content = lines([row(number, 8) for number in range(15)])
     assert await first.create(content) == []
-    await second.create(content)
+    second.spec = await create_batch(objects, poor, content)
+    await second.run(ScriptedClient())  # to its end: it counts until then
     assert [one.code for one in await second.find_errors()] == ["token_limit_exceeded"]
     assert await GatewayBatch(objects, Caller(tenant="rich")).create(content) == []
     await first.run(ScriptedClient())
