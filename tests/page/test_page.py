@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from sim.forked import ForkedStack
 from tests.gateways import EventSource, GatewayProcess
 from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
+from tests.pipeline.site import hanging
 
 pytestmark = pytest.mark.timeout(400)
 PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) => piece.textContent)"
@@ -87,7 +89,11 @@ def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
     ask(page, "Tell me of the beginning.", 900, temperature="0")
     wait_for_tokens(page, 3)
-    page.click("#stop")
+    with ExitStack() as paused:  # the answer would be whole before a busy browser has clicked
+        for worker in line.workers:
+            if worker.child is not None and worker.name.startswith("decode"):
+                paused.enter_context(hanging(worker.child.pid))
+        page.click("#stop")
     wait_for_state(page, "stopped")
     stream = f"{line.gateway_url}/v1/streams/{page.inner_text('.turn .id')}"
     answer = httpx.get(stream, timeout=60)
