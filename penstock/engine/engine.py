@@ -113,6 +113,8 @@ class Engine:
         self._rate = PrefillRate()
         self._plan: Plan = []
         """The step that was begun."""
+        self._launched: tuple[Batch, Tensor] | Exception | None = None
+        """The begun step's logits, which a device computes, or what went wrong; None if it is computed at its end."""
         self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
@@ -327,7 +329,7 @@ class Engine:
         return self.finish_step() if self.begin_step() else []
 
     def begin_step(self) -> bool:
-        """Plan one batch: a token for each decoding sequence or several, and parts of prompts.
+        """Plan one batch: a token for each decoding sequence or several, and parts of prompts. A device begins with it.
 
         Returns whether there is anything to compute. If not, there is no work, or it waits for blocks. Sequences may be
         removed before the step is finished.
@@ -335,11 +337,26 @@ class Engine:
         self._step_begun_s = time.perf_counter()
         self._plan = self.scheduler.schedule(self._max_step_tokens, self.settings.max_batch)
         self._record_time_outside()
+        self._launched = self._launch_step(self._plan) if self._plan and self.computes_ahead else None
         return bool(self._plan)
+
+    @property
+    def computes_ahead(self) -> bool:
+        """Whether a device computes the step from `begin_step` on."""
+        return self.runner.is_asynchronous
+
+    @torch.inference_mode()
+    def _launch_step(self, plan: Plan) -> tuple[Batch, Tensor] | Exception:
+        """Let the device compute a batch. Returns it with its logits, or what went wrong."""
+        try:
+            self._write_tails(plan)
+            return self._compute_plan(plan, self.runner)
+        except Exception as error:
+            return error
 
     @torch.inference_mode()
     def finish_step(self) -> list[Sampled]:
-        """Compute the batch that was planned.
+        """Compute the batch that was planned, or wait for the device that does, and sample.
 
         Returns the sampled tokens, those of a sequence in their order. There are none if no prompt was finished, or if
         the step failed: then the next steps look for the sequence at fault, and all sequences are as before the failed
@@ -348,6 +365,7 @@ class Engine:
         plan = [(seq, num) for seq, num in self._plan if seq.state is State.RUNNING]
         self._plan = []
         if not plan:
+            self._launched = None
             return []
         quarantine = self._quarantine
         if self.speculates:
@@ -404,12 +422,7 @@ class Engine:
 
     def _run_plan(self, plan: Plan) -> list[Drawn]:
         """Compute the planned tokens and the drafts, and sample. The tokens are not in their sequences yet."""
-        for seq, _ in plan:
-            if seq.tail_payload is not None:
-                self.storage.write_block(
-                    seq.block_table[seq.num_prompt_tokens // self.settings.block_size], seq.tail_payload
-                )
-                seq.tail_payload = None
+        self._write_tails(plan)
         if self._prompt_runner is None:
             return self._run_batch(plan, self.runner)
         # A sequence that was preempted may compute the end of its prompt and its output in one step: in this order.
@@ -421,17 +434,32 @@ class Engine:
 
     def _run_batch(self, plan: Plan, runner: ModelRunner) -> list[Drawn]:
         """Compute the tokens of a plan and the drafts with the weights of one runner, and sample."""
-        batch = Batch(plan, self.settings.block_size, self.model.device)
-        logits = self._compute_batch(batch, runner)
+        launched, self._launched = self._launched, None
+        if isinstance(launched, Exception):
+            raise launched
+        batch, logits = launched or self._compute_plan(plan, runner)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         self._collect_prompt_logprobs(batch, logits)
         return self._sample(batch, logits)
 
-    def _compute_batch(self, batch: Batch, runner: ModelRunner) -> Tensor:
-        """Compute a batch, and keep the snapshots of states that fall due in it. Returns what `run_step` does."""
+    def _write_tails(self, plan: Plan) -> None:
+        """Write the partial blocks that sequences were handed over with."""
+        for seq, _ in plan:
+            if seq.tail_payload is not None:
+                self.storage.write_block(
+                    seq.block_table[seq.num_prompt_tokens // self.settings.block_size], seq.tail_payload
+                )
+                seq.tail_payload = None
+
+    def _compute_plan(self, plan: Plan, runner: ModelRunner) -> tuple[Batch, Tensor]:
+        """Compute the tokens of a plan, and keep the snapshots of states that fall due in it.
+
+        Returns the batch, and what `run_step` does.
+        """
+        batch = Batch(plan, self.settings.block_size, self.model.device)
         if self.states is None:
-            return runner.run_step(batch)
+            return batch, runner.run_step(batch)
         for seq, num_tokens in batch.plan:
             batch.snapshot_rows |= self.states.reserve_snapshots(seq, num_tokens)
         is_done = False
@@ -440,7 +468,7 @@ class Engine:
             is_done = True
         finally:
             self.states.commit_snapshots(batch.snapshot_rows, is_done=is_done)
-        return logits
+        return batch, logits
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor) -> None:
         """Give sequences the log probabilities of the part of their prompts that the step has computed."""
@@ -460,12 +488,15 @@ class Engine:
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
         Raises `SequenceFailed` if a sequence cannot go on in its grammar.
         """
-        masks = self._compute_batch_masks(batch.sampled_sequences)
-        self.runner.prepare_next_step(batch.sampled_sequences)
+        # Some may have been removed while a device computed them.
+        seqs = [seq for seq in batch.sampled_sequences if seq.state is not State.DONE]
+        masks = dict(zip(seqs, self._compute_batch_masks(seqs), strict=True))
+        self.runner.prepare_next_step(seqs)
         params: list[SamplingParams] = []
         rows: list[int] = []
         row = 0
-        for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
+        for seq in batch.sampled_sequences:
+            seq_masks = masks.get(seq, [])
             rows += range(row, row + len(seq_masks))
             row += 1 + len(seq.draft)
             params += make_sampling_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
@@ -474,7 +505,7 @@ class Engine:
         logprobs = compute_logprobs(logits, params, tokens)
         drawn: list[Drawn] = []
         row = 0
-        for seq, seq_masks in zip(batch.sampled_sequences, masks, strict=True):
+        for seq, seq_masks in masks.items():
             for number in range(len(seq_masks)):
                 drawn.append((seq, tokens[row + number], logprobs[row + number]))
                 if seq.draft[number : number + 1] != [tokens[row + number]]:

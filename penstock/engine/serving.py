@@ -83,6 +83,10 @@ class EngineCore(Pool, Protocol):
     def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
         """Give the next full blocks of the sequence, those without a key, their keys."""
 
+    @property
+    def computes_ahead(self) -> bool:
+        """Whether a device computes the step from `begin_step` on."""
+
     def begin_step(self) -> bool:
         """Begin a step. Return whether there is anything to compute."""
 
@@ -209,6 +213,11 @@ class ServingEngine:
         self._transfers.submit_release(owner, blocks.handed_keys())
 
     # The step
+
+    @property
+    def computes_ahead(self) -> bool:
+        """Whether a device computes the step from `begin_step` on."""
+        return self.core.computes_ahead
 
     def begin_step(self) -> bool:
         """Begin a step. Returns whether there is anything to compute."""

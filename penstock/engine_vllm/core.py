@@ -294,6 +294,9 @@ class VllmCore:
 
     # The step
 
+    computes_ahead = False
+    """Whether a device computes the step from `begin_step` on: here `finish_step` computes it."""
+
     def begin_step(self) -> bool:
         """Schedule a step. Returns whether there is anything to compute."""
         if self._failed is not None:

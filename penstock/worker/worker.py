@@ -127,6 +127,8 @@ class Worker:
         self._tasks_in_flight: list[Task] = []
         """The request of each token that is on its way to the log. Tokens of one request follow each other."""
         self._sent_s = 0.0
+        self._has_begun = False
+        """Whether the engine's next step is begun."""
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
@@ -135,8 +137,10 @@ class Worker:
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
         self._take_over(accept=accept)
-        has_run = self.engine.begin_step()
+        has_run = self._has_begun or self.engine.begin_step()
         sampled, failed = self._finish_step() if has_run else ([], None)
+        # All that follows is done while a device computes, if there is one.
+        self._has_begun = failed is None and self.engine.computes_ahead and self.engine.begin_step()
         self._confirm_tokens()
         if failed is not None:
             self._fail_task(failed)

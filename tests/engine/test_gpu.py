@@ -20,7 +20,7 @@ from penstock.engine.cuda.copies import BlockCopier
 from penstock.engine.cuda.decode import DecodeGraphs, HostInputs, list_graph_sizes
 from penstock.engine.cuda.sizing import choose_batch, run_largest_steps, size_pool
 from penstock.engine.cuda.varlen import Windows, make_calls, pad_to_power_of_two
-from penstock.engine.engine import Engine
+from penstock.engine.engine import Engine, Sampled
 from penstock.engine.handover import export_blocks
 from penstock.engine.loading import load_model
 from penstock.engine.masks import MaskRule, find_window, get_visibility
@@ -28,7 +28,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, SequenceFailed
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, hand_over, run_sequences, sequence, stage_blocks
 from tests.engine.no_gpu import (
@@ -287,6 +287,70 @@ def test_recorded_steps_survive_preemption(
     assert [seq.output_token_ids for seq in seqs] == expected
     assert engine.scheduler.num_preemptions > 0
     assert recorder.num_replayed > 20
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_tokens_are_handled_while_the_next_step_is_computed(
+    demo: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    is_recorded: bool,
+) -> None:
+    """As a worker does it: sequences are removed, and others added, between the two halves of a step."""
+    model = model_on(monkeypatch, demo, varlen_attn)
+    engine = recording(model, SMALL)[0] if is_recorded else Engine(model, SMALL)
+    assert engine.computes_ahead
+    # Each sequence could go on, as one may that ends with a word.
+    seqs = [
+        sequence(seq.token_ids, 200, name=seq.id, sampling=seq.sampling, seed=seq.seed) for seq in _seqs(prompts)
+    ]
+    lengths = dict(zip(seqs, map(len, expected), strict=True))
+    found: dict[Sequence, list[int]] = {seq: [] for seq in seqs}
+    waiting, handled = list(seqs), list[Sampled]()
+    while waiting or engine.has_work() or handled:
+        has_begun = engine.begin_step()
+        for item in handled:
+            found[item.seq].append(item.token_id)
+            if len(found[item.seq]) == lengths[item.seq]:
+                engine.remove_sequence(item.seq)
+                filler = stage_blocks(engine, [f"{item.seq.id} {n}".encode() for n in range(3)])  # what was its own
+                for view in filler.views:
+                    view[:] = bytes([85]) * len(view)
+                engine.commit_staged_blocks(filler, 3)
+        for seq in waiting[:2]:
+            engine.add_sequence(seq)
+        del waiting[:2]
+        handled = engine.finish_step() if has_begun else []
+    assert list(found.values()) == expected
+    engine.pool.check_integrity()
+
+
+def test_what_fails_when_it_is_launched_fails_when_it_is_finished(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = Engine(model_on(monkeypatch, demo, varlen_attn), SMALL)
+    bad, *others = _seqs(prompts)
+    run_step = engine.runner.run_step
+
+    def fail(batch: Batch) -> Tensor:
+        if any(seq is bad for seq, _ in batch.plan):
+            raise RuntimeError("it fails")
+        return run_step(batch)
+
+    monkeypatch.setattr(engine.runner, "run_step", fail)
+    for seq in (bad, *others):
+        engine.add_sequence(seq)
+    named = []
+    while engine.has_work():
+        assert engine.begin_step()
+        try:
+            engine.finish_step()
+        except SequenceFailed as failed:
+            named.append(failed.seq)
+            engine.remove_sequence(failed.seq)
+    assert named == [bad]
+    assert [seq.output_token_ids for seq in others] == expected[1:]
 
 
 def test_padding_writes_to_the_spare_block_only(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
