@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.config.settings import RecordSettings
 from penstock.messages import Sampling
 from penstock.worker.worker import Worker
-from sim.line import InProcessPipeline, core_of
+from sim.line import InProcessPipeline, core_of, run_until_running
 from sim.workload import compute_answers, make_requests
 
 
@@ -39,7 +40,10 @@ def test_answers_are_the_same(make_line: Callable[..., InProcessPipeline], bus: 
         assert not core_of(worker).staging.count_pins()
 
 
-def test_a_worker_that_falls_silent_has_begun_a_step_and_another_goes_on(line: InProcessPipeline) -> None:
+def test_a_worker_that_falls_silent_has_begun_a_step_and_another_goes_on(
+    make_line: Callable[..., InProcessPipeline],
+) -> None:
+    line = make_line(record=RecordSettings(lease_s=0.4))
     compute_ahead(line.decode)
     (asked,) = make_requests(1, "silent", max_tokens=60)
     asked = asked.model_copy(update={"sampling": Sampling(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)})
@@ -47,6 +51,8 @@ def test_a_worker_that_falls_silent_has_begun_a_step_and_another_goes_on(line: I
     line.run_prefill(1)
     silent = line.silence_worker("decode", num_tokens=5)
     compute_ahead(line.decode)
+    run_until_running(line.decode)
+    silent.member.close()  # now its group knows, and gives its delivery to the other
     (result,) = line.run_until_results(1)
     assert result.token_ids == compute_answers([asked])[asked.id].token_ids
     assert result.usage.completion_tokens == 60
