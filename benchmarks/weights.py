@@ -5,6 +5,7 @@ python -m benchmarks.weights [--quick] [--json FILE]
 First the linear layers of a few decoder layers, more bytes than the caches hold, each form right after the other:
 
     p12_linear_m1, …           time in bf16 to that in 12 bits, for as many rows; int8 and int4 likewise
+    bf16_gb_per_s_m1, …        bytes of bf16 a second: below the memory's speed, computing takes longer than reading
     p12_bits_per_weight_demo   of the demo model, with palettes and exceptions
     p12_identical              1: every result has the bits of that in bf16
 
@@ -134,14 +135,17 @@ def measure_linears(quick: bool) -> dict[str, float]:
     assert native is not None, "the kernels are not built"
     native.set_threads(THREADS)
     groups, figures, identical = make_groups(native, SHAPES["q06"]), dict[str, float](), True
+    bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
     for rows in ROWS:
         times = time_linears(groups, rows, 20 if quick else 60)
         identical &= times.is_identical
         ratios = {NAMES[form]: times.compare_with(form) for form in NAMES}
-        print(f"{rows:3} rows: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), flush=True)
+        speed = bytes_of[WeightForm.STORED] / statistics.median(times.by_form[WeightForm.STORED]) / 1e9
+        found = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        print(f"{rows:3} rows: {found}; bf16 reads {speed:.1f} GB/s", flush=True)
         figures |= {f"{name}_linear_m{rows}": ratio for name, ratio in ratios.items()}
+        figures[f"bf16_gb_per_s_m{rows}"] = speed
     native.set_threads(1)
-    bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
     figures["p12_memory_ratio"] = bytes_of[WeightForm.COMPRESSED] / bytes_of[WeightForm.STORED]
     return {"p12_identical": float(identical), "p12_bits_per_weight_demo": count_demo_bits(native)} | figures
 

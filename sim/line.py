@@ -25,7 +25,7 @@ from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.memory.bus import MemoryBus
 from sim.memory.record import MemoryRecord, MemoryRecords
-from sim.workload import ENGINE_SETTINGS, load_demo_model
+from sim.workload import ENGINE_SETTINGS, load_native_demo_model
 
 SHARED_MEMORY = "/dev/shm"
 BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
@@ -103,7 +103,8 @@ class InProcessPipeline:
         self.decode = self._make_worker("decode", name)
 
     def _make_worker(self, stage: Stage, name: str) -> Worker:
-        core = Engine(load_demo_model(), self.engine_settings)
+        settings = self.engine_settings.model_copy(update={"speculate": False})  # tests count on a token a step
+        core = Engine(load_native_demo_model(), settings)
         layout = KVLayout.from_model(core.model)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
 from penstock.engine.loading import load_model, load_stage_models
@@ -30,6 +31,12 @@ TOOL_MODEL = DEMO_MODEL.parent / "tool_model"
 def load_demo_model() -> LoadedModel:
     """Return the model that ships with the project, loaded once."""
     return load_model(ENGINE_SETTINGS)
+
+
+@cache
+def load_native_demo_model() -> LoadedModel:
+    """Return the same model on the native kernels, as workers run it: a step takes a fifth of the time."""
+    return accelerate_model(load_model(ENGINE_SETTINGS))
 
 
 @cache

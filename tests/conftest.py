@@ -1,6 +1,7 @@
 """Fixtures every test may use."""
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -19,7 +20,7 @@ from penstock.local.valkey import find_or_start_redis
 from penstock.names import Pipeline
 from penstock.record import Record
 from sim import forked
-from sim.servers import serve_address
+from sim.servers import serve_address, share_server
 from tests.commands import Terminal
 
 if TYPE_CHECKING:  # it needs torch, which most tests do without
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # it needs torch, which most tests do without
     MakeLine = Callable[..., InProcessPipeline]
 
 forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.host_child")
+
+# Processes that run tests beside each other have less than a core each: torch's threads would spin for one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -65,8 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The bootstrap address of a real Kafka."""
-    yield from serve_address(find_or_start_kafka(tmp_path_factory.mktemp("kafka")))
+    """The bootstrap address of a real Kafka, the same in all processes of this run: each broker is a Java machine."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-kafka"
+    yield from serve_address(share_server(shared, find_or_start_kafka(tmp_path_factory.mktemp("kafka"))))
 
 
 @pytest.fixture(scope="session")

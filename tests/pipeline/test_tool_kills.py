@@ -25,7 +25,7 @@ from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 from tests.pipeline.workers import worker_process
 
-KILL_EVERY = int(os.environ.get("TEST_KILL_EVERY", "8"))
+KILL_EVERY = int(os.environ.get("TEST_KILL_EVERY", "16"))
 """After so many tokens a worker is killed. With 1 that is at every token, and takes some minutes.
 
 With drafts it is after so many steps, each of which may give several tokens.

@@ -1,6 +1,7 @@
 """How often each token occurs in a sequence: what penalties read."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,12 @@ class TokenCounts:
     """The different tokens of a sequence, and how often each is in its output. It grows with each output token."""
 
     def __init__(self, prompt: Iterable[int], output: Sequence[int] = ()) -> None:
-        ids = np.unique(np.fromiter(prompt, np.int64))
-        self._num = len(ids)
-        self._ids = np.concatenate([ids, np.zeros(_MIN_SPARE, np.int64)])
+        self._prompt_ids = np.unique(np.fromiter(prompt, np.int64))
+        """The different tokens of the prompt, in order: the first of all ids."""
+        self._places: dict[int, int] = {}
+        """By token that the prompt does not have: where it is among all ids."""
+        self._num = len(self._prompt_ids)
+        self._ids = np.concatenate([self._prompt_ids, np.zeros(_MIN_SPARE, np.int64)])
         self._counts = np.zeros(len(self._ids), np.int64)
         self.add_output(output)
 
@@ -32,19 +36,23 @@ class TokenCounts:
     def add_output(self, token_ids: Iterable[int]) -> None:
         """Count further output tokens."""
         for token_id in token_ids:
-            found = np.flatnonzero(self.token_ids == token_id)
-            if len(found):
-                self._counts[found[0]] += 1
-                continue
-            if self._num == len(self._ids):
-                spare = np.zeros(max(_MIN_SPARE, self._num), np.int64)
-                self._ids, self._counts = np.concatenate([self._ids, spare]), np.concatenate([self._counts, spare])
-            self._ids[self._num], self._counts[self._num] = token_id, 1
-            self._num += 1
+            place = int(self._prompt_ids.searchsorted(token_id))
+            if place == len(self._prompt_ids) or self._prompt_ids[place] != token_id:
+                place = self._places.setdefault(token_id, self._num)
+            if place == self._num:
+                self._append_id(token_id)
+            self._counts[place] += 1
+
+    def _append_id(self, token_id: int) -> None:
+        if self._num == len(self._ids):
+            spare = np.zeros(max(_MIN_SPARE, self._num), np.int64)
+            self._ids, self._counts = np.concatenate([self._ids, spare]), np.concatenate([self._counts, spare])
+        self._ids[self._num] = token_id
+        self._num += 1
 
     def copy_with(self, token_ids: Iterable[int]) -> "TokenCounts":
         """Return the counts of a sequence that has these output tokens, too."""
-        other = TokenCounts(())
-        other._num, other._ids, other._counts = self._num, self._ids.copy(), self._counts.copy()
+        other = copy(self)
+        other._places, other._ids, other._counts = self._places.copy(), self._ids.copy(), self._counts.copy()
         other.add_output(token_ids)
         return other
