@@ -62,7 +62,7 @@ def measure_share(num_steps: int) -> float:
 def measure_penalties(num_rounds: int) -> float:
     """Return the milliseconds that penalties add to drawing the tokens of a batch, in the median of the rounds."""
     vocabulary, chance = SHAPES["q06"].vocabulary, np.random.default_rng(0)
-    logits = torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
+    logits = (torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()  # the shape's
     counts = [TokenCounts(chance.integers(0, vocabulary, CONTEXT_TOKENS).tolist()) for _ in range(ROWS)]
     kinds = [Sampling(), Sampling(repetition_penalty=1.2, presence_penalty=0.5)]
     added_ms = []
