@@ -302,9 +302,7 @@ def test_tokens_are_handled_while_the_next_step_is_computed(
     engine = recording(model, SMALL)[0] if is_recorded else Engine(model, SMALL)
     assert engine.computes_ahead
     # Each sequence could go on, as one may that ends with a word.
-    seqs = [
-        sequence(seq.token_ids, 200, name=seq.id, sampling=seq.sampling, seed=seq.seed) for seq in _seqs(prompts)
-    ]
+    seqs = [sequence(seq.token_ids, 200, name=seq.id, sampling=seq.sampling, seed=seq.seed) for seq in _seqs(prompts)]
     lengths = dict(zip(seqs, map(len, expected), strict=True))
     found: dict[Sequence, list[int]] = {seq: [] for seq in seqs}
     waiting, handled = list(seqs), list[Sampled]()

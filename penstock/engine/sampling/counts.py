@@ -1,7 +1,6 @@
 """How often each token occurs in a sequence: what penalties read."""
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +51,8 @@ class TokenCounts:
 
     def copy_with(self, token_ids: Iterable[int]) -> "TokenCounts":
         """Return the counts of a sequence that has these output tokens, too."""
-        other = copy(self)
+        other = TokenCounts(())
+        other._prompt_ids, other._num = self._prompt_ids, self._num
         other._places, other._ids, other._counts = self._places.copy(), self._ids.copy(), self._counts.copy()
         other.add_output(token_ids)
         return other
