@@ -47,6 +47,7 @@ from penstock.engine.kernels.packed import (
     weight_of,
 )
 from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
+from penstock.engine.latent import absorb_projections, find_latent_layers, restore_projections
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
@@ -117,6 +118,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model
+    _absorb_projections(model)
     record = _record_forward(model)
     if model.layout.is_int8 and (record.layers != model.layout.by_layer.keys() or model.layout.states is not None):
         raise ModelLoadError(
@@ -131,6 +133,17 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
+
+
+def _absorb_projections(model: LoadedModel) -> None:
+    """Let latent attention run on latents if the logits stay the same as those of the unmodified model."""
+    if not any(find_latent_layers(model.module)):
+        return
+    right = _record_forward(model).logits
+    parts = absorb_projections(model.module)
+    mine = _record_forward(model).logits
+    if not _root_mean_square(mine - right) <= get_relative_tolerance(model.dtype) * right.std():
+        restore_projections(parts)
 
 
 def fuse_model(model: LoadedModel) -> int:

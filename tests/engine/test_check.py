@@ -35,7 +35,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "sliding_window": 8, "attn_logit_softcapping": 5.0}),
     "gpt2": (transformers.GPT2Config, GPT2),
     "mistral, sliding window": (transformers.MistralConfig, {"sliding_window": 8}),
+    "deepseek_v2": (transformers.DeepseekV2Config, {**MLA, "topk_method": "greedy"}),
     "deepseek_v3": (transformers.DeepseekV3Config, MLA),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, MLA),
     "gpt_oss": (transformers.GptOssConfig, {"head_dim": 32, "num_local_experts": 4, "sliding_window": 8}),
 }
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -59,6 +61,18 @@ def _load_with_tokenizer(directory: Path) -> LoadedModel:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
     return load_model(EngineSettings(model=str(directory)))
+
+
+def test_latent_attention_makes_no_keys_and_values_of_the_context(tmp_path: Path) -> None:
+    model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
+    rows: list[int] = []
+    for name, part in model.module.named_modules():
+        if name.endswith("kv_b_proj"):
+            part.register_forward_hook(lambda part, args, output: rows.append(output.shape[2]))
+    engine = Engine(model, EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16))
+    run_sequences(engine, [sequence(list(range(2, 47)), 5)])
+    assert any(name.endswith("kv_b_proj") for name, _ in model.module.named_modules())
+    assert rows == []
 
 
 @pytest.mark.parametrize("name", RUNS)
