@@ -46,8 +46,8 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
-from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
 from penstock.engine.latent import absorb_projections, find_latent_layers, restore_projections
+from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence

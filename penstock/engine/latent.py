@@ -1,9 +1,10 @@
 """Multi-head latent attention on the cached latents themselves: the projections to K and V are absorbed.
 
-A layer with `kv_b_proj` caches for each token a latent [rank] and a rotary key [rope], which all heads share. transformers
-makes K and V of all heads from the latents of the whole context (`expand_kv`). Here the query goes into the space of the
-latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head, and the sum of latents goes through
-W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Every token is computed so, in chunks and alone.
+A layer with `kv_b_proj` caches for each token a latent [rank] and a rotary key [rope], which all heads share.
+transformers makes K and V of all heads from the latents of the whole context (`expand_kv`). Here the query goes into
+the space of the latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head, and the sum of
+latents goes through W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Every token is computed so,
+in chunks and alone.
 """
 
 from collections.abc import Iterator
