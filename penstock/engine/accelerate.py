@@ -46,7 +46,13 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
-from penstock.engine.latent import absorb_projections, find_latent_layers, restore_projections
+from penstock.engine.latent import (
+    LatentHeads,
+    find_latent_layers,
+    make_latent_heads,
+    restore_projection,
+    set_latent_heads,
+)
 from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
@@ -131,19 +137,27 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
-    backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts)
+    has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
+    backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts, has_latents)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
 
 def _absorb_projections(model: LoadedModel) -> None:
-    """Let latent attention run on latents if the logits stay the same as those of the unmodified model."""
-    if not any(find_latent_layers(model.module)):
+    """Let latent attention run on latents if the logits stay those of the unmodified model, but for rounding."""
+    parts = list(find_latent_layers(model.module))
+    if not parts:
         return
     right = _record_forward(model).logits
-    parts = absorb_projections(model.module)
+    linears = [part.kv_b_proj for part in parts]
+    for part in parts:
+        set_latent_heads(part, make_latent_heads(part))
     mine = _record_forward(model).logits
-    if not _root_mean_square(mine - right) <= get_relative_tolerance(model.dtype) * right.std():
-        restore_projections(parts)
+    if _root_mean_square(mine - right) <= get_relative_tolerance(model.dtype) * right.std():
+        for linear in linears:
+            model.weights.drop_tensor_pages(linear.weight.detach())
+        return
+    for part, linear in zip(parts, linears, strict=True):
+        restore_projection(part, linear)
 
 
 def fuse_model(model: LoadedModel) -> int:

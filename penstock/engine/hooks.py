@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from penstock.engine.attention import LayerAttention
-from penstock.engine.latent import KeptLatents
+from penstock.engine.latent import LatentHeads
 from penstock.engine.masks import Unsupported, make_mask_rule
 from penstock.engine.step import Step, current_step
 
@@ -151,11 +151,11 @@ def paged_attention(
         attention_mask,
         sliding_window,
     )
-    latents = getattr(module, "expand_kv", None)
-    if isinstance(latents, KeptLatents):
+    heads = getattr(module, "kv_b_proj", None)
+    if isinstance(heads, LatentHeads):
         # `key` are the latents here, and `value` the rotary keys.
-        sums = step.compute_attention(latents.absorb(query), torch.cat((key, value), -1), key, how)
-        return latents.project(sums), None
+        absorbed = heads.absorb(query, value.shape[-1])
+        return heads.project(step.compute_attention(absorbed, torch.cat((key, value), -1), key, how)), None
     return step.compute_attention(query, key, value, how), None
 
 

@@ -4,7 +4,7 @@ A layer with `kv_b_proj` caches for each token a latent [rank] and a rotary key 
 transformers makes K and V of all heads from the latents of the whole context (`expand_kv`). Here the query goes into
 the space of the latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head, and the sum of
 latents goes through W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Every token is computed so,
-in chunks and alone.
+in chunks and alone. Each head has two linear layers of its own, so that they are packed, and rounded, like all others.
 """
 
 from collections.abc import Iterator
@@ -13,39 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.step import current_step
 
+class LatentHeads(nn.Module):
+    """What takes the place of `kv_b_proj`: by head, a linear layer for queries and one for sums of latents."""
 
-class KeptLatents:
-    """Takes the place of a module's `expand_kv`: within a step of the engine the latents stay as they are."""
+    def __init__(self, num_heads: int) -> None:
+        """Make it with a place for each layer."""
+        super().__init__()
+        self.queries = nn.ModuleList(nn.Identity() for _ in range(num_heads))
+        """W_UK^T: [nope] to [rank]."""
+        self.sums = nn.ModuleList(nn.Identity() for _ in range(num_heads))
+        """W_UV: [rank] to [size of V]."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._plain = module, module.expand_kv
-
-    def __call__(self, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents [1, 1, rows, rank] and rotary keys [1, 1, rows, rope] of a step; else K and V."""
-        if current_step.get(None) is None:
-            expanded: tuple[Tensor, Tensor] = self._plain(latents, rope_keys)
-            return expanded
-        return latents, rope_keys
-
-    def absorb(self, query: Tensor) -> Tensor:
+    def absorb(self, query: Tensor, rope: int) -> Tensor:
         """Return queries [1, heads, T, nope + rope] in the space of the latents: [1, heads, T, rank + rope]."""
-        keys, _ = self._weights()
-        size = keys.shape[1]
-        return torch.cat((query[..., :size] @ keys, query[..., size:]), -1)
+        nope = query.shape[-1] - rope
+        parts = [linear(query[:, head, :, :nope].contiguous()) for head, linear in enumerate(self.queries)]
+        return torch.cat((torch.stack(parts, 1), query[..., nope:]), -1)
 
     def project(self, sums: Tensor) -> Tensor:
         """Return sums of latents, [1, T, heads, rank], as the heads' outputs: [1, T, heads, size of V]."""
-        _, values = self._weights()
-        return (sums.transpose(1, 2) @ values.transpose(1, 2)).transpose(1, 2)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """Return views of W_UK [heads, nope, rank] and W_UV [heads, size of V, rank]."""
-        nope, v_size = self._module.qk_nope_head_dim, self._module.v_head_dim
-        weight = self._module.kv_b_proj.weight
-        by_head = weight.view(-1, nope + v_size, weight.shape[1])
-        return by_head[:, :nope], by_head[:, nope:]
+        return torch.stack([linear(sums[:, :, head].contiguous()) for head, linear in enumerate(self.sums)], 2)
 
 
 def find_latent_layers(root: nn.Module) -> Iterator[Any]:
@@ -57,15 +45,34 @@ def find_latent_layers(root: nn.Module) -> Iterator[Any]:
             yield part
 
 
-def absorb_projections(root: nn.Module) -> list[Any]:
-    """Let the latent layers compute the steps of the engine on latents, and return these modules."""
-    parts = [part for part in find_latent_layers(root) if not isinstance(part.expand_kv, KeptLatents)]
-    for part in parts:
-        part.expand_kv = KeptLatents(part)
-    return parts
+def make_latent_heads(part: Any) -> LatentHeads:
+    """Return the linear layers of a module's heads, with the weights of its `kv_b_proj`."""
+    nope, v_size, weight = part.qk_nope_head_dim, part.v_head_dim, part.kv_b_proj.weight.detach()
+    by_head = weight.view(-1, nope + v_size, weight.shape[1])
+    heads = LatentHeads(len(by_head))
+    for number, rows in enumerate(by_head):
+        heads.queries[number] = _make_linear(rows[:nope].T.contiguous())
+        heads.sums[number] = _make_linear(rows[nope:].clone())
+    return heads
 
 
-def restore_projections(parts: list[Any]) -> None:
-    """Let these modules make K and V from the latents again."""
-    for part in parts:
-        del part.expand_kv
+def _make_linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def set_latent_heads(part: Any, heads: nn.Module) -> None:
+    """Let a module attend to latents by these heads: its attention gets them in the place of K and V."""
+    part.kv_b_proj, part.expand_kv = heads, _keep_latents
+
+
+def restore_projection(part: Any, linear: nn.Module) -> None:
+    """Let a module make K and V from latents again, by `kv_b_proj` as it was."""
+    part.kv_b_proj = linear
+    del part.expand_kv
+
+
+def _keep_latents(latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the latents [1, 1, rows, rank] and the rotary keys [1, 1, rows, rope] as they are."""
+    return latents, rope_keys

@@ -34,6 +34,7 @@ from penstock.engine.kernels.packed import (
     PackedLinear,
     PackedLinears,
 )
+from penstock.engine.latent import LatentHeads, set_latent_heads
 from penstock.engine.layer import AttentionParams, NativeLayer, make_native_body
 from penstock.engine.model import QUANTIZATION_VERSION, LoadedModel
 from penstock.engine.notes import Notes, describe_file
@@ -170,6 +171,8 @@ def _describe_module(
                 "kind": "router", "group": add_group(weight.group),
                 "bias": None if bias is None else writer.add_tensor(f"{name} bias", bias),
             }  # fmt: skip
+        case LatentHeads():
+            found = {"kind": "latent heads", "count": len(part.queries)}
         case _ if type(part).__module__.startswith("penstock."):
             raise ModelLoadError(f"its {name} ({type(part).__name__}) cannot be kept in a packed file")
     return found
@@ -210,7 +213,11 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
     }
     for one in about["modules"]:
         parent, _, child = one["name"].rpartition(".")
-        setattr(skeleton.get_submodule(parent), child, _restore_module(one, skeleton, native, groups, tensors))
+        made = _restore_module(one, skeleton, native, groups, tensors)
+        if isinstance(made, LatentHeads):
+            set_latent_heads(skeleton.get_submodule(parent), made)
+        else:
+            setattr(skeleton.get_submodule(parent), child, made)
     for name, stored in about["tensors"].items():
         _set_tensor(skeleton, name, tensors[stored])
     for name, part in skeleton.named_modules():
@@ -225,7 +232,8 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
     if about["has_body"] and body is None:
         raise PackedFileRefused(f"{file.path} is of a model with other parts")
     has_experts = any(isinstance(part, NativeExperts) for part in skeleton.modules())
-    backend = NativeBackend(native, frozenset(about["attention_layers"]), body, has_experts)
+    has_latents = any(isinstance(part, LatentHeads) for part in skeleton.modules())
+    backend = NativeBackend(native, frozenset(about["attention_layers"]), body, has_experts, has_latents)
     return skeleton.eval().requires_grad_(False), backend
 
 
@@ -254,6 +262,8 @@ def _restore_module(
                 del router.bias
                 router.bias = tensors[one["bias"]]
             module = router
+        case "latent heads":
+            module = LatentHeads(one["count"])
         case "norm":
             module = _restore_norm(one, native, tensors)
         case "linear":

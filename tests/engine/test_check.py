@@ -12,6 +12,8 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
+from penstock.engine.kernels.packed import PackedLinear
+from penstock.engine.latent import LatentHeads
 from penstock.engine.loading import load_model, open_engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
@@ -65,14 +67,24 @@ def _load_with_tokenizer(directory: Path) -> LoadedModel:
 
 def test_latent_attention_makes_no_keys_and_values_of_the_context(tmp_path: Path) -> None:
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
-    rows: list[int] = []
-    for name, part in model.module.named_modules():
-        if name.endswith("kv_b_proj"):
-            part.register_forward_hook(lambda part, args, output: rows.append(output.shape[2]))
+    rows: set[int] = set()
+    parts = [part for name, part in model.module.named_modules() if ".kv_b_proj." in f"{name}."]
+    assert any(isinstance(part, LatentHeads) for part in parts)
+    for part in parts:
+        if isinstance(part, PackedLinear):
+            part.register_forward_hook(lambda part, args, output: rows.add(output.shape[-2]))
     engine = Engine(model, EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16))
     run_sequences(engine, [sequence(list(range(2, 47)), 5)])
-    assert any(name.endswith("kv_b_proj") for name, _ in model.module.named_modules())
-    assert rows == []
+    assert rows == {20, 5, 1}, "those of the step, whatever is before them"
+
+
+def test_projections_stay_where_latents_give_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        LatentHeads, "project", lambda heads, sums: torch.stack([f(sums[:, :, 0]) for f in heads.sums], 2)
+    )
+    model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
+    assert not any(isinstance(part, LatentHeads) for part in model.module.modules())
+    assert "latents" not in model.backend.name
 
 
 @pytest.mark.parametrize("name", RUNS)

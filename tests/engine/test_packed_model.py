@@ -63,17 +63,24 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.GptOssConfig, transformers.GptOssForCausalLM,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
+    "latents": (
+        transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM,
+        {"kv_lora_rank": 128, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 32, "v_head_dim": 64,
+         "head_dim": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 128, "first_k_dense_replace": 1},
+    ),
 }  # fmt: skip
 
 
 def save_model(directory: Path, kind: str) -> None:
     """Write a random model whose matrices are large enough for integers."""
     make_config, make_model, given = KINDS[kind]
-    config = make_config(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
-        intermediate_size=256, vocab_size=1024, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.1, **given,
-    )  # fmt: skip
+    common = {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 256, "vocab_size": 1024, "max_position_embeddings": 256, "bos_token_id": 0,
+        "eos_token_id": 1, "initializer_range": 0.1,
+    }  # fmt: skip
+    config = make_config(**common | given)
     torch.manual_seed(0)
     make_model(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -91,7 +98,7 @@ def is_mapped(settings: EngineSettings, caplog: pytest.LogCaptureFixture) -> boo
     return "weights are mapped from" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "mixture", "gpt_oss"])
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("weights", ["bf16", "p12", "int8", "int4"])
 def test_a_packed_file_gives_the_bits_of_an_unpacked_load(
     tmp_path: Path, no_proof: None, weights: str, kind: str, caplog: pytest.LogCaptureFixture

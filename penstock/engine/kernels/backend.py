@@ -127,11 +127,13 @@ class NativeBackend:
     """Computes the whole model in the module's place, if its form allows that."""
     has_experts: bool = False
     """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""
+    has_latents: bool = False
+    """Whether attention runs on latents that K and V would be made from, which rounds otherwise."""
 
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return f"{self.native.isa} experts" if self.has_experts else self.native.isa
+        return self.native.isa + " experts" * self.has_experts + " latents" * self.has_latents
 
     def create_runner(
         self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1
