@@ -41,7 +41,7 @@ def find_latent_layers(root: nn.Module) -> Iterator[Any]:
     part: Any
     for part in root.modules():
         linear = getattr(part, "kv_b_proj", None)
-        if hasattr(part, "expand_kv") and type(linear) is nn.Linear and linear.bias is None:
+        if hasattr(part, "expand_kv") and type(linear) is nn.Linear and len(dict(linear.named_parameters())) == 1:
             yield part
 
 
