@@ -48,9 +48,9 @@ from penstock.engine.kernels.packed import (
 )
 from penstock.engine.latent import (
     LatentHeads,
+    attend_twice,
     find_latent_layers,
     make_latent_heads,
-    restore_projection,
     set_latent_heads,
 )
 from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
@@ -143,21 +143,12 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
 
 
 def _absorb_projections(model: LoadedModel) -> None:
-    """Let latent attention run on latents if the logits stay those of the unmodified model, but for rounding."""
-    parts = list(find_latent_layers(model.module))
-    if not parts:
-        return
-    right = _record_forward(model).logits
-    linears = [part.kv_b_proj for part in parts]
-    for part in parts:
-        set_latent_heads(part, make_latent_heads(part))
-    mine = _record_forward(model).logits
-    if _root_mean_square(mine - right) <= get_relative_tolerance(model.dtype) * right.std():
-        for linear in linears:
-            model.weights.drop_tensor_pages(linear.weight.detach())
-        return
-    for part, linear in zip(parts, linears, strict=True):
-        restore_projection(part, linear)
+    """Let tokens of answers attend to latents where that gives the same, but for rounding."""
+    for part in list(find_latent_layers(model.module)):
+        heads = make_latent_heads(part)
+        right, mine = attend_twice(part, heads, NUM_PROBE_TOKENS)
+        if _is_close(mine, right, get_relative_tolerance(model.dtype)):
+            set_latent_heads(part, heads)
 
 
 def fuse_model(model: LoadedModel) -> int:
@@ -315,6 +306,7 @@ class _Replacer:
                     self._set_module(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
+        self._replace_latent_heads()
 
     def build_body(self) -> NativeBody | None:
         """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
@@ -492,6 +484,13 @@ class _Replacer:
             self._set_module(name, first if index == 0 else PackedFollower(first, index))
         if tied:
             self._set_module(tied, PackedEmbedding(self._native, group))
+
+    def _replace_latent_heads(self) -> None:
+        """Pack the linear layers of latent attention, which have an input each: no token of the record reached them."""
+        parts = [part for part in self._root.modules() if isinstance(part, LatentHeads)]
+        for linears in (linears for part in parts for linears in (part.queries, part.sums)):
+            for number, linear in enumerate(linears):
+                linears[number] = PackedLinear(self.packer.pack_linears([linear], self._release))
 
     def _is_present(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
         """Return whether the model still has a module of this name and kind: its decoder layer may be replaced."""

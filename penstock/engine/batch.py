@@ -70,6 +70,12 @@ class Batch:
         return self._to_tensor(self._positions)[None]
 
     @cached_property
+    def answer_rows(self) -> Tensor:
+        """Which of the T new tokens are behind their sequence's prompt: [T]."""
+        ends = [seq.num_prompt_tokens for seq, num in self.plan for _ in range(num)]
+        return self.position_ids[0] >= self._to_tensor(ends)
+
+    @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
         """Block, and row in the block, of each of the T new tokens: two of [T]."""
         rows = [position % self.block_size for position in self._positions]

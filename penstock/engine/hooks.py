@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from penstock.engine.attention import LayerAttention
-from penstock.engine.latent import LatentHeads
+from penstock.engine.latent import LatentHeads, expand_latents
 from penstock.engine.masks import Unsupported, make_mask_rule
 from penstock.engine.step import Step, current_step
 
@@ -151,12 +151,30 @@ def paged_attention(
         attention_mask,
         sliding_window,
     )
-    heads = getattr(module, "kv_b_proj", None)
+    heads = getattr(module, "latent_heads", None)
     if isinstance(heads, LatentHeads):
-        # `key` are the latents here, and `value` the rotary keys.
-        absorbed = heads.absorb(query, value.shape[-1])
-        return heads.project(step.compute_attention(absorbed, torch.cat((key, value), -1), key, how)), None
+        return _attend_to_latents(module, heads, query, key, value, how), None
     return step.compute_attention(query, key, value, how), None
+
+
+def _attend_to_latents(
+    module: nn.Module, heads: LatentHeads, query: Tensor, latents: Tensor, rope_keys: Tensor, how: LayerAttention
+) -> Tensor:
+    """Compute attention whose K and V are made from latents: tokens of answers attend to the latents themselves.
+
+    Latents and rotary keys are [1, 1, rows, size]. Returns [1, T, heads, size].
+    """
+    step = current_step.get()
+    is_answer = step.batch.answer_rows
+    found: list[Tensor] = []
+    if not is_answer.all():
+        found.append(step.compute_attention(query, *expand_latents(module, latents, rope_keys), how))
+    if is_answer.any():
+        keys = torch.cat((latents, rope_keys), -1)
+        found.append(
+            heads.project(step.compute_attention(heads.absorb(query, rope_keys.shape[-1]), keys, latents, how))
+        )
+    return found[0] if len(found) == 1 else torch.where(is_answer[:, None, None], found[1], found[0])
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

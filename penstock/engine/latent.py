@@ -1,10 +1,11 @@
 """Multi-head latent attention on the cached latents themselves: the projections to K and V are absorbed.
 
 A layer with `kv_b_proj` caches for each token a latent [rank] and a rotary key [rope], which all heads share.
-transformers makes K and V of all heads from the latents of the whole context (`expand_kv`). Here the query goes into
-the space of the latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head, and the sum of
-latents goes through W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Every token is computed so,
-in chunks and alone. Each head has two linear layers of its own, so that they are packed, and rounded, like all others.
+transformers makes K and V of all heads from the latents of the whole context (`expand_kv`). For tokens of answers the
+query goes into the space of the latents instead, W_UK^T q, attention runs over [latent, rotary key] with one KV head,
+and the sum of latents goes through W_UV. The method is DeepSeek-V2's (arXiv:2405.04434, section 2.1.2). Tokens of
+prompts attend to K and V: for many tokens at a time that is less work. So the place of a token says how it is computed,
+and not what is computed beside it. Each head has two linear layers of its own, which are packed like all others.
 """
 
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 
 class LatentHeads(nn.Module):
-    """What takes the place of `kv_b_proj`: by head, a linear layer for queries and one for sums of latents."""
+    """What `kv_b_proj` is to an attention that runs on latents: by head, a layer for queries and one for sums."""
 
     def __init__(self, num_heads: int) -> None:
         """Make it with a place for each layer."""
@@ -63,14 +65,35 @@ def _make_linear(weight: Tensor) -> nn.Linear:
 
 
 def set_latent_heads(part: Any, heads: nn.Module) -> None:
-    """Let a module attend to latents by these heads: its attention gets them in the place of K and V."""
-    part.kv_b_proj, part.expand_kv = heads, _keep_latents
+    """Let a module hand its attention the latents in the place of K and V, and these heads."""
+    part.latent_heads, part.expand_kv = heads, _keep_latents
 
 
-def restore_projection(part: Any, linear: nn.Module) -> None:
-    """Let a module make K and V from latents again, by `kv_b_proj` as it was."""
-    part.kv_b_proj = linear
-    del part.expand_kv
+def expand_latents(part: Any, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of all heads as the module itself makes them: [1, heads, rows, size]."""
+    expanded: tuple[Tensor, Tensor] = type(part).expand_kv(part, latents, rope_keys)
+    return expanded
+
+
+def attend_twice(part: Any, heads: LatentHeads, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the attention of random queries over random latents by a module's K and V, and by `heads` on the latents.
+
+    Both are [1, tokens, heads, size of V], in float32 but for the projections.
+    """
+    weight, rope, generator = part.kv_b_proj.weight, part.qk_rope_head_dim, torch.Generator().manual_seed(3)
+
+    def draw(num_heads: int, size: int) -> Tensor:
+        return torch.randn(1, num_heads, num_tokens, size, generator=generator).to(weight.dtype)
+
+    latents, rope_keys = draw(1, weight.shape[1]), draw(1, rope)
+    query = draw(len(heads.queries), part.qk_nope_head_dim + rope)
+    keys, values = part.expand_kv(latents, rope_keys)
+    scale = query.shape[-1] ** -0.5
+    right = attend(query.float(), keys.float(), values.float(), is_causal=True, scale=scale)
+    shared = torch.cat((latents, rope_keys), -1).float()
+    absorbed = heads.absorb(query, rope).float()
+    sums = attend(absorbed, shared, latents.float(), is_causal=True, scale=scale, enable_gqa=True)
+    return right.transpose(1, 2), heads.project(sums.transpose(1, 2).to(weight.dtype)).float()
 
 
 def _keep_latents(latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
