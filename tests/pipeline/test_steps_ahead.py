@@ -22,7 +22,7 @@ def test_answers_are_the_same(make_line: Callable[..., InProcessPipeline], bus: 
     line = make_line(bus)
     for worker in (line.prefill, line.decode):
         compute_ahead(worker)
-    work = make_requests(12, "ahead", max_tokens=40)
+    work = make_requests(6, "ahead", max_tokens=24)
     # These end with a word, which the worker finds out when the next step has begun.
     work += [
         one.model_copy(update={"id": f"{one.id}-stop", "sampling": one.sampling.model_copy(update={"stop": [" the"]})})
