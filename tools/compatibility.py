@@ -121,6 +121,18 @@ are refused, and so are states that a module keeps to itself (RecurrentGemma, Mi
 """
 """The page's section about layers that keep a state."""
 
+ALONE = """\
+## Attention of its own
+
+Some models compute their attention inside their own modules (BLOOM, Falcon, GPT-J), or an indexer chooses which tokens
+a layer attends to (DeepSeek-V3.2, GLM-5, MiniMax-M3). Such a model reads one sequence at a time, on a CPU: it finds in
+its cache what transformers' own would hold, the indexer's keys included, and attends to it unchanged. Its linear layers
+and norms run on the native kernels. The log says so at load. More sequences at once save no time; KV blocks, prefixes
+and hand-over are those of all models. It is not packed, and has no int8 KV. Refused are layers that compress several
+tokens to one (DeepSeek-V4).
+"""
+"""The page's section about models that attend by themselves."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -182,13 +194,13 @@ def _prove_small_model(kind: type[Any], config: Any, layer_kinds: set[str]) -> s
 
 
 def _describe_kernels(model: LoadedModel) -> str:
-    """Return how much of the model the native kernels compute."""
+    """Return how much of the model the native kernels compute, and whether it reads one sequence at a time."""
     if not isinstance(model.backend, NativeBackend):
         return "none"
     if model.backend.body is not None:
         return "whole"
     num_native = sum(isinstance(part, NativeLayer) for part in model.module.modules())
-    return "layers" if num_native == len(model.layout.layers) else "parts"
+    return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.is_read_alone
 
 
 def _prove_architecture(architecture: str) -> None:
@@ -305,7 +317,8 @@ others and in small chunks, with its prefix found in the pool, and handed over a
 with a pool of its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT_TOKENS}
 different tokens, and other ones once the exported blocks were damaged. The last column says what the native kernels
 compute on a CPU: the **whole** model in one call, its **layers** in one call each, or **parts** of them (linear layers,
-norms, attention).
+norms, attention). **alone**: the model attends in a way of its own, and the sequences of a step are computed one after
+the other.
 
 **refused**: it cannot be served, or was not proved, for the reason in the last column. Nothing is served unproved: at
 load the same proof is run on a small copy of the model's own configuration, and the model itself must give the logits
@@ -323,6 +336,7 @@ with where it was read. One with * was rebuilt from the model's report and trans
 {QUANTISED}
 {MIXTURES}
 {STATES}
+{ALONE}
 ## All architectures of transformers
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default

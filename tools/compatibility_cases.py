@@ -35,8 +35,12 @@ REASONS: dict[str, str] = {
     "gemma3n": "Its vision tower needs the package timm; gemma3n_text works.",
     "gemma4_assistant": "It drafts for another model and cannot run alone.",
     "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
+    "cpmant": "It puts tokens of its own before every prompt.",
+    "doge": "Its random model chooses what it sees among equal scores, which proves nothing.",
     "minimax": "Its linear attention has a cache of its own.",
     "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",
+    "qwen4_exp": "Its default configuration is of no whole model.",
+    "qwen4_exp_text": "Its default configuration is of no whole model.",
     "recurrent_gemma": "It keeps its recurrent state in its modules, not in a cache.",
     "roc_bert": "Its random model says too few different tokens to prove anything.",
 }

@@ -57,7 +57,7 @@ from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
-from penstock.engine.step import Step
+from penstock.engine.step import make_step
 from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
@@ -124,7 +124,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model
-    _absorb_projections(model)
+    if not model.layout.is_read_alone:
+        _absorb_projections(model)
     record = _record_forward(model)
     if model.layout.is_int8 and (record.layers != model.layout.by_layer.keys() or model.layout.states is not None):
         raise ModelLoadError(
@@ -205,7 +206,7 @@ def _record_forward(model: LoadedModel) -> _ForwardRecord:
             note = _make_call_hook(record.mixtures, name, takes_tuples=True)
             handles.append(model.module.get_submodule(name).register_forward_hook(note, with_kwargs=True))
     batch = _make_batch(model)
-    step = Step(batch, _make_storage(model))
+    step = make_step(batch, _make_storage(model))
     record.position_ids = _place_probe(model, batch)
     try:
         with hooks.run_with_step(model.module, step):
@@ -256,7 +257,9 @@ def _make_batch(model: LoadedModel) -> Batch:
 
 
 def _place_probe(model: LoadedModel, batch: Batch) -> Tensor:
-    """Return the last positions of the context: [1, T]."""
+    """Return the last positions of the context, or the first ones where the model counts what is cached: [1, T]."""
+    if model.layout.is_read_alone:
+        return batch.position_ids
     return batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
 
 

@@ -87,6 +87,11 @@ class Batch:
         return self._to_tensor(self._logit_rows or [0])
 
     @property
+    def num_kept_rows(self) -> int:
+        """Number of rows of logits: those that tokens are sampled from, and those of `prompt_rows`."""
+        return len(self._logit_rows)
+
+    @property
     def num_tokens(self) -> int:
         """Number of new tokens, T."""
         return self.input_ids.shape[1]

@@ -9,6 +9,9 @@ The model itself sees one sequence of T tokens, shape [1, T]; the `Batch` knows 
 
 Where a kernel reads the pool itself, and the model passes K and V from the first place to the second unchanged,
 nothing is gathered: `update()` returns its arguments.
+
+A model that attends in a way of its own keeps its attention, and has the first place alone: it reads one sequence at a
+time (`LoneStep`), and finds in the cache what transformers' own would hold.
 """
 
 from collections.abc import Iterator
@@ -22,8 +25,8 @@ from transformers.cache_utils import Cache
 
 from penstock.engine.attention import LayerAttention
 from penstock.engine.latent import LatentHeads, expand_latents
-from penstock.engine.masks import Unsupported, make_mask_rule
-from penstock.engine.step import Step, current_step
+from penstock.engine.masks import OwnAttention, Unsupported, make_mask_rule
+from penstock.engine.step import LoneStep, Step, current_step
 
 ATTENTION_NAME = "penstock"
 """The attention implementation's name in transformers."""
@@ -33,47 +36,65 @@ ATTENTION_NAME = "penstock"
 def run_with_step(module: Any, step: Step) -> Iterator[None]:
     """Let the module's forward passes within the context run as this step."""
     stock = module.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-    if stock != ATTENTION_NAME:
+    is_replaced = stock != ATTENTION_NAME and not isinstance(step, LoneStep)
+    if is_replaced:
         module.set_attn_implementation(ATTENTION_NAME)
     token = current_step.set(step)
     try:
         yield
     finally:
         current_step.reset(token)
-        if stock != ATTENTION_NAME:
+        if is_replaced:
             module.set_attn_implementation(stock)
 
 
-class _NoLayers(list[Any]):
-    """Refuses access to the layers of transformers' own caches."""
+class _Layers(list[Any]):
+    """The layers of the cache, of which a sparse indexer may ask one for its keys. Nothing else is in them."""
 
     def __getitem__(self, index: Any) -> Any:
+        return _Layer(index)
+
+
+class _Layer:
+    """A layer of the cache."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Store the keys of a sparse indexer, [1, 1, T, size]; return those of all tokens of the sequence."""
+        return current_step.get().write_index_keys(self._index, keys[:, 0])[:, None]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise Unsupported("its layers keep more than keys and values in the cache")
 
 
 class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     """The block pool as the model's cache.
 
-    It looks empty to the model, because positions are always passed to it.
+    It looks empty to the model, because positions are always passed to it, unless the model attends by itself.
     """
 
     def __init__(self) -> None:
-        super().__init__(layers=_NoLayers())
+        super().__init__(layers=_Layers())
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Return 0, or for a layer the offsets [T] that it adds to 0, 1, … to get its tokens' positions."""
-        if layer_idx is None:
-            return 0
-        positions = current_step.get().batch.position_ids[0]
+        """Return the cached tokens, or for a layer the offsets [T] to add to 0, 1, … to get its tokens' positions."""
+        step = current_step.get()
+        if layer_idx is None or isinstance(step, LoneStep):
+            return step.num_cached_tokens
+        positions = step.batch.position_ids[0]
         return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0, as positions are passed."""
-        return 0
+        """Return the number of cached tokens."""
+        return current_step.get().num_cached_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of rows and the offset of a mask that nothing is cached for."""
-        return query_length, 0
+        """Return the number of keys that a mask has, and the position of the first."""
+        return current_step.get().num_cached_tokens + query_length, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -114,9 +135,9 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         """Return False: states are not rolled back."""
         return False
 
-    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse an indexer's keys."""
-        raise Unsupported("a sparse indexer keeps keys of its own")
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store the keys of a sparse indexer, [1, T, size]; return those of all tokens of the sequence."""
+        return current_step.get().write_index_keys(layer_idx, indexer_key_states)
 
 
 def paged_attention(
@@ -140,7 +161,7 @@ def paged_attention(
     step = current_step.get()
     step.num_attention_calls += 1
     if position_bias is not None:
-        raise Unsupported("it adds a position bias to the scores")
+        raise OwnAttention("it adds a position bias to the scores")
     if attention_mask is None and not getattr(module, "is_causal", True):
         raise Unsupported("its attention is not causal")
     how = LayerAttention(

@@ -261,6 +261,11 @@ def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
         module = load_module(skeleton, found.config, weights, found.device, report)
         layout = probe_layout(module, found.settings.block_size, found.dtype, found.device)
         layout = replace(layout, is_int8=found.settings.kv_dtype == "int8")
+        if layout.is_read_alone:
+            log.warning(
+                "%s attends in a way of its own: the sequences of a step are computed one after the other",
+                found.settings.model,
+            )
         weights.drop_pages()
     on_gpu = found.device.type == "cuda"
     return found.build_model(

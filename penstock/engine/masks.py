@@ -17,6 +17,10 @@ class Unsupported(Exception):
     """The model does something that cannot be paged. The message is a clause that says what."""
 
 
+class OwnAttention(Unsupported):
+    """The model attends to what is cached in a way of its own: it may still read one sequence at a time."""
+
+
 class MaskRule:
     """Replaces the model's mask tensor: holds the rule, and the masks made from it for the current step.
 
@@ -36,10 +40,10 @@ class MaskRule:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Unsupported("it works on its attention mask itself, as sparse indexers do")
+        raise OwnAttention("it works on its attention mask itself, as sparse indexers do")
 
     def __getitem__(self, index: object) -> Any:
-        raise Unsupported("it works on its attention mask itself, as sparse indexers do")
+        raise OwnAttention("it works on its attention mask itself, as sparse indexers do")
 
     @property
     def is_plain(self) -> bool:
@@ -64,7 +68,7 @@ def _check_rule(rule: Callable[..., Any], zero: Tensor) -> None:
     try:
         sees_later = bool(rule(zero, zero, zero, zero + 1))
     except Exception as error:
-        raise Unsupported("its attention mask depends on more than positions") from error
+        raise OwnAttention("its attention mask depends on more than positions") from error
     if sees_later:
         raise Unsupported("its attention is not causal")
 
@@ -79,7 +83,7 @@ def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: 
     if isinstance(rule, MaskRule):
         return rule.get_masks(gathered, dtype)
     if rule is not None:
-        raise Unsupported("it makes its attention masks itself")
+        raise OwnAttention("it makes its attention masks itself")
     return gathered.make_masks(_make_window_rule(window), dtype)
 
 
@@ -88,7 +92,7 @@ def find_first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | 
     if isinstance(rule, MaskRule):
         return rule.get_first_keys(batch)
     if rule is not None:
-        raise Unsupported("it makes its attention masks itself")
+        raise OwnAttention("it makes its attention masks itself")
     visible = _make_window_rule(window)
     return None if visible is None else _find_first_visible(visible, batch.position_ids[0])
 

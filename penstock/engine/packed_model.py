@@ -107,6 +107,8 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         raise ModelLoadError("only what the native kernels compute is packed: it needs a CPU, and the kernels built")
     if model.layout.states is not None:
         raise ModelLoadError("its layers keep a recurrent or convolution state: such models are not packed yet")
+    if model.layout.is_read_alone:
+        raise ModelLoadError("it reads one sequence at a time, as it attends by itself: such models are not packed yet")
     with PackedFileWriter(path) as writer:
         groups: dict[int, str] = {}
         modules = []

@@ -12,12 +12,12 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.masks import Unsupported
+from penstock.engine.masks import OwnAttention, Unsupported
 from penstock.engine.mixers import divide_mixers
 from penstock.engine.sequence import Sequence
 from penstock.engine.states import StateLayout, StatePart, choose_cell_tokens, choose_interval_tokens
-from penstock.engine.step import Step
-from penstock.engine.storage import KVLayout, KVStorage, LayerShape
+from penstock.engine.step import LoneStep, Step, make_step
+from penstock.engine.storage import KVLayout, KVStorage, LayerShape, number_index_keys
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
@@ -28,15 +28,15 @@ _NUM_PIECE_TOKENS = 4
 _MAX_PIECE_ERROR = {torch.float32: 1e-3}
 _MAX_PIECE_ERROR_16_BIT = 0.03
 """The limit of the error of a layer's states, relative to their size."""
-_SPARSE = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
-"""transformers' names of layers with sparse attention."""
+_COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
+"""transformers' names of layers that cache sums over several tokens."""
 
 
 class _ProbeStep(Step):
     """Records the shapes of what each layer would cache, and stores nothing."""
 
-    def __init__(self, batch: Batch, dtype: torch.dtype) -> None:
-        super().__init__(batch, KVStorage(KVLayout((), 1, dtype), 1, batch.device))
+    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+        super().__init__(batch, storage)
         self.shapes: dict[int, LayerShape] = {}
         self.states: dict[int, LinearAttentionLayer] = {}
         """By layer: the states that it keeps."""
@@ -58,6 +58,16 @@ class _ProbeStep(Step):
         return key, value
 
 
+class _LoneProbeStep(_ProbeStep, LoneStep):
+    """The same for a model that attends by itself."""
+
+    def write_index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Record the shape of an indexer's keys, [1, T, size], and return them."""
+        number = number_index_keys(layer)
+        self.shapes[number] = LayerShape(number, (1, keys.shape[2]), (0, 0))
+        return keys
+
+
 def check_config(config: Any) -> None:
     """Raise `ModelLoadError` if the configuration shows that the model cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
@@ -66,10 +76,8 @@ def check_config(config: Any) -> None:
     kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type", "block_types"):
         kinds.update(getattr(text, name, None) or [])
-    if kinds & _SPARSE:
-        raise ModelLoadError(
-            "it cannot be served: its attention is sparse, an indexer or a compressor chooses what is seen"
-        )
+    if kinds & _COMPRESSED:
+        raise ModelLoadError("it cannot be served: its layers compress several tokens to one, and cache that")
 
 
 def find_unscaled_context(config: Any) -> int | None:
@@ -96,23 +104,45 @@ def probe_layout(
     Its layers that keep a state are made to read each sequence in cells of `cell_tokens` from now on. Raises
     `ModelLoadError` with the reason why the architecture cannot be served.
     """
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
-    seq.block_table = [0]
-    step = _ProbeStep(Batch([(seq, 1)], 1, device), dtype)
     try:
-        with hooks.run_with_step(module, step), _note_running(module, step.running):
-            module(input_ids=token, position_ids=token, past_key_values=hooks.PagedCache(), use_cache=True)
-        _check_attention_hooked(step)
+        step = _record_shapes(module, dtype, device)
         if step.mixers and device.type != "cpu":
             raise Unsupported("models whose layers keep a recurrent or convolution state are served on a CPU only")
-        layout = KVLayout(tuple(step.shapes[layer] for layer in sorted(step.shapes)), block_size, dtype)
+        shapes = tuple(step.shapes[layer] for layer in sorted(step.shapes))
+        layout = KVLayout(shapes, block_size, dtype, is_read_alone=isinstance(step, LoneStep))
         if step.mixers:
             layout = replace(layout, states=_probe_states(module, step, layout, cell_tokens))
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
     return layout
+
+
+def _record_shapes(module: Any, dtype: torch.dtype, device: torch.device) -> _ProbeStep:
+    """Run the module on one token, and return the step that has recorded what it would cache.
+
+    That is a `LoneStep` where the module attends by itself. Raises `Unsupported`.
+    """
+    seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
+    seq.block_table = [0]
+    batch, storage = Batch([(seq, 1)], 1, device), KVStorage(KVLayout((), 1, dtype), 1, device)
+    try:
+        return _run_probe(module, _ProbeStep(batch, storage))
+    except OwnAttention as error:
+        if device.type != "cpu":
+            raise Unsupported(f"{error}; such models are served on a CPU only") from error
+        return _run_probe(module, _LoneProbeStep(batch, storage))
+
+
+def _run_probe(module: Any, step: _ProbeStep) -> _ProbeStep:
+    ids = step.batch.input_ids
+    with hooks.run_with_step(module, step), _note_running(module, step.running):
+        module(input_ids=ids, position_ids=ids, past_key_values=hooks.PagedCache(), use_cache=True)
+    if not step.shapes:
+        raise Unsupported("it caches no keys and values")
+    if step.num_attention_calls < len(step.shapes) and not isinstance(step, LoneStep):
+        raise OwnAttention("it computes its attention inside its own modules, not through transformers' interface")
+    return step
 
 
 def _probe_states(module: Any, step: _ProbeStep, layout: KVLayout, cell_tokens: int | None) -> StateLayout:
@@ -141,7 +171,7 @@ def _continues_in_pieces(module: Any, layout: KVLayout, layers: set[int], device
         seq.block_table = list(range(len(storage.data)))
         for num_tokens in chunks:
             batch = Batch([(seq, num_tokens)], layout.block_size, device)
-            with hooks.run_with_step(module, Step(batch, storage)):
+            with hooks.run_with_step(module, make_step(batch, storage)):
                 module(
                     input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),
                     use_cache=True,
@@ -182,14 +212,6 @@ def _describe_states(states: dict[int, LinearAttentionLayer]) -> Iterator[StateP
             for index, tensor in tensors.items():
                 if tensor is not None:
                     yield StatePart(layer, kind, index, tuple(tensor.shape[1:]), tensor.dtype)
-
-
-def _check_attention_hooked(step: _ProbeStep) -> None:
-    """Raise `Unsupported` unless every layer that caches anything called the engine's attention."""
-    if not step.shapes:
-        raise Unsupported("it caches no keys and values")
-    if step.num_attention_calls < len(step.shapes):
-        raise Unsupported("it computes its attention inside its own modules, not through transformers' interface")
 
 
 def _explain_failure(module: Any, error: Exception) -> str:

@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.sequence import Sequence
-from penstock.engine.step import Step, current_step
+from penstock.engine.step import LoneStep, Step, current_step
 from penstock.engine.storage import KVStorage
 
 
@@ -26,7 +27,8 @@ class ModelRunner:
         """The memory of the pool's blocks."""
         self._module, self._cache = module, hooks.PagedCache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
-        module.set_attn_implementation(hooks.ATTENTION_NAME)
+        if not storage.layout.is_read_alone:
+            module.set_attn_implementation(hooks.ATTENTION_NAME)
 
     def run_step(self, batch: Batch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the last tokens and drafts.
@@ -36,7 +38,21 @@ class ModelRunner:
         if batch.partial_new_blocks:
             # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
             self.storage.zero_blocks(batch.partial_new_blocks)
+        if self.storage.layout.is_read_alone:
+            return self.run_alone(batch)
         return self.compute_sampled_logits(Step(batch, self.storage))
+
+    def run_alone(self, batch: Batch) -> Tensor:
+        """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
+        sampled: list[Tensor] = []
+        prompts: list[Tensor] = []
+        for seq, num in batch.plan:
+            part = Batch([(seq, num - len(seq.draft))], batch.block_size, batch.device)
+            part.snapshot_rows = batch.snapshot_rows
+            logits = self.compute_sampled_logits(LoneStep(part, self.storage))
+            sampled.append(logits[: part.num_sampled_rows])
+            prompts.append(logits[part.num_sampled_rows : part.num_kept_rows])
+        return torch.cat(sampled + prompts)
 
     def record_steps(self, report: Callable[[float], None]) -> None:
         """Do once, before any block is in use, what would hold up the first steps. `report` gets the share done."""

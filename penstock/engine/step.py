@@ -1,4 +1,7 @@
-"""How one step's attention is computed: in torch over gathered rows, unless a subclass has a kernel for the layer."""
+"""How one step's attention is computed: in torch over gathered rows, unless a subclass has a kernel for the layer.
+
+A model that attends by itself gets K and V of its one sequence as transformers' own cache would return them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +13,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
 from penstock.engine.batch import Batch
-from penstock.engine.masks import Unsupported, make_masks
+from penstock.engine.masks import OwnAttention, Unsupported, make_masks
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import KVStorage
+from penstock.engine.storage import KVStorage, number_index_keys
 
 
 class Step:
@@ -20,6 +23,8 @@ class Step:
 
     def __init__(self, batch: Batch, storage: KVStorage) -> None:
         self.batch, self.storage = batch, storage
+        self.num_cached_tokens = 0
+        """How many tokens the model takes for cached. None, as it is told the positions of all tokens."""
         self.num_attention_calls = 0
         """How often a layer's attention was computed in this step."""
         self.attention_by_layer: dict[int, LayerAttention] = {}
@@ -50,6 +55,10 @@ class Step:
         """Return K and V, and remember that they are this layer's."""
         self._kv_by_layer[layer] = found = (key, value)
         return found
+
+    def write_index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Store the keys of a sparse layer's indexer; return those of all tokens. Raises `OwnAttention` here."""
+        raise OwnAttention("a sparse indexer keeps keys of its own")
 
     def find_layer(self, key: Tensor, value: Tensor) -> int | None:
         """Return the layer for which `write_kv` returned exactly these tensors, or None."""
@@ -88,6 +97,33 @@ class Step:
         if row is not None:
             assert self.storage.states is not None
             self.storage.states.copy_layer(seq.state_row, row, layer)
+
+
+class LoneStep(Step):
+    """A step over one sequence, whose model computes the attention itself: it takes the tokens before for cached."""
+
+    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+        super().__init__(batch, storage)
+        (seq, num), *others = batch.plan
+        assert not others, "a model that attends by itself reads one sequence at a time"
+        self.num_cached_tokens = seq.num_computed_tokens
+        self._length = seq.num_computed_tokens + num
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new K and V, [1, heads, T, size]; return those of all tokens of the sequence."""
+        keys, values = super().write_kv(layer, key, value)
+        return keys[:, :, : self._length], values[:, :, : self._length]
+
+    def write_index_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Store the keys of a sparse layer's indexer, [1, T, size]; return those of all tokens."""
+        number = number_index_keys(layer)
+        nothing = keys.new_empty(1, 0, keys.shape[1], 0)
+        return self.write_kv(number, keys[:, None], nothing)[0][:, 0]
+
+
+def make_step(batch: Batch, storage: KVStorage) -> Step:
+    """Return a step that is computed with torch."""
+    return (LoneStep if storage.layout.is_read_alone else Step)(batch, storage)
 
 
 current_step: ContextVar[Step] = ContextVar("current_step")

@@ -34,7 +34,10 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches for one token: `k_shape` and `v_shape` are (heads, head size)."""
+    """What one layer caches for one token: `k_shape` and `v_shape` are (heads, head size).
+
+    The keys by which a sparse layer finds what it attends to are K of `number_index_keys(layer)`, which has no V.
+    """
 
     layer: int
     k_shape: tuple[int, int]
@@ -42,6 +45,11 @@ class LayerShape:
 
 
 SCALE_BYTES = 4
+
+
+def number_index_keys(layer: int) -> int:
+    """Return the number under which a layer's index keys are cached, below 0 as no layer's."""
+    return -1 - layer
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class KVLayout:
     """Whether K and V are stored as int8, and not in the model's dtype."""
     states: StateLayout | None = None
     """What layers without KV keep of a sequence; None if there are none."""
+    is_read_alone: bool = False
+    """Whether the model attends to what is cached by itself, and so reads one sequence at a time."""
 
     @cached_property
     def by_layer(self) -> dict[int, LayerShape]:
@@ -73,7 +83,7 @@ class KVLayout:
 
         There are heads * block size vectors of the size of a head; scales are vectors of their bytes.
         """
-        return tuple((heads * self.block_size, size) for _, heads, size in self.parts)
+        return tuple((heads * self.block_size, size) for _, heads, size in self.parts if heads)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, int], ...]:

@@ -19,7 +19,7 @@ _SPREADS = ((0.2, 1.5), (1.0, 1.0), (3.0, 2.5), (0.2, 4.0), (1.0, 3.0))
 
 HEAD_SIZE = 16
 WINDOW = 8
-"""How many tokens a layer with a window sees, and how many experts a mixture has."""
+"""How many tokens a layer with a window or an indexer sees, and how many experts a mixture has."""
 MIN_LAYERS = 3
 MAX_LAYERS = 12
 """How many layers a tiny model has."""
@@ -57,13 +57,13 @@ _NAMES_BY_MAXIMUM = {
         shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
     HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
         attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
-        query_pre_attn_scalar local_attention mamba_d_state""",
+        query_pre_attn_scalar local_attention mamba_d_state ssm_state_size mamba_head_dim""",
     WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
         keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
-        zero_expert_num""",
-    2: """num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
+        zero_expert_num index_topk index_n_heads mamba_num_heads""",
+    2: """index_topk_blocks n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
         num_encoder_layers""",
-    4: """mamba_dt_rank""",
+    4: """mamba_dt_rank index_block_size""",
     1: """topk_group mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts moe_num_shared_experts""",
 }
 _SIZES = {name: cap for cap, names in _NAMES_BY_MAXIMUM.items() for name in names.split()}
@@ -97,15 +97,14 @@ def _shrink_values(config: Any) -> dict[str, Any]:
         values[_find_name(values, _LAYERS) or ""] = values["attn_layer_offset"] + 1
     sizes = {**_SIZES, **_shrink_heads(values)}
     old_head = values.get("head_dim") or _find_head_size(values)
-    if (
-        values.get("qk_nope_head_dim")
-        and values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
-    ):
-        sizes["head_dim"] = 2 * HEAD_SIZE
+    for overrides in values.get("per_layer_config", {}).values():
+        size = _choose_head_size({**values, **overrides})
+        overrides.update({key: _cap_value(key, value, sizes) for key, value in overrides.items()})
+        if "head_dim" in values:
+            overrides["head_dim"] = size
+    sizes["head_dim"] = _choose_head_size(values)
     for key, value in list(values.items()):
         values[key] = _cap_value(key, value, sizes)
-    for overrides in values.get("per_layer_config", {}).values():
-        overrides.update({key: _cap_value(key, value, sizes) for key, value in overrides.items()})
     if isinstance(values.get("rotary_dim"), int) and old_head:
         values["rotary_dim"] = max(2, values["rotary_dim"] * HEAD_SIZE // old_head)
     _fit_mixers(values)
@@ -149,6 +148,8 @@ def _shrink_heads(values: dict[str, Any]) -> dict[str, int]:
         new[kv_name] = num_kv
     # Layers of another kind with other head counts keep their ratio to these.
     others = {"swa_num_attention_heads": 2 * num_kv * per_kv, "swa_num_key_value_heads": 2 * num_kv}
+    if values.get("index_n_heads") == old_kv:  # each chooses for the query heads of one KV head
+        others["index_n_heads"] = num_kv
     new |= {other: count for other, count in others.items() if other in values}
     if hidden:
         width = max(num_kv * per_kv, 4) * HEAD_SIZE
@@ -157,6 +158,13 @@ def _shrink_heads(values: dict[str, Any]) -> dict[str, int]:
         if values.get("intermediate_size") == values[hidden]:
             new["intermediate_size"] = width
     return new
+
+
+def _choose_head_size(values: dict[str, Any]) -> int:
+    """Return the new size of heads, of which a part may be rotated."""
+    has_two_parts = values.get("qk_nope_head_dim") and values.get("qk_rope_head_dim")
+    is_sum = has_two_parts and values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    return 2 * HEAD_SIZE if is_sum else HEAD_SIZE
 
 
 def _find_head_size(values: dict[str, Any]) -> int:
@@ -177,9 +185,9 @@ def _cap_value(key: str, value: Any, sizes: dict[str, int]) -> Any:
 def _cut_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, in order, and further layers up to `MIN_LAYERS`."""
     name = _find_name(values, _LAYERS)
-    if name is None or values[name] <= MIN_LAYERS:
+    total = len(values.get("layers_block_type", ())) if name is None else values[name]
+    if total <= MIN_LAYERS:
         return
-    total = values[name]
     lists = [key for key, value in values.items() if _is_by_layer(key, value, total)]
     first: dict[str, int] = {}
     for index in range(total):
@@ -190,6 +198,8 @@ def _cut_layers(values: dict[str, Any]) -> None:
     keep = sorted(keep + [index for index in range(total) if index not in keep][: max(0, MIN_LAYERS - len(keep))])
     values.update({key: [values[key][index] for index in keep] for key in lists})
     _renumber_layers(values, keep, total)
+    if name is None:
+        return
     values[name] = len(keep)
     if values.get("num_layers_per_stack"):  # stacks are gone through several times, each time with a cache of its own
         rounds = total // values["num_layers_per_stack"]

@@ -32,6 +32,19 @@ MLA = {
     "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
+ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),
+    "falcon": (transformers.FalconConfig, {"new_decoder_architecture": False}),
+    "gptj": (transformers.GPTJConfig, {**GPT2, "rotary_dim": 8}),
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, {**MLA, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 32}),
+    "minimax_m3_vl_text": (
+        transformers.MiniMaxM3VLTextConfig,
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "index_topk_blocks": 2,
+         "index_block_size": 4, "index_n_heads": 2, "index_head_dim": 16, "dense_intermediate_size": 96,
+         "shared_intermediate_size": 32, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    ),
+}  # fmt: skip
+"""Models that attend by themselves."""
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "sliding_window": 8, "attn_logit_softcapping": 5.0}),
@@ -41,9 +54,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (transformers.DeepseekV3Config, MLA),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, MLA),
     "gpt_oss": (transformers.GptOssConfig, {"head_dim": 32, "num_local_experts": 4, "sliding_window": 8}),
+    **ALONE,
 }
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}, "inside its own modules"),
     "mamba": (transformers.MambaConfig, {"state_size": 8}, "it caches no keys and values"),
     "bert": (transformers.BertConfig, {}, "not causal"),
 }

@@ -113,6 +113,8 @@ class NativeRunner(ModelRunner):
         """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
         if self._gathers and batch.partial_new_blocks:
             self.storage.zero_blocks(batch.partial_new_blocks)
+        if self.storage.layout.is_read_alone:
+            return self.run_alone(batch)
         return self.compute_sampled_logits(NativeStep(batch, self.storage, self._native, self._layers))
 
 
