@@ -47,7 +47,7 @@ class ModelRunner:
         sampled: list[Tensor] = []
         prompts: list[Tensor] = []
         for seq, num in batch.plan:
-            part = Batch([(seq, num - len(seq.draft))], batch.block_size, batch.device)
+            part = Batch([(seq, num)], batch.block_size, batch.device)  # nothing is drafted where rows are not exact
             part.snapshot_rows = batch.snapshot_rows
             logits = self.compute_sampled_logits(LoneStep(part, self.storage))
             sampled.append(logits[: part.num_sampled_rows])

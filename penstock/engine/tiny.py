@@ -61,8 +61,8 @@ _NAMES_BY_MAXIMUM = {
     WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
         keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
         zero_expert_num index_topk index_n_heads mamba_num_heads""",
-    2: """index_topk_blocks n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
-        num_encoder_layers""",
+    2: """index_topk_blocks n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group
+        num_expert_group encoder_layers num_encoder_layers""",
     4: """mamba_dt_rank index_block_size""",
     1: """topk_group mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts moe_num_shared_experts""",
 }

@@ -64,17 +64,21 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_positi
             "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}  # fmt: skip
 
 
-def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
+def save_model(directory: Path, kind: Any, extra: dict[str, Any]) -> None:
+    """Write a random model, with the demo model's tokenizer."""
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(kind(**{**BASE, **extra}))
-    model.save_pretrained(directory)
-    return _load_with_tokenizer(directory)
+    auto.from_config(kind(**{**BASE, **extra})).save_pretrained(directory)
+    _copy_tokenizer(directory)
 
 
-def _load_with_tokenizer(directory: Path) -> LoadedModel:
+def _copy_tokenizer(directory: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
+
+
+def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
+    save_model(directory, kind, extra)
     return load_model(EngineSettings(model=str(directory)))
 
 
@@ -137,7 +141,8 @@ def test_models_that_also_see_are_served_for_texts(name: str, tmp_path: Path) ->
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForImageTextToText
     auto.from_config(kind(text_config={**BASE, **text}, vision_config=vision)).save_pretrained(tmp_path)
-    model = _load_with_tokenizer(tmp_path)
+    _copy_tokenizer(tmp_path)
+    model = load_model(EngineSettings(model=str(tmp_path)))
     prompts = [[5, 6, 7], list(range(2, 40))]
     expected = generate_with_transformers(model, prompts, 10)
     settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
