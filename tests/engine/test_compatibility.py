@@ -26,7 +26,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")
 MEANT_TO_WORK = (
     "llama", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_moe", "llama4_text", "gpt_bigcode",
-    "stablelm", "gemma3n_text", "bert", "lfm2", "granitemoehybrid", "bloom", "deepseek_v32", "git", "nemotron_h", "mellum",
+    "stablelm", "gemma3n_text", "bert", "lfm2", "granitemoehybrid", "bloom", "deepseek_v32", "git", "nemotron_h",
+    "mellum",
 )  # fmt: skip
 MEANT_TO_BE_REFUSED = ("mamba", "bart", "deepseek_v4", "xlnet", "doge")
 
