@@ -13,7 +13,8 @@ workers' wall clocks are put forward and back by minutes. Now and then everythin
 on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
 whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 
-In every second round of a bus the workers have the model that calls tools, and readers parse its calls as they come.
+From round to round of a bus the workers have another model: the demo's, the one that calls tools, whose readers parse
+its calls as they come, and one whose layers keep states.
 What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
@@ -38,6 +39,7 @@ from benchmarks.chaos_flushes import flush_often
 from benchmarks.common import Arguments, describe_machine, report_figures
 from penstock.names import STAGES, Stage
 from sim.chaos.checker import Finding, count_by_kind
+from sim.chaos.clients import Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
@@ -45,6 +47,7 @@ from sim.chaos.runner import ChaosRound, Outcome, Progress, run_round
 from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
+LOADS: tuple[Load, ...] = ("text", "tools", "states")
 KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
@@ -193,7 +196,7 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
                 given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated,
-                with_system_faults=True, load="tools" if (number + place) % 2 else "text",
+                with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
             )  # fmt: skip
 
 

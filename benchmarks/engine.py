@@ -9,9 +9,10 @@ while another is measured; they take turns, and ratios are formed within a round
     decode_b1 … b32      tokens a second of 1, 8, 32 sequences once all have their first token; prompt 64, 64 new ones
     prefill_512, _2048   prompt tokens by the time to the first token
     continuous           output tokens a second of 64 requests sent at once, prompts 32 to 512, outputs 16 to 128
+    …_t1                 the same at temperature 1, where the others are greedy
 
-`--quick` takes the small shape only, and of the others those that start at once. `load_…` and `bf16_flip_share` are of
-the largest shape measured.
+`--quick` takes the small shape only, greedy, and of the others those that start at once. `load_…` and
+`bf16_flip_share` are of the largest shape measured.
 """
 
 import statistics
@@ -27,7 +28,7 @@ from benchmarks.peers.process import Side, SideFailed, is_available
 from benchmarks.peers.rounds import LIMITS, OURS, Results, Rounds
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
-from benchmarks.peers.workload import CELLS
+from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
 from benchmarks.peers.write import make_model_directory
 
 THREADS = 2
@@ -50,10 +51,14 @@ class Extent:
     num_loads: int
     flip_prompts: int
     flip_new: int
+    cells: tuple[Cell, ...]
 
 
-FULL = Extent(("small", "q06"), PEERS, rounds=5, rounds_s=240.0, num_loads=3, flip_prompts=48, flip_new=48)
-QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=30.0, num_loads=1, flip_prompts=12, flip_new=32)
+FULL = Extent(
+    ("small", "q06"), PEERS, rounds=5, rounds_s=480.0, num_loads=3, flip_prompts=48, flip_new=48,
+    cells=CELLS + DRAWN_CELLS,
+)  # fmt: skip
+QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=30.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
 
 
 def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
@@ -61,7 +66,7 @@ def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tupl
     model = make_model_directory(shape, DIRECTORY / "models")
     how: dict[str, Any] = {"threads": THREADS, "pool_mb": POOL_MB[shape.name], "device": device}
     figures = measure_loads(shape, model, extent.num_loads, logs, how)
-    rounds = Rounds(shape, say=lambda line: print(f"{shape.name} {line}", flush=True))
+    rounds = Rounds(shape, extent.cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
     try:
         for name in ("limits", OURS, *extent.others):
             if device != "cpu" and name in PEERS and name not in GPU_PEERS:
@@ -129,7 +134,7 @@ def measure_loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[s
 def make_figures(results: Results) -> dict[str, float]:
     """Return the ratios to the best of the others, and the shares of the machine's limits."""
     shape, figures = results.shape, {}
-    for cell in CELLS:
+    for cell in (*CELLS, *DRAWN_CELLS):
         if (ratio := results.compute_best_ratio(cell.name)) is not None:
             figures[f"{shape.name}_{cell.name}_vs_best_peer"] = ratio
     # ratio() is ours to a side: tokens by bytes (or operations) a second.
@@ -142,9 +147,11 @@ def make_figures(results: Results) -> dict[str, float]:
 
 def format_table(results: Results) -> str:
     """Return the medians, and in brackets our ratio to each."""
-    lines = [f"\n{results.shape.name:14}" + "".join(f"{side:>18}" for side in results.list_sides())]
-    for cell in CELLS:
-        line = f"{cell.name:14}"
+    lines = [f"\n{results.shape.name:16}" + "".join(f"{side:>18}" for side in results.list_sides())]
+    for cell in (*CELLS, *DRAWN_CELLS):
+        if cell.name not in results.values:
+            continue
+        line = f"{cell.name:16}"
         for side in results.list_sides():
             value, ratio = results.compute_median(cell.name, side), results.compute_ratio(cell.name, side)
             text = "-" if value is None else f"{value:,.4g}"
@@ -152,27 +159,28 @@ def format_table(results: Results) -> str:
         lines.append(line)
     loads_s = (f"{results.loads[side]['load_s']:.1f}" for side in results.list_sides())
     peaks = (f"{results.peaks_mib.get(side, 0):,.0f}" for side in results.list_sides())
-    lines.append(f"{'load s':14}" + "".join(f"{text:>18}" for text in loads_s))
-    lines.append(f"{'peak MiB':14}" + "".join(f"{text:>18}" for text in peaks))
+    lines.append(f"{'load s':16}" + "".join(f"{text:>18}" for text in loads_s))
+    lines.append(f"{'peak MiB':16}" + "".join(f"{text:>18}" for text in peaks))
     for beside, limit in LIMITS.items():
         if (value := results.compute_median(beside, limit)) is not None:
             unit, scale = ("GB/s", 1e9) if limit == "bandwidth" else ("TFLOP/s", 1e12)
-            lines.append(f"{limit:14}{value / scale:>18.3g} {unit}")
+            lines.append(f"{limit:16}{value / scale:>18.3g} {unit}")
     return "\n".join(lines)
 
 
 def draw_plot(all_results: list[Results]) -> None:
     """Draw our ratio to each of the others, by cell."""
-    figure = Figure(figsize=(9, 3.2 * len(all_results)))
+    figure = Figure(figsize=(12, 3.2 * len(all_results)))
     axes = figure.subplots(len(all_results), 1, squeeze=False)[:, 0]
     for axis, results in zip(axes, all_results, strict=True):
         others = [side for side in results.list_sides() if side != OURS]
         width = 0.8 / max(1, len(others))
+        names = list(results.values)
         for number, side in enumerate(others):
-            places = [at + number * width for at in range(len(CELLS))]
-            axis.bar(places, [results.compute_ratio(cell.name, side) or 0.0 for cell in CELLS], width, label=side)
+            places = [at + number * width for at in range(len(names))]
+            axis.bar(places, [results.compute_ratio(name, side) or 0.0 for name in names], width, label=side)
         axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks([at + 0.4 - width / 2 for at in range(len(CELLS))], [cell.name for cell in CELLS])
+        axis.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, fontsize=8)
         axis.set_title(f"{results.shape.name}: Penstock's tokens/s to those of …", fontsize=10)
         axis.set_yscale("log")
         axis.grid(axis="y", alpha=0.3)

@@ -1,11 +1,15 @@
 """The requests of the equality tests, and the undivided model's answers to them."""
 
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
@@ -15,6 +19,7 @@ from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
+from penstock.engine.tiny import build_tiny_model
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
 from penstock.messages import Request, Sampling
@@ -55,8 +60,33 @@ def load_split_model() -> LoadedModel:
     return load_stage_models(ENGINE_SETTINGS.model_copy(update={"prefill_weights": "bf16", "weights": "int4"}))
 
 
+@cache
+def make_state_model() -> Path:
+    """Write a tiny random model whose layers keep states, or K and V, in turn; return its directory.
+
+    It has the demo model's tokenizer. Each process writes its own, with the same bytes.
+    """
+    vocabulary = load_demo_model().vocab_size
+    config = Lfm2Config(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv", "full_attention"], num_hidden_layers=4,
+        max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    directory = Path(tempfile.mkdtemp(prefix="penstock-states-"))
+    build_tiny_model(Lfm2ForCausalLM, config, 2, torch.device("cpu")).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, directory / name)
+    return directory
+
+
+@cache
+def load_state_model() -> LoadedModel:
+    """Return the model whose layers keep states, loaded once."""
+    return load_model(ENGINE_SETTINGS.model_copy(update={"model": str(make_state_model())}))
+
+
 ModelLoader = Callable[[], LoadedModel]
-"""`load_demo_model`, `load_tool_model` or `load_split_model`."""
+"""`load_demo_model`, `load_tool_model`, `load_split_model` or `load_state_model`."""
 
 
 @cache

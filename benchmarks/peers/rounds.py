@@ -125,7 +125,8 @@ class Rounds:
             for name in list(self._sides):
                 if not cell.is_mixed:
                     requests = cell.make_requests(self.shape.vocabulary, -1)
-                    self._ask_side(name, "run", requests=[(prompt, min(new, _WARM_NEW)) for prompt, new in requests])
+                    few = [(prompt, min(new, _WARM_NEW)) for prompt, new in requests]
+                    self._ask_side(name, "run", requests=few, temperature=cell.temperature)
 
     def run_round(self, number: int) -> None:
         """One round: every cell by every side that has a chance in it, the order reversed every other round."""
@@ -162,7 +163,7 @@ class Rounds:
         return max(values[name].values()) >= _HOPELESS_SHARE * best
 
     def _measure_cell(self, cell: Cell, name: str, number: int, requests: list[Request]) -> None:
-        answer = self._ask_side(name, "run", requests=requests)
+        answer = self._ask_side(name, "run", requests=requests, temperature=cell.temperature)
         if answer is not None:
             values = self.results.values[cell.name].setdefault(name, {})
             values[number] = cell.compute_value(answer["timeline"], requests)

@@ -3,7 +3,7 @@
 python -m benchmarks.peers.serve ENGINE
 
     {"do": "load", "with": {…}}       what `benchmarks/peers/engines/ENGINE.py` needs in its `load(**with)`
-    {"do": "run", "with": {…}}        requests; answered with their timeline and tokens
+    {"do": "run", "with": {…}}        requests and temperature; answered with their timeline and tokens
     {"do": NAME, "with": {…}}         any other public method of what was loaded
                                       → {"is": …} or {"error": "…"}
 
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.peers.workload import Request, Timeline
 
 
-def run_timed(engine: Any, requests: list[Request]) -> dict[str, Any]:
+def run_timed(engine: Any, requests: list[Request], temperature: float = 0.0) -> dict[str, Any]:
     """Let the engine answer the requests; returns the timeline and the new tokens of each."""
     timeline: Timeline = []
     begun_s = time.perf_counter()
@@ -30,7 +30,7 @@ def run_timed(engine: Any, requests: list[Request]) -> dict[str, Any]:
         if indices:
             timeline.append((time.perf_counter() - begun_s, indices))
 
-    tokens = engine.run([(list(prompt), new) for prompt, new in requests], on_step)
+    tokens = engine.run([(list(prompt), new) for prompt, new in requests], on_step, temperature)
     return {"timeline": timeline, "tokens": tokens}
 
 

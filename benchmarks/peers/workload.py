@@ -1,12 +1,12 @@
 """What every engine is asked to do, and the rates that follow from when its tokens came.
 
-A request is (prompt token ids, number of new tokens); those of one run are submitted at once, answered greedily, and
-end by length only. A timeline has an entry a step: (seconds since the submission, indices of the requests that got a
-token), an index as often as it got one.
+A request is (prompt token ids, number of new tokens); those of one run are submitted at once, answered with the same
+temperature and nothing else that limits the choice, and end by length only. A timeline has an entry a step: (seconds
+since the submission, indices of the requests that got a token), an index as often as it got one.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Request = tuple[list[int], int]
 Timeline = list[tuple[float, list[int]]]
@@ -54,6 +54,7 @@ class Cell:
     """Shortest and longest."""
     new: tuple[int, int]
     """Fewest and most."""
+    temperature: float = 0.0
 
     @property
     def is_mixed(self) -> bool:
@@ -61,8 +62,9 @@ class Cell:
         return self.prompt[0] != self.prompt[1]
 
     def make_requests(self, vocabulary: int, seed: int) -> list[Request]:
-        """Random prompts of one run: other tokens with each seed, the same lengths with all."""
-        lengths, chance = random.Random(self.name), random.Random(f"{self.name} {seed}")
+        """Random prompts of one run: other tokens with each seed, the same lengths with all and at any temperature."""
+        greedy = self.name.removesuffix(DRAWN_SUFFIX)
+        lengths, chance = random.Random(greedy), random.Random(f"{greedy} {seed}")
         return [
             (
                 [chance.randrange(300, vocabulary) for _ in range(lengths.randint(*self.prompt))],
@@ -79,11 +81,14 @@ class Cell:
         return found.output if self.is_mixed else found.decode
 
 
+DRAWN_SUFFIX = "_t1"
+"""Ends the name of a cell that is another one at temperature 1."""
 CELLS = (
     *(Cell(f"decode_b{batch}", batch, (64, 64), (64, 64)) for batch in (1, 8, 32)),
     *(Cell(f"prefill_{length}", 1, (length, length), (1, 1)) for length in (512, 2048)),
     Cell("continuous", 64, (32, 512), (16, 128)),
 )
+DRAWN_CELLS = tuple(replace(cell, name=f"{cell.name}{DRAWN_SUFFIX}", temperature=1.0) for cell in CELLS)
 MAX_BATCH = 64
 MAX_LENGTH = 2304
 """Tokens of the longest request, with room to round up."""

@@ -29,6 +29,7 @@ from sim.workload import (
     compute_answers,
     load_demo_model,
     load_split_model,
+    load_state_model,
     load_tool_model,
     make_requests,
 )
@@ -42,11 +43,13 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "forms"]
-"""What is asked: texts of the demo model, calls of the tool model, or texts of the demo model that are computed with
-other weights than their prompts.
+Load = Literal["text", "tools", "forms", "states"]
+"""What is asked: texts of the demo model, calls of the tool model, texts of the demo model that are computed with
+other weights than their prompts, or texts of a model whose layers keep states.
 """
-_MODELS: dict[Load, ModelLoader] = {"text": load_demo_model, "tools": load_tool_model, "forms": load_split_model}
+_MODELS: dict[Load, ModelLoader] = {
+    "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
+}  # fmt: skip
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
 """JSON whose text is full of escapes: a worker that goes on inside of one must go on in the same state."""
 

@@ -35,7 +35,7 @@ from sim.chaos.history import History, read_history
 from sim.chaos.poison import send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
-from sim.workload import SPLIT_FORMS, TOOL_MODEL
+from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
 
 POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
@@ -128,6 +128,8 @@ def make_stack(
     more, settings = int(plan.with_system_faults), SETTINGS | fork_server.disk.make_settings()
     if plan.load == "tools":
         settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
+    if plan.load == "states":
+        settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
     size, away = (plan.prefill + more, plan.decode + more), set[str]()

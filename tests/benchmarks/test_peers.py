@@ -8,7 +8,7 @@ import pytest
 from benchmarks.peers.gguf_file import merge_experts, rename_tensor
 from benchmarks.peers.rounds import OURS, Results
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.workload import CELLS, Cell, Request, compute_rates
+from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell, Request, compute_rates
 
 TWO: list[Request] = [([1, 2, 3], 2), ([4, 5, 6], 3)]
 
@@ -38,6 +38,12 @@ def test_a_cells_lengths_are_those_of_every_round_and_its_tokens_are_not() -> No
     assert one != other
     assert one == mixed.make_requests(1000, 0)
     assert len({len(prompt) for prompt, _ in one}) > 10
+
+
+def test_at_another_temperature_the_work_is_the_same() -> None:
+    for greedy, drawn in zip(CELLS, DRAWN_CELLS, strict=True):
+        assert (greedy.temperature, drawn.temperature, drawn.name) == (0.0, 1.0, f"{greedy.name}_t1")
+        assert greedy.make_requests(1000, 3) == drawn.make_requests(1000, 3)
 
 
 def test_each_kind_of_cell_has_its_own_rate() -> None:

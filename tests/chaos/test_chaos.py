@@ -37,6 +37,8 @@ def needs(bus: Bus) -> None:
     [
         pytest.param("embedded", "text", marks=pytest.mark.long),  # the others do all that it does
         ("embedded", "forms"),
+        pytest.param("embedded", "states", marks=pytest.mark.long),
+        pytest.param("kafka", "states", marks=pytest.mark.long),
         ("kafka", "tools"),
     ],
 )

@@ -47,7 +47,7 @@ class Generate:
         self._model = model
 
     @torch.inference_mode()
-    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """All requests have as many prompt tokens, and ask for as many new ones."""
         prompts = torch.tensor([prompt for prompt, _ in requests], device=self._model.device)
         num_new = requests[0][1]
@@ -56,7 +56,7 @@ class Generate:
             prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=num_new,
-            do_sample=False,
+            **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
             streamer=_Steps(lambda: on_step(everybody)),
         )
         tokens: list[list[int]] = output[:, prompts.shape[1] :].tolist()

@@ -67,9 +67,10 @@ class LlamaCpp:
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._pool_tokens = pool_mb * 2**20 // _count_token_bytes(model)
         self._batch = self._api.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._sampler = self._api.llama_sampler_init_dist(7)
         self._room = self._make_room(1, MAX_LENGTH)
 
-    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """As many requests at once as the pool has slots for; the others wait for one."""
         length = -(-max(len(prompt) + new for prompt, new in requests) // 256) * 256
         slots = max(1, min(len(requests), MAX_BATCH, self._pool_tokens // length))
@@ -85,7 +86,7 @@ class LlamaCpp:
             while waiting and free:
                 index, prompt, new = waiting.pop()
                 running.append(_Running(index, free.pop(), list(prompt), new))
-            sampled = self._run_step(running)
+            sampled = self._run_step(running, temperature)
             on_step([request.index for request in sampled])
             for request in [request for request in sampled if request.left == 0]:
                 running.remove(request)
@@ -94,7 +95,7 @@ class LlamaCpp:
                 free.append(request.slot)
         return tokens
 
-    def _run_step(self, running: list[_Running]) -> list[_Running]:
+    def _run_step(self, running: list[_Running], temperature: float) -> list[_Running]:
         """Compute one batch; returns the requests that got a token."""
         batch, size, decided = self._batch, 0, list[tuple[_Running, int]]()
         for request in sorted(running, key=lambda request: len(request.pending) > 1):
@@ -113,12 +114,19 @@ class LlamaCpp:
         if status:
             raise RuntimeError(f"llama_decode says {status}")
         for request, row in decided:
-            logits = self._api.llama_get_logits_ith(self._room.handle, row)
-            best = int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+            best = self._draw_token(row) if temperature else self._find_likeliest(row)
             request.said.append(best)
             request.pending = [best]
             request.left -= 1
         return [request for request, _ in decided]
+
+    def _find_likeliest(self, row: int) -> int:
+        logits = self._api.llama_get_logits_ith(self._room.handle, row)
+        return int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+
+    def _draw_token(self, row: int) -> int:
+        """Draw a token by its own sampler, at temperature 1, which leaves logits as they are."""
+        return int(self._api.llama_sampler_sample(self._sampler, self._room.handle, row))
 
     def _make_room(self, slots: int, length: int) -> _Room:
         wanted = self._api.llama_context_default_params()

@@ -61,10 +61,12 @@ class OpenVINO:
         self._genai, self._pipeline = genai, pipeline
         self._tensor = importlib.import_module("openvino").Tensor
 
-    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """Submit all, and read what each step has made."""
         tokens: list[list[int]] = [[] for _ in requests]
-        open_handles = {index: self._submit_request(index, *request) for index, request in enumerate(requests)}
+        open_handles = {
+            index: self._submit_request(index, *request, temperature) for index, request in enumerate(requests)
+        }
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             told = []
@@ -78,6 +80,8 @@ class OpenVINO:
             on_step(told)
         return tokens
 
-    def _submit_request(self, index: int, prompt: list[int], num_new: int) -> Any:
-        config = self._genai.GenerationConfig(do_sample=False, ignore_eos=True, max_new_tokens=num_new)
+    def _submit_request(self, index: int, prompt: list[int], num_new: int, temperature: float) -> Any:
+        config = self._genai.GenerationConfig(do_sample=temperature > 0, ignore_eos=True, max_new_tokens=num_new)
+        if temperature > 0:
+            config.temperature, config.rng_seed = temperature, index
         return self._pipeline.add_request(index, self._tensor(np.array([prompt], dtype=np.int64)), config)

@@ -61,9 +61,10 @@ class Penstock:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """Add all, and step until nothing is left."""
-        seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
+        sampling = Sampling(temperature=temperature, ignore_eos=True)
+        seqs = [_sequence(index, *request, sampling) for index, request in enumerate(requests)]
         _drive(self._engine, seqs, on_step)
         return [seq.output_token_ids for seq in seqs]
 

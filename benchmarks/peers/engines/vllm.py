@@ -37,14 +37,14 @@ class VLLM:
         self._runs = itertools.count()
         self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
 
-    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """Submit all, and step until nothing is left."""
         number = next(self._runs)
         names = {f"{number}.{index}": index for index in range(len(requests))}
         for name, index in names.items():
             prompt, num_new = requests[index]
             sampling = self._sampling(
-                temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False, output_kind=self._delta
+                temperature=temperature, max_tokens=num_new, ignore_eos=True, detokenize=False, output_kind=self._delta
             )
             self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         tokens: list[list[int]] = [[] for _ in requests]
