@@ -69,26 +69,28 @@ QUANTISED = """\
 
 Checkpoints whose `config.json` has a `quantization_config` of these formats are served as they are published:
 
-- `compressed-tensors`: `pack-quantized` with 4 or 8 bits, `int-quantized` and `float-quantized` (FP8); scales by
-  tensor, channel, group or block, with and without zero points; reordered groups (`weight_g_idx`); several groups of
-  modules.
+- `compressed-tensors`: `pack-quantized` with 4 or 8 bits, `int-quantized`, `float-quantized` (FP8) and
+  `nvfp4-pack-quantized`; scales by tensor, channel, group or block, with and without zero points; reordered groups
+  (`weight_g_idx`); several groups of modules.
 - `gptq`: 4 and 8 bits, `checkpoint_format` `gptq` and `gptq_v2`, with and without `sym` and `desc_act`.
 - `awq`: 4 bits, `version` `gemm`.
 - `fp8`: a scale for the tensor, for each row or for each block (`weight_block_size`, as in DeepSeek-V3).
 - `mxfp4`: the experts of gpt-oss.
+- `modelopt`: `FP8`, `FP8_PER_CHANNEL_PER_TOKEN`, `NVFP4` and `MIXED_PRECISION` of these.
+- `bitsandbytes`: 4 bits (`nf4`, `fp4`, with and without double quantisation), and 8 bits.
 
 Each weight is unpacked at load, one after the other, to the plain one that it stands for: computed in float32, and
 rounded once to the dtype in which the engine runs (`PENSTOCK_ENGINE_DTYPE`). From then on the model is like any other.
 It takes the memory of the plain model, not of its files, and workers of a host do not share it through the page cache;
 `PENSTOCK_ENGINE_WEIGHTS` may keep it in fewer bits again ([precision of weights](precision.md)).
-Activations are computed in the engine's dtype, also where the format would quantise them at run time. The tokens are
-those of `generate()` with the unpacked weights, and the log says how many tensors were unpacked. The fingerprint is not
+Activations and the KV cache are in the engine's dtype, also where the format would quantise them: scales that a
+checkpoint has for them are left out. The tokens are those of `generate()` with the unpacked weights, and the log says
+how many tensors were unpacked. The fingerprint is not
 that of the model before it was quantised: the two exchange no KV blocks.
 
-Refused by name, before weights are read: other formats (bitsandbytes, AQLM, NVFP4 and more), other numbers of bits,
-activations with fixed scales (`activation_scheme` `static`), scales of a quantised KV cache, and GGUF files. A tensor
-that is missing, that has another shape or type than the format says, or whose values are not finite, is refused with
-its name.
+Refused by name, before weights are read: other formats (AQLM, HQQ and more), other numbers of bits, inputs that a
+layer scales first (`pre_quant_scale`), and GGUF files. A tensor that is missing, that has another shape or type than
+the format says, or whose values are not finite, is refused with its name.
 """
 """The page's section about quantised weights."""
 

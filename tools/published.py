@@ -116,6 +116,8 @@ def describe_weights(checkpoint: Checkpoint) -> str:
         return f"GPTQ {settings['bits']} bits"
     if method == "modelopt":
         return f"ModelOpt {settings['quant_algo']}"
+    if method == "bitsandbytes":
+        return f"bitsandbytes {4 if settings.get('load_in_4bit') else 8} bits"
     return {"fp8": "FP8", "awq": "AWQ", "mxfp4": "MXFP4"}.get(method, str(method))
 
 

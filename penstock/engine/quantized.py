@@ -4,9 +4,11 @@
 
 Every format stores whole numbers or small floats in a grid of groups, and a scale for each group; some also the number
 that stands for zero. A weight is (number - zero) * scale, computed in float32 and rounded once to the dtype in which
-the engine runs. Only weights are unpacked: activations and the KV cache are never quantised here.
+the engine runs. Only weights are unpacked: activations and the KV cache are never quantised here, so scales that a
+checkpoint has for them are left out.
 """
 
+import json
 import logging
 import math
 import re
@@ -31,6 +33,7 @@ ReadRows = Callable[[slice], Tensor]
 
 log = logging.getLogger(__name__)
 
+_NVFP4_FORMAT = "nvfp4-pack-quantized"
 _CHUNK = 2**18  # how many numbers are unpacked at a time: few enough to stay in the processor's cache
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -39,13 +42,18 @@ _E8M0 = "F8_E8M0"
 _FP4_VALUES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], dim=1)
 """By byte: the two numbers of 4 bits in it, the lower half first."""
+_NVFP4_WIDTH = 16
+"""How many numbers share a scale."""
 _POWERS_OF_TWO = torch.cat([2.0 ** (torch.arange(255, dtype=torch.float64) - 127), torch.tensor([math.nan])]).float()
 """By byte: the scale that it stands for in E8M0."""
 _AWQ_SHIFTS = torch.tensor([[0], [16], [4], [20], [8], [24], [12], [28]], dtype=torch.int32)
 """By column: where its 4 bits are within a word of eight columns."""
 
-_ACTIVATION_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
-_CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_LEFT_OUT = (
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".k_scale", ".v_scale",
+    ".k_proj.output_scale", ".v_proj.output_scale",
+)  # fmt: skip
+"""Ends of the names of what is stored for activations and for a KV cache."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
 
 
@@ -86,12 +94,13 @@ def unpack_weights(weights: MappedWeights, settings: Settings | None, dtype: tor
     stored = _Stored(weights.tensors, dtype)
     _FORMATS[settings["quant_method"]](stored, settings)
     for name, part in stored.left.items():
-        if part.get_dtype() == "I8" or part.get_dtype().startswith("F8_"):
+        if name.endswith(".pre_quant_scale"):
+            raise _make_refusal("inputs that are scaled", name, "no pre_quant_scale")
+        is_packed = part.get_dtype() == "U8" and name.endswith(".weight")
+        if is_packed or part.get_dtype() == "I8" or part.get_dtype().startswith("F8_"):
             raise ModelLoadError(f"{name} is of type {part.get_dtype()}, and quantization_config does not say how")
-        if name.endswith(_ACTIVATION_SCALES):
-            raise _make_refusal("activations with fixed scales", name, "dynamic activations")
-        if name.endswith(_CACHE_SCALES):
-            raise _make_refusal("scales of a KV cache", name, "none of them")
+    if stored.num_left_out:
+        log.info("%d scales of activations and of a KV cache are left out", stored.num_left_out)
     log.info(
         "%d of %d tensors are quantised (%s) and unpacked to %s",
         len(stored.unpacked),
@@ -106,8 +115,10 @@ class _Stored:
     """The tensors of a checkpoint, of which some are taken for weights that will be unpacked."""
 
     def __init__(self, tensors: dict[str, Any], dtype: torch.dtype) -> None:
-        self.left = dict(tensors)
+        self.left = {name: part for name, part in tensors.items() if not name.endswith(_LEFT_OUT)}
         """What is not part of a quantised weight, by name."""
+        self.num_left_out = len(tensors) - len(self.left)
+        """Number of tensors that are for activations or a KV cache."""
         self.unpacked: dict[str, PackedTensor] = {}
         """By the names that the weights have in the plain model."""
         self.dtype = dtype
@@ -176,8 +187,7 @@ class _Stored:
 
 
 def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
-    """compressed-tensors: whole numbers packed into words or stored as bytes, or FP8."""
-    _expect_option(settings, "kv_cache_scheme", None)
+    """compressed-tensors: whole numbers packed into words or stored as bytes, FP8, or NVFP4."""
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise _make_refusal("transform_config", repr(settings["transform_config"]), "no transform_config")
     _expect_option(settings.get("sparsity_config") or {}, "format", None, "dense")
@@ -186,7 +196,11 @@ def _unpack_compressed_tensors(stored: _Stored, settings: Settings) -> None:
         raise ModelLoadError("quantization_config has no config_groups")
     schemes = [_check_scheme(name, group, settings) for name, group in groups.items()]
     for module in stored.find_modules(".weight_packed"):
-        _take_packed(stored, module, _find_scheme(module, schemes, "pack-quantized"))
+        if stored.has_type(f"{module}.weight_packed", "U8"):
+            _find_scheme(module, schemes, "nvfp4-pack-quantized")
+            _take_nvfp4(stored, module, "weight_packed", "weight_global_scale", is_divisor=True)
+        else:
+            _take_packed(stored, module, _find_scheme(module, schemes, "pack-quantized"))
     for name in stored.find_of_type(("I8", *_FP8)):
         if name.endswith(".weight"):
             module = name.removesuffix(".weight")
@@ -200,11 +214,14 @@ def _check_scheme(name: str, group: Any, settings: Settings) -> Settings:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ModelLoadError(f"quantization_config has no weights in its group {name}")
-    _expect_option(group, "output_activations", None)
-    if (activations := group.get("input_activations")) and activations.get("dynamic") is not True:
-        raise _make_refusal("activations with fixed scales", f"{name}: {activations}", "dynamic activations")
     scheme = {**weights, "targets": group.get("targets") or [], "format": group.get("format") or settings.get("format")}
-    _expect_option(scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    _expect_option(
+        scheme, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _NVFP4_FORMAT
+    )
+    if scheme["format"] == _NVFP4_FORMAT:
+        _expect_option(scheme, "num_bits", 4)
+        _expect_option(scheme, "group_size", None, _NVFP4_WIDTH)
+        return scheme
     packed = scheme["format"] == "pack-quantized"
     _expect_option(scheme, "num_bits", *((4, 8) if packed else (8,)))
     _expect_option(scheme, "type", *(("int",) if packed else ("int", "float")))
@@ -218,10 +235,15 @@ def _find_scheme(module: str, schemes: list[Settings], kind: str) -> Settings:
     """Return the scheme that has the module as a target: by its name if there is one, else by its class."""
     named = [s for s in schemes if any(_is_target(module, target) for target in s["targets"])]
     by_class = [s for s in schemes if any(target[:1].isupper() for target in s["targets"])]
-    fitting = [s for s in named or by_class if (s["format"] == "pack-quantized") == (kind == "pack-quantized")]
+    fitting = [s for s in named or by_class if _is_stored_as(s["format"], kind)]
     if len(fitting) != 1:
         raise ModelLoadError(f"{module} is in {len(fitting)} groups of quantization_config, not in one")
     return fitting[0]
+
+
+def _is_stored_as(form: str, kind: str) -> bool:
+    """Return whether tensors of a format are stored as those of another: all formats of bytes are like each other."""
+    return form == kind if kind.endswith("pack-quantized") else not form.endswith("pack-quantized")
 
 
 def _is_target(module: str, target: str) -> bool:
@@ -391,7 +413,7 @@ def _find_transposed_shape(stored: _Stored, module: str, per_row: int, per_colum
 
 def _unpack_fp8(stored: _Stored, settings: Settings) -> None:
     """FP8 with a scale for the tensor, for each row, or for each block of rows and columns, also in stacks."""
-    _expect_option(settings, "activation_scheme", None, "dynamic")
+    _expect_option(settings, "activation_scheme", None, "dynamic", "static")
     _expect_option(settings, "expert_dtype", None, "fp8")
     block = settings.get("weight_block_size")
     height, width = _read_block_size(settings, "weight_block_size") if block else (0, 0)
@@ -452,12 +474,112 @@ def _unpack_mxfp4(stored: _Stored, settings: Settings) -> None:
     stored.refuse_left("_blocks", "_scales")
 
 
+def _unpack_modelopt(stored: _Stored, settings: Settings) -> None:
+    """ModelOpt: FP8 with a scale for the tensor or for each row, and NVFP4; both beside each other in one model."""
+    _expect_option(settings, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+    for module in stored.find_modules(".weight_scale_2"):
+        _take_nvfp4(stored, module, "weight", "weight_scale_2", is_divisor=False)
+    for name in stored.find_of_type(_FP8):
+        if name.endswith(".weight_scale"):
+            raise ModelLoadError(f"{name}_2 is missing in the weights")
+    _unpack_fp8(stored, {})
+
+
+def _take_nvfp4(stored: _Stored, module: str, packed: str, global_scale: str, *, is_divisor: bool) -> None:
+    """Take a weight in NVFP4: two numbers of 4 bits in a byte, an FP8 scale for 16 of them, and one for all scales.
+
+    `is_divisor`: whether scales are divided by the one for all, or multiplied by it.
+    """
+    shape = stored.left[f"{module}.{packed}"].get_shape() if f"{module}.{packed}" in stored.left else []
+    if len(shape) != 2 or shape[1] * 2 % _NVFP4_WIDTH:
+        raise ModelLoadError(f"{module}.{packed} is {shape or 'missing'} in the weights, not [outputs, inputs / 2]")
+    rows, columns = shape[0], 2 * shape[1]
+    pairs = stored.take_tensor(f"{module}.{packed}", ("U8",))
+    scales = stored.take_tensor(f"{module}.weight_scale", ("F8_E4M3",), [rows, columns // _NVFP4_WIDTH])
+    whole = stored.take_tensor(f"{module}.{global_scale}", ("F32",), [], [1])
+
+    def fill_weight(out: Tensor, pairs: Tensor, scales: Tensor, whole: Tensor) -> None:
+        by_group = scales.float() / whole if is_divisor else scales.float() * whole
+        _fill_weight(out, partial(_read_fp4, pairs), by_group)
+
+    stored.add_weight(f"{module}.weight", [rows, columns], [pairs, scales, whole], fill_weight)
+
+
+def _unpack_bitsandbytes(stored: _Stored, settings: Settings) -> None:
+    """bitsandbytes: 4 bits that stand for 16 values, with a largest value for each block; or 8 bits by rows."""
+    for name in [name for name in stored.left if ".weight.quant_state.bitsandbytes__" in name]:
+        _take_blocks_of_4_bits(stored, name)
+    for module in stored.find_modules(".SCB"):
+        rows, columns = _find_matrix_shape(stored, f"{module}.weight")
+        weight = stored.take_tensor(f"{module}.weight", ("I8",))
+        most = stored.take_tensor(f"{module}.SCB", ("F32",), [rows])
+        stored.take_tensor_if(False, f"{module}.weight_format", ("U8",))
+
+        def fill_weight(out: Tensor, weight: Tensor, most: Tensor) -> None:
+            _fill_weight(out, weight.__getitem__, most[:, None] * _BYTE_SCALE)
+
+        stored.add_weight(f"{module}.weight", [rows, columns], [weight, most], fill_weight)
+    stored.refuse_left(".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
+
+
+_BYTE_SCALE = 1.0 / 127
+"""What bitsandbytes multiplies a row's largest value by, so that 127 stands for it."""
+
+
+def _find_matrix_shape(stored: _Stored, name: str) -> tuple[int, int]:
+    if name not in stored.left:
+        raise ModelLoadError(f"{name} is missing in the weights")
+    shape = stored.left[name].get_shape()
+    if len(shape) != 2:
+        raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+    return shape[0], shape[1]
+
+
+def _take_blocks_of_4_bits(stored: _Stored, name: str) -> None:
+    """Take a weight of bitsandbytes in 4 bits, by the name of the tensor that describes it as JSON.
+
+    The upper half of a byte comes first. The blocks' largest values may be bytes again, with blocks of their own.
+    """
+    weight_name = name.partition(".quant_state.")[0]
+    try:
+        about = json.loads(bytes(stored.take_tensor(name, ("U8",))[...].tolist()))
+        rows, columns = about["shape"]
+        block, inner, offset = about["blocksize"], about.get("nested_blocksize"), about.get("nested_offset", 0.0)
+        num_blocks, rest = divmod(rows * columns, block)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelLoadError(f"{name} is damaged: {error}") from error
+    if rest or block % 2:
+        raise ModelLoadError(f"{weight_name} has {rows} x {columns} values, and no whole blocks of {block}")
+    pairs = stored.take_tensor(weight_name, ("U8",), [rows * columns // 2, 1])
+    most = stored.take_tensor(f"{weight_name}.absmax", ("U8",) if inner else ("F32",), [num_blocks])
+    values = stored.take_tensor(f"{weight_name}.quant_map", ("F32",), [16])
+    nested: list[Any] = [None, None]
+    if inner:
+        nested[0] = stored.take_tensor(f"{weight_name}.nested_absmax", ("F32",), [math.ceil(num_blocks / inner)])
+        nested[1] = stored.take_tensor(f"{weight_name}.nested_quant_map", ("F32",), [256])
+
+    def fill_weight(
+        out: Tensor, pairs: Tensor, most: Tensor, values: Tensor, outer: Tensor | None, inner_values: Tensor | None
+    ) -> None:
+        if outer is not None and inner_values is not None:
+            most = inner_values[most.int()] * outer.repeat_interleave(inner)[:num_blocks] + offset
+        by_byte = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+        by_block = pairs.view(num_blocks, block // 2)
+        _fill_weight(
+            out.view(num_blocks, block), lambda chosen: by_byte[by_block[chosen].int()].flatten(1), most[:, None]
+        )
+
+    stored.add_weight(weight_name, [rows, columns], [pairs, most, values, *nested], fill_weight)
+
+
 _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
     "compressed-tensors": _unpack_compressed_tensors,
     "gptq": _unpack_gptq,
     "awq": _unpack_awq,
     "fp8": _unpack_fp8,
     "mxfp4": _unpack_mxfp4,
+    "modelopt": _unpack_modelopt,
+    "bitsandbytes": _unpack_bitsandbytes,
 }
 
 

@@ -151,6 +151,72 @@ def write_mxfp4(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks, (powers.squeeze(-1) + 127).to(torch.uint8), plain
 
 
+def _write_fp4(weight: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of 4 bits that are nearest to the weights by their scales, two in a byte, and the weights."""
+    values = torch.tensor([*FP4, *(-value for value in FP4)])
+    numbers = ((weight / spread).unsqueeze(-1) - values).abs().argmin(-1)
+    return (numbers[:, 0::2] + 16 * numbers[:, 1::2]).to(torch.uint8), values[numbers] * spread
+
+
+def write_nvfp4(packed: str, global_scale: str, *, is_divisor: bool) -> Writer:
+    """NVFP4: an FP8 scale for 16 neighbours, and one for all scales, which they are divided or multiplied by."""
+
+    def write(weight: Tensor) -> Written:
+        most = weight.reshape(len(weight), -1, 16).abs().amax(-1) / 6
+        whole = most.max() / 448
+        scales = (most / whole).clamp(min=0.01).to(torch.float8_e4m3fn)
+        stored_whole = 1 / whole if is_divisor else whole
+        by_group = scales.float() / stored_whole if is_divisor else scales.float() * stored_whole
+        pairs, plain = _write_fp4(weight, by_group.repeat_interleave(16, 1))
+        stored = {
+            packed: pairs, "weight_scale": scales, global_scale: stored_whole.reshape(1 if is_divisor else ()),
+            "input_scale": torch.ones(()),
+        }  # fmt: skip
+        return stored, plain
+
+    return write
+
+
+def write_blocks_of_4_bits(block: int, inner: int | None) -> Writer:
+    """bitsandbytes in 4 bits, with values of our own; `inner`: how many of the blocks' largest values form a block."""
+
+    def write(weight: Tensor) -> Written:
+        values = torch.linspace(-1, 1, 16).sign() * torch.linspace(-1, 1, 16).square()
+        most = weight.reshape(-1, block).abs().amax(1)
+        about = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+        stored: dict[str, Tensor] = {}
+        if inner:
+            inner_values, offset = torch.linspace(-1, 1, 256), float(most.mean())
+            padded = torch.nn.functional.pad(most - offset, (0, -len(most) % inner)).view(-1, inner)
+            outer = padded.abs().amax(1)
+            codes = ((padded / outer[:, None]).unsqueeze(-1) - inner_values).abs().argmin(-1).view(-1)[: len(most)]
+            most = inner_values[codes] * outer.repeat_interleave(inner)[: len(most)] + offset
+            about |= {"nested_blocksize": inner, "nested_dtype": "float32", "nested_offset": offset}
+            stored = {
+                "weight.absmax": codes.to(torch.uint8), "weight.nested_absmax": outer,
+                "weight.nested_quant_map": inner_values,
+            }  # fmt: skip
+        else:
+            stored["weight.absmax"] = most
+        numbers = ((weight.reshape(-1, block) / most[:, None]).unsqueeze(-1) - values).abs().argmin(-1)
+        text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+        stored |= {
+            "weight": (16 * numbers.view(-1)[0::2] + numbers.view(-1)[1::2]).to(torch.uint8)[:, None],
+            "weight.quant_map": values, "weight.quant_state.bitsandbytes__nf4": text,
+        }  # fmt: skip
+        return stored, (values[numbers] * most[:, None]).view(weight.shape)
+
+    return write
+
+
+def write_rows_of_8_bits(weight: Tensor) -> Written:
+    """bitsandbytes in 8 bits, where 127 stands for the largest value of a row."""
+    most = weight.abs().amax(1)
+    numbers = (weight * 127 / most[:, None]).round().to(torch.int8)
+    stored = {"weight": numbers, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return stored, numbers.float() * (most[:, None] * (1 / 127))
+
+
 def write_checkpoint(source: Path, directory: Path, settings: dict[str, Any], write: Writer) -> dict[str, Tensor]:
     """Write a llama of `source` with quantised layers, and return the plain weights that it stands for."""
     shutil.copytree(source, directory)

@@ -28,14 +28,17 @@ from tests.engine.quantized_checkpoints import (
     Written,
     save_checkpoint,
     write_awq,
+    write_blocks_of_4_bits,
     write_bytes,
     write_checkpoint,
     write_fp8,
     write_gptq,
     write_mxfp4,
+    write_nvfp4,
     write_older,
     write_packed,
     write_powers,
+    write_rows_of_8_bits,
 )
 
 MODULE = "model.layers.1.mlp.down_proj"  # 32 outputs, 64 inputs
@@ -60,6 +63,8 @@ def _gptq(bits: int, size: int, form: str, *, sym: bool, **given: Any) -> dict[s
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _INT4 = _compressed("pack-quantized", "group", num_bits=4, group_size=16)
 _DYNAMIC = {"num_bits": 8, "dynamic": True, "strategy": "token"}
@@ -77,6 +82,21 @@ def _write_several(weight: Tensor) -> Written:
         return write_packed(4, 16)(weight)
     is_square = weight.shape[0] == weight.shape[1]
     return (write_fp8(1, None, None, "weight_scale") if is_square else write_packed(8, None))(weight)
+
+
+def _write_both(weight: Tensor) -> Written:
+    """Write square weights in FP8, and all others in NVFP4."""
+    is_square = weight.shape[0] == weight.shape[1]
+    write = write_fp8(None, None, (), "weight_scale") if is_square else CASES["modelopt nvfp4"][1]
+    return write(weight)
+
+
+def _add_input_scale(write: Writer) -> Writer:
+    def write_more(weight: Tensor) -> Written:
+        stored, plain = write(weight)
+        return {**stored, "input_scale": torch.ones(())}, plain
+
+    return write_more
 
 
 CASES: dict[str, tuple[dict[str, Any], Writer]] = {
@@ -123,9 +143,27 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 with one scale": (_FP8, write_fp8(None, None, (), "weight_scale_inv")),
     "fp8 with powers of two": (_FP8, write_powers),
     "fp8 with a scale for each row": (_FP8, write_fp8(1, None, (-1,), "weight_scale")),
+    "fp8 with scales of activations": (
+        {**_FP8, "activation_scheme": "static"}, _add_input_scale(write_fp8(None, None, (), "weight_scale_inv"))
+    ),
+    "nvfp4": (
+        _compressed("nvfp4-pack-quantized", "tensor_group", num_bits=4, type="float", group_size=16),
+        write_nvfp4("weight_packed", "weight_global_scale", is_divisor=True),
+    ),
+    "modelopt nvfp4": (_MODELOPT, write_nvfp4("weight", "weight_scale_2", is_divisor=False)),
+    "modelopt fp8": (
+        {**_MODELOPT, "quant_algo": "FP8"}, _add_input_scale(write_fp8(None, None, (), "weight_scale"))
+    ),
+    "modelopt, both": ({**_MODELOPT, "quant_algo": "MIXED_PRECISION"}, _write_both),
+    "bitsandbytes 4 bits": (_BNB, write_blocks_of_4_bits(64, 3)),
+    "bitsandbytes 4 bits, quantised once": (_BNB, write_blocks_of_4_bits(32, None)),
+    "bitsandbytes 8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, write_rows_of_8_bits),
 }  # fmt: skip
 """By what is special: settings, and who writes one weight."""
-WHOLE = ["packed 4 bits with zeros", "gptq_v2 8 bits reordered", "awq", "deepseek's fp8"]
+WHOLE = [
+    "packed 4 bits with zeros", "gptq_v2 8 bits reordered", "awq", "deepseek's fp8", "modelopt nvfp4",
+    "bitsandbytes 4 bits",
+]  # fmt: skip
 """The cases whose tokens are compared, too."""
 
 
@@ -162,7 +200,7 @@ def test_a_checkpoint_is_the_model_it_stands_for(
     with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
         model = load_model(_settings(tmp_path / "model"))
     method = settings["quant_method"]
-    assert caplog.messages == [f"14 of 21 tensors are quantised ({method}) and unpacked to float32"]
+    assert caplog.messages[-1] == f"14 of 21 tensors are quantised ({method}) and unpacked to float32"
     loaded = model.module.state_dict()
     for name, tensor in plain.items():
         assert torch.equal(loaded[name], tensor), name
@@ -286,16 +324,14 @@ def _group(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes, which cannot be unpacked"),
         ({"load_in_8bit": True}, "quantised by an unnamed format"),
-        ({"quant_method": "aqlm"}, "or by one of compressed-tensors, gptq, awq, fp8, mxfp4"),
-        ({**_INT4, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme .* use a checkpoint with no kv_cache_scheme"),
+        ({"quant_method": "aqlm"}, "or by one of compressed-tensors, gptq, awq, fp8, mxfp4, modelopt, bitsandbytes"),
+        ({**_MODELOPT, "quant_algo": "NVFP4_AWQ"}, "quant_algo \\('NVFP4_AWQ'\\)"),
         ({**_INT4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({**_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format \\('sparse-24-bitmask'\\)"),
-        ({**_INT4, "format": "nvfp4-pack-quantized"}, "format \\('nvfp4-pack-quantized'\\)"),
+        ({**_INT4, "format": "mxfp4-pack-quantized"}, "format \\('mxfp4-pack-quantized'\\)"),
         (_compressed("pack-quantized", "group", num_bits=3, group_size=16), "num_bits \\(3\\).* num_bits 4 or 8"),
         (_compressed("pack-quantized", "group", num_bits=4, group_size=0), "group_size 0, not a positive number"),
-        (_group(input_activations={**_DYNAMIC, "dynamic": False}), "activations with fixed scales"),
         (_group(weights=None), "has no weights in its group group_0"),
         (_compressed("int-quantized", "channel"), "model.layers.*_proj is in 0 groups of quantization_config"),
         ({**_INT4, "config_groups": {}}, "has no config_groups"),
@@ -304,7 +340,6 @@ def _group(**given: Any) -> dict[str, Any]:
         (_gptq(4, 16, "gptq", sym=False, dynamic={".*down.*": {"bits": 8}}), "dynamic '.*down.*'"),
         ({**_AWQ, "version": "gemv"}, "version \\('gemv'\\).* use a checkpoint with version gemm"),
         ({**_AWQ, "zero_point": False}, "zero_point \\(False\\)"),
-        ({**_FP8, "activation_scheme": "static"}, "activation_scheme \\('static'\\)"),
         ({**_FP8, "weight_block_size": [128]}, "weight_block_size \\[128\\], not two positive numbers"),
     ],
 )  # fmt: skip
@@ -342,11 +377,24 @@ def test_a_type_that_nothing_explains(settings: dict[str, Any] | None, tiny_dir:
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.attn.k_scale"])
-def test_scales_that_would_be_needed(name: str, packed_dir: Path, tmp_path: Path) -> None:
+def test_scales_of_activations_and_of_a_cache_are_left_out(
+    name: str, packed_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(packed_dir, tmp_path / "model")
     stored = load_file(packed_dir / "model.safetensors")
-    save_checkpoint(tmp_path / "model", _INT4, {**stored, f"model.layers.0.{name}": torch.ones(1)})
-    _refused(tmp_path / "model", rf"\(model.layers.0.{name}\), which cannot be unpacked")
+    save_checkpoint(tmp_path / "model", _INT4, {**stored, f"model.layers.0.{name}": torch.full((1,), 3.0)})
+    with caplog.at_level(logging.INFO, "penstock.engine.quantized"):
+        loaded, plain = (load_model(_settings(path)) for path in (tmp_path / "model", packed_dir))
+    assert "1 scales of activations and of a KV cache are left out" in caplog.text
+    weights = plain.module.state_dict()
+    assert all(torch.equal(part, weights[name]) for name, part in loaded.module.state_dict().items())
+
+
+def test_inputs_that_are_scaled_are_refused(packed_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed_dir, tmp_path / "model")
+    stored = load_file(packed_dir / "model.safetensors")
+    save_checkpoint(tmp_path / "model", _INT4, {**stored, f"{MODULE}.pre_quant_scale": torch.ones(64)})
+    _refused(tmp_path / "model", rf"inputs that are scaled \({MODULE}.pre_quant_scale\)")
 
 
 # Damaged checkpoints
@@ -407,6 +455,17 @@ def _set_first(value: float) -> Callable[[Tensor], Tensor]:
         ("deepseek's fp8", _drop("weight_scale_inv"), "weight_scale_inv is missing"),
         ("deepseek's fp8", _change("weight_scale_inv", lambda part: part[:1]), r"weight_scale_inv is \[1, 3\]"),
         ("deepseek's fp8", _drop("weight"), "weight_scale_inv is in the weights without"),
+        ("nvfp4", _drop("weight_scale"), "weight_scale is missing"),
+        ("nvfp4", _change("weight_packed", lambda part: part[:, :7]), r"weight_packed is \[32, 7\]"),
+        ("modelopt nvfp4", _change("weight_scale", lambda part: part[:, :3]), r"weight_scale is \[32, 3\] .*\[32, 4\]"),
+        ("modelopt nvfp4", _drop("weight_scale_2"), "weight_scale_2 is missing"),
+        ("bitsandbytes 4 bits", _drop("weight.absmax"), "weight.absmax is missing"),
+        ("bitsandbytes 4 bits", _drop("weight.nested_quant_map"), "weight.nested_quant_map is missing"),
+        ("bitsandbytes 4 bits", _drop("weight.quant_state.bitsandbytes__nf4"), "weight.nested_absmax is in the weights without"),
+        ("bitsandbytes 4 bits", _change("weight.quant_state.bitsandbytes__nf4", _set_first(0)), "weight.quant_state.* is damaged"),
+        ("bitsandbytes 4 bits", _change("weight", lambda part: part[1:]), r"weight is \[1023, 1\] .*\[1024, 1\]"),
+        ("bitsandbytes 8 bits", _drop("SCB"), "weight is of type I8"),
+        ("bitsandbytes 8 bits", _drop("weight"), "weight is missing"),
         ("fp8 with one scale", _change("weight", _set_first(float("nan"))), "weight cannot be unpacked: .*not finite"),
     ],
 )  # fmt: skip
