@@ -64,6 +64,7 @@ def _gptq(bits: int, size: int, form: str, *, sym: bool, **given: Any) -> dict[s
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _INT4 = _compressed("pack-quantized", "group", num_bits=4, group_size=16)
@@ -461,8 +462,8 @@ def _set_first(value: float) -> Callable[[Tensor], Tensor]:
         ("modelopt nvfp4", _drop("weight_scale_2"), "weight_scale_2 is missing"),
         ("bitsandbytes 4 bits", _drop("weight.absmax"), "weight.absmax is missing"),
         ("bitsandbytes 4 bits", _drop("weight.nested_quant_map"), "weight.nested_quant_map is missing"),
-        ("bitsandbytes 4 bits", _drop("weight.quant_state.bitsandbytes__nf4"), "weight.nested_absmax is in the weights without"),
-        ("bitsandbytes 4 bits", _change("weight.quant_state.bitsandbytes__nf4", _set_first(0)), "weight.quant_state.* is damaged"),
+        ("bitsandbytes 4 bits", _drop(_NF4_STATE), "weight.nested_absmax is in the weights without"),
+        ("bitsandbytes 4 bits", _change(_NF4_STATE, _set_first(0)), "weight.quant_state.* is damaged"),
         ("bitsandbytes 4 bits", _change("weight", lambda part: part[1:]), r"weight is \[1023, 1\] .*\[1024, 1\]"),
         ("bitsandbytes 8 bits", _drop("SCB"), "weight is of type I8"),
         ("bitsandbytes 8 bits", _drop("weight"), "weight is missing"),
