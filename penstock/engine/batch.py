@@ -60,14 +60,25 @@ class Batch:
         return to_device(values, self.device, torch.int64)
 
     @cached_property
+    def _rows(self) -> Tensor:
+        """Of the T new tokens: ids, positions, blocks and rows in the blocks: [4, T]. One copy is enough for all."""
+        rows = [position % self.block_size for position in self._positions]
+        return to_device([self._ids, self._positions, self._slot_blocks, rows], self.device, torch.int64)
+
+    @cached_property
     def input_ids(self) -> Tensor:
         """The tokens: [1, T]."""
-        return self._to_tensor(self._ids)[None]
+        return self._rows[:1]
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Their positions, each in its own sequence: [1, T]."""
-        return self._to_tensor(self._positions)[None]
+        return self._rows[1:2]
+
+    @property
+    def last_position(self) -> int:
+        """The highest position."""
+        return max(self._positions)
 
     @cached_property
     def answer_rows(self) -> Tensor:
@@ -78,8 +89,7 @@ class Batch:
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
         """Block, and row in the block, of each of the T new tokens: two of [T]."""
-        rows = [position % self.block_size for position in self._positions]
-        return self._to_tensor(self._slot_blocks), self._to_tensor(rows)
+        return self._rows[2], self._rows[3]
 
     @cached_property
     def logits_to_keep(self) -> Tensor:
@@ -94,4 +104,4 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Number of new tokens, T."""
-        return self.input_ids.shape[1]
+        return len(self._ids)

@@ -14,7 +14,7 @@ from penstock.engine.experts import NativeExperts, is_experts
 from penstock.engine.kernels import library
 from penstock.engine.kernels.backend import NativeStep, describe_attention
 from penstock.engine.kernels.norm import NativeNorm
-from penstock.engine.kernels.packed import Activation, PackedLinears
+from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
 from penstock.engine.masks import Unsupported, find_first_keys
 from penstock.engine.step import current_step
 from penstock.engine.storage import KVStorage
@@ -108,12 +108,14 @@ class PagedLayers:
         self._storage: weakref.ref[KVStorage] | None = None
         """The pool that `_args` names."""
 
-    def _describe_layers(self, storage: KVStorage) -> None:
-        """Let `_args` name a pool."""
-        for args, (params, weights) in zip(self._args, self.layers, strict=True):
-            args.weights = ctypes.pointer(weights)
-            args.attention = describe_attention(storage, params.index, params.heads, params.scale)
-        self._storage = weakref.ref(storage)
+    def describe_layers(self, storage: KVStorage) -> Any:
+        """Return the layers over a pool as the kernels read them, an array that is valid until another pool's turn."""
+        if self._storage is None or self._storage() is not storage:
+            for args, (params, weights) in zip(self._args, self.layers, strict=True):
+                args.weights = ctypes.pointer(weights)
+                args.attention = describe_attention(storage, params.index, params.heads, params.scale)
+            self._storage = weakref.ref(storage)
+        return self._args
 
     def compute(
         self, step: NativeStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
@@ -122,15 +124,14 @@ class PagedLayers:
 
         `first_key`: the first position that each row sees, int32 [T]; None: 0.
         """
-        if self._storage is None or self._storage() is not step.storage:
-            self._describe_layers(step.storage)
+        layers = self.describe_layers(step.storage)
         cos, sin = position_embeddings
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
         args = step.step_args
         args.x, args.out, args.cos, args.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
         args.hidden, args.first_key = x.shape[-1], None if first_key is None else first_key.data_ptr()
-        step.native.layers(ctypes.addressof(self._args), len(self._args), ctypes.addressof(args))
-        return out if len(self._args) % 2 else x
+        step.native.layers(ctypes.addressof(layers), len(layers), ctypes.addressof(args))
+        return out if len(layers) % 2 else x
 
 
 class NativeLayer(nn.Module):
@@ -212,23 +213,34 @@ class RotaryTable:
         self._rows = (torch.empty(0), torch.empty(0))
         """[positions, size] each."""
 
-    def find_rows(self, x: Tensor, position_ids: Tensor, last_position: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [1, T, size] each, of `x`'s dtype. `last_position`: the highest of the ids."""
+    def get_table(self, x: Tensor, last_position: int) -> tuple[Tensor, Tensor] | None:
+        """Return the cosines and sines of all positions up to `last_position`, at least: [positions, size] each.
+
+        They are of `x`'s dtype. Returns None where there is no table, as it would be large, or depend on the batch.
+        """
         if not self._is_fixed or last_position >= MAX_TABLE_POSITIONS:
-            found: tuple[Tensor, Tensor] = self._rotary(x, position_ids)
-            return found
+            return None
         if last_position >= len(self._rows[0]):
             length = max(MIN_TABLE_POSITIONS, 1 << last_position.bit_length())
             cos, sin = self._rotary(x, torch.arange(length)[None])
-            self._rows = (cos[0], sin[0])
+            self._rows = (cos[0].contiguous(), sin[0].contiguous())
+        return self._rows
+
+    def find_rows(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of position ids [1, T], [1, T, size] each, of `x`'s dtype."""
+        table = self.get_table(x, int(position_ids.max()))
+        if table is None:
+            found: tuple[Tensor, Tensor] = self._rotary(x, position_ids)
+            return found
         positions = position_ids[0]
-        return self._rows[0][positions][None], self._rows[1][positions][None]
+        return table[0][positions][None], table[1][positions][None]
 
 
 class NativeBody(nn.Module):
     """Embedding, native layers without windows, norm and head, without the model's own forward passes.
 
-    With small models and small batches those take longer than the arithmetic.
+    With small models and small batches those take longer than the arithmetic, and so one call computes all of it where
+    there is no mixture of experts.
     """
 
     def __init__(self, module: Any) -> None:
@@ -243,6 +255,8 @@ class NativeBody(nn.Module):
             found = list(layers)
             paged = [one for layer in found for one in layer.paged.layers]
             self._stages += found if has_mixture else [PagedLayers(paged)]
+        self._args = self._describe_model()
+        """All of it for one call; None if it has parts that are no native ones."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
@@ -250,13 +264,65 @@ class NativeBody(nn.Module):
         """Write K and V to the pool, and map token ids [1, T] to logits [1, T or rows to keep, vocabulary]."""
         step = current_step.get()
         assert isinstance(step, NativeStep)
-        x = self._embed(input_ids)
-        tables = self._rotary.find_rows(x, position_ids, int(position_ids.max()))
+        kept = torch.arange(step.num_rows) if logits_to_keep is None else logits_to_keep
+        return Output(self.compute_logits(step, (input_ids, position_ids, kept), int(position_ids.max()))[None])
+
+    def compute_logits(self, step: NativeStep, rows: tuple[Tensor, Tensor, Tensor], last_position: int) -> Tensor:
+        """Write K and V to the pool, and return logits [rows to keep, vocabulary].
+
+        `rows`: token ids [1, T], their positions [1, T], of which `last_position` is the highest, and the rows to keep.
+        """
+        ids, positions, kept = rows
+        if self._args is not None:
+            table = self._rotary.get_table(self._norm.weight, last_position)
+            if table is not None:
+                return self._compute_model(self._args, step, rows, table)
+        x = self._embed(ids)
+        tables = self._rotary.find_rows(x, positions)
         for stage in self._stages:
             x = stage.compute(step, x, tables, None)
-        if logits_to_keep is not None:
-            x = x[:, logits_to_keep]
-        return Output(self._head(self._norm(x)))
+        logits: Tensor = self._head(self._norm(x[0, kept]))
+        return logits
+
+    def _describe_model(self) -> library.BodyArgs | None:
+        """Return what is the same in every step of a model without mixtures; None for any other."""
+        norm, head, embed = self._norm, self._head, self._embed
+        group: Any = getattr(head, "group", None)
+        if not isinstance(norm, NativeNorm) or not isinstance(group, PackedLinears) or len(group.outputs) > 1:
+            return None
+        if len(self._stages) > 1 or not isinstance(self._stages[0], PagedLayers):
+            return None
+        args = library.BodyArgs(
+            num_layers=len(self._layers), norm=norm.weight.data_ptr(), eps=norm.eps, plus_one=norm.plus_one,
+            head=ctypes.pointer(group.packed), num_logits=group.outputs[0], element_bytes=group.dtype.itemsize,
+        )  # fmt: skip
+        if isinstance(embed, PackedEmbedding):
+            args.packed_embedding, args.num_tokens = ctypes.pointer(embed.group.packed), embed.num_embeddings
+        elif type(embed) is nn.Embedding and embed.weight.dtype == group.dtype and embed.weight.is_contiguous():
+            args.embedding, args.num_tokens = embed.weight.data_ptr(), embed.num_embeddings
+        else:
+            return None
+        return args
+
+    def _compute_model(
+        self,
+        args: library.BodyArgs,
+        step: NativeStep,
+        rows: tuple[Tensor, Tensor, Tensor],
+        table: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Compute the whole model in one call, as `compute_logits`. `table`: the cosines and sines by position."""
+        stage = self._stages[0]
+        assert isinstance(stage, PagedLayers)
+        ids, positions, kept = rows
+        logits = torch.empty(len(kept), args.num_logits, dtype=table[0].dtype)
+        args.layers = stage.describe_layers(step.storage)
+        args.ids, args.positions, args.kept = ids.data_ptr(), positions.data_ptr(), kept.data_ptr()
+        args.cos, args.sin, args.num_positions = table[0].data_ptr(), table[1].data_ptr(), len(table[0])
+        args.head_size, args.num_kept, args.logits = table[0].shape[1], len(kept), logits.data_ptr()
+        step.step_args.hidden, step.step_args.first_key = args.head.contents.inputs, None
+        step.native.body(ctypes.addressof(args), ctypes.addressof(step.step_args))
+        return logits
 
 
 def make_native_body(module: Any) -> NativeBody | None:

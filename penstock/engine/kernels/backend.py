@@ -2,11 +2,11 @@
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.attention import LayerAttention
@@ -99,12 +99,22 @@ def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float)
     )  # fmt: skip
 
 
+class Body(Protocol):
+    """Computes a whole model over a `NativeStep`, in the place of the module, whose keyword arguments it takes."""
+
+    def __call__(self, **given: Any) -> Any:
+        """Return what has the logits [1, T, vocabulary]."""
+
+    def compute_logits(self, step: NativeStep, rows: tuple[Tensor, Tensor, Tensor], last_position: int) -> Tensor:
+        """Return logits [rows to keep, vocabulary] by token ids [1, T], positions [1, T] and the rows to keep."""
+
+
 class NativeRunner(ModelRunner):
     """Computes the steps of a model that runs on the native kernels."""
 
     def __init__(self, module: Any, storage: KVStorage, backend: "NativeBackend") -> None:
         super().__init__(module, storage)
-        self._module = backend.body or module
+        self._body = backend.body
         self._native, self._layers = backend.native, backend.layers
         self._gathers = backend.layers != storage.keys.keys()
         self.is_row_exact = backend.body is not None
@@ -115,7 +125,11 @@ class NativeRunner(ModelRunner):
             self.storage.zero_blocks(batch.partial_new_blocks)
         if self.storage.layout.is_read_alone:
             return self.run_alone(batch)
-        return self.compute_sampled_logits(NativeStep(batch, self.storage, self._native, self._layers))
+        step = NativeStep(batch, self.storage, self._native, self._layers)
+        if self._body is None:
+            return self.compute_sampled_logits(step)
+        rows = batch.input_ids, batch.position_ids, batch.logits_to_keep
+        return self._body.compute_logits(step, rows, batch.last_position)
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,7 @@ class NativeBackend:
     native: Library
     layers: frozenset[int]
     """Layers whose attention the kernels compute."""
-    body: nn.Module | None
+    body: Body | None
     """Computes the whole model in the module's place, if its form allows that."""
     has_experts: bool = False
     """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""

@@ -197,6 +197,18 @@ class StepArgs(Structure):
     ]  # fmt: skip
 
 
+class BodyArgs(Structure):
+    """A whole model of decoder layers."""
+
+    _fields_: ClassVar = [
+        ("layers", POINTER(PagedLayer)), ("num_layers", c_int64), ("packed_embedding", POINTER(Packed)),
+        ("embedding", c_void_p), ("num_tokens", c_int64), ("ids", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("num_positions", c_int64), ("positions", c_void_p), ("norm", c_void_p), ("head", POINTER(Packed)),
+        ("kept", c_void_p), ("num_kept", c_int64), ("logits", c_void_p), ("num_logits", c_int64), ("eps", c_float),
+        ("plus_one", c_int32), ("head_size", c_int32), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
 def _check_status(status: int) -> None:
     """Raise what a function of the library returned."""
     if status:
@@ -225,7 +237,10 @@ class Library:
             getattr(handle, f"penstock_{name}").restype = _check_status
         handle.penstock_layers.argtypes = [c_void_p, c_int64, c_void_p]
         handle.penstock_layers.restype = _check_status
+        handle.penstock_body.argtypes = [c_void_p, c_void_p]
+        handle.penstock_body.restype = _check_status
         self.layers = handle.penstock_layers
+        self.body = handle.penstock_body
         self.read = handle.penstock_read
         self.pack = handle.penstock_pack
         self.compress = handle.penstock_compress

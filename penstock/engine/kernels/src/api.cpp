@@ -119,4 +119,13 @@ EXPORT int penstock_rank(const RankArgs* a) { return call(table().rank, a); }
 EXPORT int penstock_layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) {
   return call(table().layers, layers, num_layers, step);
 }
+EXPORT int penstock_body(const BodyArgs* a, const StepArgs* step) {
+  auto are_below = [](const int64_t* values, int64_t count, int64_t end) {
+    return std::all_of(values, values + count, [&](int64_t value) { return uint64_t(value) < uint64_t(end); });
+  };
+  if (!are_below(a->ids, step->rows, a->num_tokens) || !are_below(a->positions, step->rows, a->num_positions) ||
+      !are_below(a->kept, a->num_kept, step->rows))
+    return kNoSuchRow;
+  return call(table().body, a, step);
+}
 EXPORT uint64_t penstock_read(const void* data, int64_t bytes) { return table().read(data, bytes); }

@@ -17,6 +17,7 @@ void best(const BestArgs*);
 void sample(const SampleArgs*);
 void rank(const RankArgs*);
 void layers(const PagedLayer*, int64_t, const StepArgs*);
+void body(const BodyArgs*, const StepArgs*);
 uint64_t read(const void*, int64_t);
 
 // Several linear layers of one shape and form, each with rows of its own; none has more than one part.

@@ -179,6 +179,30 @@ struct StepArgs {
   void* normed;             // [rows, hidden]: h of a layer without gate_up
 };
 
+// A whole model of such layers, from token ids to logits. It sets x, out, cos and sin of its StepArgs itself.
+struct BodyArgs {
+  const PagedLayer* layers;
+  int64_t num_layers;
+  const Packed* packed_embedding;  // or null: `embedding` has the rows
+  const void* embedding;           // [num_tokens, hidden], contiguous
+  int64_t num_tokens;
+  const int64_t* ids;              // [rows]
+  const void* cos;                 // [num_positions, head size]
+  const void* sin;
+  int64_t num_positions;
+  const int64_t* positions;        // [rows]
+  const void* norm;                // of the rows that are kept
+  const Packed* head;
+  const int64_t* kept;             // [num_kept] the rows whose logits are wanted
+  int64_t num_kept;
+  void* logits;                    // [num_kept, num_logits], contiguous
+  int64_t num_logits;
+  float eps;
+  int32_t plus_one;
+  int32_t head_size;
+  int32_t element_bytes;
+};
+
 // Put a weight [outputs, inputs] where it belongs in a group's panels: `columns` (32, or 16 for the two halves of a gated
 // panel) of it in each panel, from `first_column` on.
 struct PackArgs {
@@ -277,5 +301,6 @@ struct Table {
   void (*rank)(const RankArgs*);
   // One layer after the other, from x to out, from there to x, and so on.
   void (*layers)(const PagedLayer*, int64_t num_layers, const StepArgs*);
+  void (*body)(const BodyArgs*, const StepArgs*);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
 };

@@ -1,5 +1,7 @@
 // A whole decoder layer: the same kernels in the same order as the layer's modules, without the way back to Python
 // between them.
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "functions.h"
@@ -105,6 +107,40 @@ void layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) 
     Layer{*at->weights, s, attention, attention.element_bytes, width}.run();
     std::swap(s.x, s.out);
   }
+}
+
+// Copy the chosen rows of `size` bytes: out[i] = rows[chosen[i]].
+static void copy_rows(void* out, const void* rows, const int64_t* chosen, int64_t count, int64_t size) {
+  for (int64_t i = 0; i < count; i++) memcpy((char*)out + i * size, (const char*)rows + chosen[i] * size, size);
+}
+
+void body(const BodyArgs* a, const StepArgs* step) {
+  StepArgs s = *step;
+  const int64_t wide = s.hidden * a->element_bytes, narrow = int64_t(a->head_size) * a->element_bytes;
+  const int64_t rows = std::max(s.rows, a->num_kept);
+  char* memory = (char*)pool::scratch(7, 2 * rows * (wide + narrow));
+  s.x = memory;
+  s.out = memory + rows * wide;
+  char* cos = memory + 2 * rows * wide;
+  char* sin = cos + rows * narrow;
+  s.cos = cos;
+  s.sin = sin;
+  copy_rows(cos, a->cos, a->positions, s.rows, narrow);
+  copy_rows(sin, a->sin, a->positions, s.rows, narrow);
+  if (a->packed_embedding) {
+    LookupArgs found{a->packed_embedding, a->ids, s.x, s.rows};
+    lookup(&found);
+  } else {
+    copy_rows(s.x, a->embedding, a->ids, s.rows, wide);
+  }
+  layers(a->layers, a->num_layers, &s);
+  if (a->num_layers % 2) std::swap(s.x, s.out);  // x is what the last layer gave
+  copy_rows(s.out, s.x, a->kept, a->num_kept, wide);
+  NormArgs last{s.out, s.out, a->norm, a->num_kept, 1, s.hidden, s.hidden, 0, s.hidden, 0, a->eps, a->plus_one, a->element_bytes};
+  norm(&last);
+  Part logits{a->logits, a->num_logits, a->num_logits, 0};
+  LinearArgs head{a->head, s.out, s.hidden, a->num_kept, &logits, 1, kNone, nullptr, 0};
+  linear(&head);
 }
 
 }  // namespace ISA
