@@ -500,7 +500,8 @@ class Engine:
             rows += range(row, row + len(seq_masks))
             row += 1 + len(seq.draft)
             params += make_sampling_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
-        logits = logits[: len(rows)] if len(rows) == row else logits[rows]
+        if len(logits) != len(rows):
+            logits = logits[: len(rows)] if len(rows) == row else logits[rows]
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
         drawn: list[Drawn] = []

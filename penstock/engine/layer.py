@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.experts import NativeExperts, is_experts
 from penstock.engine.kernels import library
-from penstock.engine.kernels.backend import NativeStep, describe_attention
+from penstock.engine.kernels.backend import NativeStep, address_of, describe_attention
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
 from penstock.engine.masks import Unsupported, find_first_keys
@@ -21,6 +21,8 @@ from penstock.engine.storage import KVStorage
 
 MIN_TABLE_POSITIONS, MAX_TABLE_POSITIONS = 1024, 16384
 """How many positions a table of cosines and sines has, at least and at most."""
+MAX_KEPT_LOGITS = 64
+"""Rows of logits for which memory is kept: that of many would be as large as a model."""
 _LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORM_CHILDREN = {"q_norm", "k_norm"}
@@ -257,6 +259,14 @@ class NativeBody(nn.Module):
             self._stages += found if has_mixture else [PagedLayers(paged)]
         self._args = self._describe_model()
         """All of it for one call; None if it has parts that are no native ones."""
+        self._like = self._norm.weight
+        """A tensor of the model's dtype."""
+        self._table: tuple[Tensor, Tensor] | None = None
+        """The table that `_args` names."""
+        self._memory = torch.empty(0)
+        """For the logits of `MAX_KEPT_LOGITS` rows, from the first step on."""
+        self._logits: dict[int, tuple[Tensor, int]] = {}
+        """By number of rows: the first rows of it, and their address."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
@@ -265,18 +275,27 @@ class NativeBody(nn.Module):
         step = current_step.get()
         assert isinstance(step, NativeStep)
         kept = torch.arange(step.num_rows) if logits_to_keep is None else logits_to_keep
-        return Output(self.compute_logits(step, (input_ids, position_ids, kept), int(position_ids.max()))[None])
+        table = self._get_table(int(position_ids.max()))
+        if self._args is None or table is None:
+            return Output(self._compute_stages(step, input_ids, position_ids, kept)[None])
+        addresses = (input_ids.data_ptr(), position_ids.data_ptr(), kept.data_ptr())
+        return Output(self._compute_model(self._args, step, addresses, len(kept), table)[None])
 
-    def compute_logits(self, step: NativeStep, rows: tuple[Tensor, Tensor, Tensor], last_position: int) -> Tensor:
-        """Write K and V to the pool, and return logits [rows to keep, vocabulary].
+    def compute_batch(self, step: NativeStep) -> Tensor:
+        """Write K and V to the pool, and return the logits that the batch keeps: [rows, vocabulary]."""
+        batch = step.batch
+        table = self._get_table(batch.last_position)
+        if self._args is None or table is None:
+            return self._compute_stages(step, batch.input_ids, batch.position_ids, batch.logits_to_keep)
+        kept = batch.kept_values
+        addresses = (step.row_addresses[0], step.row_addresses[1], address_of(kept))
+        return self._compute_model(self._args, step, addresses, len(kept), table)
 
-        `rows`: token ids [1, T], their positions [1, T], of which `last_position` is the highest, and the rows to keep.
-        """
-        ids, positions, kept = rows
-        if self._args is not None:
-            table = self._rotary.get_table(self._norm.weight, last_position)
-            if table is not None:
-                return self._compute_model(self._args, step, rows, table)
+    def _get_table(self, last_position: int) -> tuple[Tensor, Tensor] | None:
+        return None if self._args is None else self._rotary.get_table(self._like, last_position)
+
+    def _compute_stages(self, step: NativeStep, ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
+        """Compute the parts one after the other: ids and positions [1, T] to logits [rows to keep, vocabulary]."""
         x = self._embed(ids)
         tables = self._rotary.find_rows(x, positions)
         for stage in self._stages:
@@ -308,21 +327,41 @@ class NativeBody(nn.Module):
         self,
         args: library.BodyArgs,
         step: NativeStep,
-        rows: tuple[Tensor, Tensor, Tensor],
+        addresses: tuple[int, int, int],
+        num_kept: int,
         table: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute the whole model in one call, as `compute_logits`. `table`: the cosines and sines by position."""
+        """Compute the whole model in one call, and return logits [rows to keep, vocabulary].
+
+        `addresses`: of the token ids, their positions, and the rows to keep. `table`: cosines and sines by position.
+        """
         stage = self._stages[0]
         assert isinstance(stage, PagedLayers)
-        ids, positions, kept = rows
-        logits = torch.empty(len(kept), args.num_logits, dtype=table[0].dtype)
+        logits, args.logits = self._find_logits(num_kept)
         args.layers = stage.describe_layers(step.storage)
-        args.ids, args.positions, args.kept = ids.data_ptr(), positions.data_ptr(), kept.data_ptr()
-        args.cos, args.sin, args.num_positions = table[0].data_ptr(), table[1].data_ptr(), len(table[0])
-        args.head_size, args.num_kept, args.logits = table[0].shape[1], len(kept), logits.data_ptr()
+        args.ids, args.positions, args.kept = addresses
+        args.num_kept = num_kept
+        if self._table is not table:
+            args.cos, args.sin = table[0].data_ptr(), table[1].data_ptr()
+            args.num_positions, args.head_size = table[0].shape
+            self._table = table
         step.step_args.hidden, step.step_args.first_key = args.head.contents.inputs, None
         step.native.body(ctypes.addressof(args), ctypes.addressof(step.step_args))
         return logits
+
+    def _find_logits(self, num_rows: int) -> tuple[Tensor, int]:
+        """Return memory for logits [rows, vocabulary], and its address. That for a few rows is the same every time."""
+        found = self._logits.get(num_rows)
+        if found is not None:
+            return found
+        assert self._args is not None
+        if num_rows > MAX_KEPT_LOGITS:
+            logits = torch.empty(num_rows, self._args.num_logits, dtype=self._like.dtype)
+            return logits, logits.data_ptr()
+        if not self._logits:
+            self._memory = torch.empty(MAX_KEPT_LOGITS, self._args.num_logits, dtype=self._like.dtype)
+        self._logits[num_rows] = found = (self._memory[:num_rows], self._memory.data_ptr())
+        return found
 
 
 def make_native_body(module: Any) -> NativeBody | None:

@@ -26,7 +26,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
     if not any(draw.sampling.temperature > 0 or _changes_row(draw) for draw in draws):
-        return list(argmax_lowest_id(logits).tolist())
+        return argmax_lowest_id(logits)
     native = find_library(logits)
     return draw_rows(native, logits, draws) if native is not None else draw_with_torch(logits, draws)
 
@@ -36,7 +36,7 @@ def draw_with_torch(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int
     scores = make_scores(logits, draws) if any(map(_changes_row, draws)) else logits.float()
     apply_penalties(scores, draws)
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores).tolist()
+    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores)
     if at_random:
         scatter_rows(
             tokens, at_random, draw_at_random(select_rows(scores, at_random), [draws[row] for row in at_random])

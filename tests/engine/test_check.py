@@ -178,7 +178,7 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
         right(batch, *args, **kwargs)
-        batch.position_ids = batch.position_ids * 2
+        batch.position_ids.mul_(2)  # of `row_values`, which the kernels read
 
     monkeypatch.setattr(Batch, "__init__", wrong)
 

@@ -137,7 +137,6 @@ def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Ten
 
     def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
         right(batch, *args, **kwargs)
-        batch.position_ids = batch.position_ids.clone()
         first = 0
         for _, num_tokens in batch.plan:
             change(batch.position_ids[0, first : first + num_tokens])

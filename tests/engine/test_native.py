@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.batch import Batch
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
-from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeLayer, RotaryTable
+from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeBody, NativeLayer, RotaryTable
 from penstock.engine.loading import load_model
 from penstock.engine.masks import sees_interval
+from penstock.engine.model import LoadedModel
+from tests.engine.helpers import sequence
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 
@@ -31,6 +35,50 @@ def test_the_demo_model_runs_on_kernels_alone(dtype: str) -> None:
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
     assert isinstance(model.backend, NativeBackend)
     assert len(model.backend.layers) == model.config.num_hidden_layers
+
+
+def load_native(**given: Any) -> tuple[LoadedModel, NativeBody]:
+    model = accelerate_model(load_model(EngineSettings(**given)))
+    assert isinstance(model.backend, NativeBackend)
+    assert isinstance(model.backend.body, NativeBody)
+    return model, model.backend.body
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_gives_the_bits_of_embedding_layers_and_head(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, body = load_native(dtype=dtype)
+    lengths = (1, 40, 17, 1)
+    found: list[Tensor] = []
+    for is_one_call in (True, False):
+        if not is_one_call:
+            monkeypatch.setattr(body, "_args", None)
+        seqs = [sequence([5 + (37 * n + at) % 900 for n in range(length + 30)], 9) for at, length in enumerate(lengths)]
+        runner = model.backend.create_runner(model, EngineSettings(), 32)
+        for at, seq in enumerate(seqs):
+            seq.block_table = list(range(8 * at, 8 * at + 8))
+        for plan in ([(seq, 30) for seq in seqs], list(zip(seqs, lengths, strict=True))):
+            with torch.inference_mode():
+                batch = Batch(plan, model.layout.block_size, model.device)
+                logits = runner.run_step(batch).clone()
+            for seq, num_tokens in plan:
+                seq.num_computed_tokens += num_tokens
+        assert batch.num_sampled_rows == len(seqs)
+        found.append(logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["ids", "positions", "kept"])
+@pytest.mark.parametrize("value", [-1, 2**40])
+def test_a_row_that_there_is_not_is_refused_before_it_is_read(name: str, value: int) -> None:
+    model, _ = load_native()
+    seq = sequence([5, 6, 7], 1)
+    seq.block_table = [0]
+    batch = Batch([(seq, 3)], model.layout.block_size, model.device)
+    assert batch.last_position == 2
+    values, at = (batch.kept_values, 0) if name == "kept" else (batch.row_values, 3 * (name == "positions"))
+    values[at] = value
+    with pytest.raises(IndexError, match="no such"), torch.inference_mode():
+        model.backend.create_runner(model, EngineSettings(), 1).run_step(batch)
 
 
 @pytest.mark.parametrize("rope", ["default", "yarn", "dynamic"])

@@ -1,5 +1,6 @@
 """Copies to the GPU and back through pinned memory, so that they run while the host goes on."""
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ UPLOAD_BYTES, DOWNLOAD_BYTES = 2**30, 2**29
 
 
 def to_device(values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Copy numbers to the device. The host does not wait for the copy."""
+    """Copy numbers to the device. The host does not wait for the copy, and numbers in an array stay where they are."""
+    if device.type == "cpu" and isinstance(values, array):
+        return torch.frombuffer(values, dtype=dtype)
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

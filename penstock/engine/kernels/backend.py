@@ -1,10 +1,10 @@
 """The native kernels as a model's backend: their attention reads K and V in the block pool."""
 
 import ctypes
+from array import array
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,21 +29,22 @@ class NativeStep(Step):
     def __init__(self, batch: Batch, storage: KVStorage, native: Library, layers: frozenset[int]) -> None:
         super().__init__(batch, storage)
         self.native, self._layers = native, layers
-        self._blocks, self._offsets = batch.slots
         layout = storage.layout
-        segments: list[tuple[int, int, int, int]] = []
+        segments: list[int] = []
         table: list[int] = []
         row = 0
         for seq, num in batch.plan:
-            segments.append((row, num, seq.num_computed_tokens, len(table)))
+            segments += (row, num, seq.num_computed_tokens, len(table))
             table += seq.block_table[: -(-(seq.num_computed_tokens + num) // layout.block_size)]
             row += num
         self.num_rows = row
-        self._segments = np.array(segments, dtype=np.int32)
-        self._table = np.array(table, dtype=np.int32)
+        self._segments, self._table = array("i", segments), array("i", table)
+        first = address_of(batch.row_values)
+        self.row_addresses = [first + part * row * 8 for part in range(4)]
+        """Where the numbers of the new tokens are: ids, positions, blocks, and rows in the blocks."""
         self.step_args = library.StepArgs(
-            blocks=self._blocks.data_ptr(), offsets=self._offsets.data_ptr(), rows=row,
-            tables=self._table.ctypes.data, segments=self._segments.ctypes.data, num_segments=len(segments),
+            blocks=self.row_addresses[2], offsets=self.row_addresses[3], rows=row, tables=address_of(self._table),
+            segments=address_of(self._segments), num_segments=len(batch.plan),
         )  # fmt: skip
 
     def key_size(self, layer: int) -> int:
@@ -59,8 +60,8 @@ class NativeStep(Step):
         for x, (address, scales) in zip((key, value), places, strict=True):
             x = x if x.stride(3) == 1 else x.contiguous()  # noqa: PLW2901
             args = library.WriteArgs(
-                x.data_ptr(), x.stride(2), x.stride(1), address, scales, layout.block_elements, self._blocks.data_ptr(),
-                self._offsets.data_ptr(), self.num_rows, x.shape[1], x.shape[3], layout.block_size,
+                x.data_ptr(), x.stride(2), x.stride(1), address, scales, layout.block_elements, self.step_args.blocks,
+                self.step_args.offsets, self.num_rows, x.shape[1], x.shape[3], layout.block_size,
                 layout.dtype.itemsize,
             )  # fmt: skip
             self.native.write(ctypes.addressof(args))
@@ -86,6 +87,11 @@ class NativeStep(Step):
         return out
 
 
+def address_of(values: "array[int]") -> int:
+    """Return where the numbers are. The caller keeps them."""
+    return values.buffer_info()[0]
+
+
 def describe_attention(storage: KVStorage, layer: int, heads: int, scale: float) -> library.AttentionArgs:
     """Return what is the same in every step of a layer's attention over a pool, without sinks and bound."""
     layout = storage.layout
@@ -105,8 +111,8 @@ class Body(Protocol):
     def __call__(self, **given: Any) -> Any:
         """Return what has the logits [1, T, vocabulary]."""
 
-    def compute_logits(self, step: NativeStep, rows: tuple[Tensor, Tensor, Tensor], last_position: int) -> Tensor:
-        """Return logits [rows to keep, vocabulary] by token ids [1, T], positions [1, T] and the rows to keep."""
+    def compute_batch(self, step: NativeStep) -> Tensor:
+        """Return the logits that the step's batch keeps: [rows, vocabulary], valid until the next call."""
 
 
 class NativeRunner(ModelRunner):
@@ -128,8 +134,7 @@ class NativeRunner(ModelRunner):
         step = NativeStep(batch, self.storage, self._native, self._layers)
         if self._body is None:
             return self.compute_sampled_logits(step)
-        rows = batch.input_ids, batch.position_ids, batch.logits_to_keep
-        return self._body.compute_logits(step, rows, batch.last_position)
+        return self._body.compute_batch(step)
 
 
 @dataclass(frozen=True)

@@ -215,14 +215,15 @@ def _check_status(status: int) -> None:
         raise (
             MemoryError("the kernels found no memory")
             if status == 1
-            else IndexError("there is no such token or expert")
+            else IndexError("there is no such token, position, row or expert")
         )
 
 
 class Library:
     """The functions and the instruction set they run on. Calls release the interpreter's lock.
 
-    They raise `MemoryError`, and an `IndexError` for tokens that are not in the vocabulary and for unknown experts.
+    They raise `MemoryError`, and an `IndexError` for tokens that are not in the vocabulary, for positions without
+    cosines, and for unknown rows and experts.
     """
 
     def __init__(self, handle: ctypes.CDLL) -> None:

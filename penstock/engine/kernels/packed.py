@@ -213,14 +213,14 @@ def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[
     return [end for end in (0, *ends[:-1]) for _ in range(together)], ends[-1]
 
 
-def native_argmax(native: Library, scores: Tensor) -> Tensor:
-    """Return the column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
-    found = torch.empty(len(scores), dtype=torch.int64)
+def find_best_columns(native: Library, scores: Tensor) -> list[int]:
+    """Return the column of each row's highest value, the first of equal ones, of scores [rows, columns]."""
+    found = (ctypes.c_int64 * len(scores))()
     args = library.BestArgs(
-        scores.data_ptr(), *scores.shape, scores.stride(0), found.data_ptr(), scores.element_size()
+        scores.data_ptr(), *scores.shape, scores.stride(0), ctypes.addressof(found), scores.element_size()
     )  # fmt: skip
     native.best(ctypes.addressof(args))
-    return found
+    return list(found)
 
 
 def weight_of(linear: nn.Module) -> Tensor:

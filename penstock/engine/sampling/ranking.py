@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels import library
-from penstock.engine.kernels.packed import DTYPES, native_argmax
+from penstock.engine.kernels.packed import DTYPES, find_best_columns
 
 BLOCK_TOKENS = 64
 MAX_BLOCKWISE_TOKENS = 128
@@ -46,15 +46,15 @@ def gather_blocks(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (found if size % BLOCK_TOKENS == 0 else found.masked_fill_(ids >= size, -torch.inf)), ids
 
 
-def argmax_lowest_id(scores: Tensor) -> Tensor:
-    """Return the id of each row's highest score, the lowest of equal ones: [rows]. Any floating dtype."""
+def argmax_lowest_id(scores: Tensor) -> list[int]:
+    """Return the id of each row's highest score, the lowest of equal ones. Scores are [rows, vocabulary]."""
     native = library.load_library()
     if native is not None and scores.device.type == "cpu" and scores.dtype in DTYPES and scores.stride(1) == 1:
-        return native_argmax(native, scores)
+        return find_best_columns(native, scores)
     scores = scores.float()
     block = reduce_blocks(scores, _block_maximum).argmax(-1, keepdim=True)
     found, ids = gather_blocks(scores, block)
-    return ids.gather(1, found.argmax(-1, keepdim=True))[:, 0]
+    return list(ids.gather(1, found.argmax(-1, keepdim=True))[:, 0].tolist())
 
 
 def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
