@@ -154,9 +154,11 @@ class Rounds:
             side.close()
 
     def _is_worth_asking(self, cell: Cell, name: str, values: dict[str, dict[int, float]]) -> bool:
-        """Not what it cannot do; nor again where it was far behind the best of the others."""
+        """Not what it cannot do; nor again where it was far behind the best of the others, at any temperature."""
         if cell.is_mixed and name in STATIC:
             return False
+        if name not in values:
+            values = self.results.values.get(cell.greedy_name, {})
         if name == OURS or name not in values:
             return True
         best = max(max(found.values()) for side, found in values.items() if side not in {OURS, *LIMITS.values()})

@@ -57,14 +57,18 @@ class Cell:
     temperature: float = 0.0
 
     @property
+    def greedy_name(self) -> str:
+        """The name of the cell with the same work at temperature 0."""
+        return self.name.removesuffix(DRAWN_SUFFIX)
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the requests of a run differ in length: no work for a static batch."""
         return self.prompt[0] != self.prompt[1]
 
     def make_requests(self, vocabulary: int, seed: int) -> list[Request]:
         """Random prompts of one run: other tokens with each seed, the same lengths with all and at any temperature."""
-        greedy = self.name.removesuffix(DRAWN_SUFFIX)
-        lengths, chance = random.Random(greedy), random.Random(f"{greedy} {seed}")
+        lengths, chance = random.Random(self.greedy_name), random.Random(f"{self.greedy_name} {seed}")
         return [
             (
                 [chance.randrange(300, vocabulary) for _ in range(lengths.randint(*self.prompt))],
