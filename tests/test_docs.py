@@ -233,3 +233,59 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
         batch.execute()
     assert server.pttl(key) > 604_000_000
     assert prefill(record).is_cancelled
+
+
+# Links
+
+ROOT = DOCS.parent
+PAGES = sorted(
+    path
+    for path in [
+        *ROOT.glob("*.md"),
+        *(
+            page
+            for folder in ("benchmarks", "docker", "docs", "examples", "penstock", "sim", "tests", "tools")
+            for page in (ROOT / folder).rglob("*.md")
+        ),
+    ]
+    if "node_modules" not in path.parts
+)
+
+
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.*)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower().strip()
+        plain = slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        again = 0
+        while slug in anchors:
+            again += 1
+            slug = f"{plain}-{again}"
+        anchors.add(slug)
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_all_links_of_a_page_resolve(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        is_dead_anchor = anchor and target.suffix == ".md" and target.exists() and anchor not in list_anchors(target)
+        if not target.exists() or is_dead_anchor:
+            dead.append(link)
+    assert not dead
+
+
+def test_the_tests_that_the_readme_names_exist() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    named = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", readme)
+    assert named
+    for name, path in named:
+        assert re.search(rf"def {name}\(", (ROOT / path).read_text("utf-8")), name
