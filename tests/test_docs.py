@@ -289,3 +289,24 @@ def test_the_tests_that_the_readme_names_exist() -> None:
     assert named
     for name, path in named:
         assert re.search(rf"def {name}\(", (ROOT / path).read_text("utf-8")), name
+
+
+# Figures
+
+
+def test_every_figure_of_the_readme_stands_in_a_file_with_its_origin() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = re.search(r"^\| What \| Figure \|.*\n\|---.*\n((?:\|.*\n)+)", readme, re.MULTILINE)
+    assert table
+    for line in table[1].splitlines():
+        _, figure, source, _ = (cell.strip() for cell in line.strip("| ").split(" | "))
+        path = re.search(r"\((docs/figures/\w+\.json)\)", source)
+        assert path, line
+        stored = json.loads((ROOT / path[1]).read_text("utf-8"))
+        assert stored["commit"]
+        assert stored["machine"]
+        assert stored["command"]
+        known = {number for numbers in stored["figures"].values() for number in numbers}
+        shown = {float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", figure)}
+        assert shown
+        assert shown <= known, line
