@@ -15,7 +15,7 @@ def make(sdk: openai.OpenAI, content: bytes) -> openai.types.Batch:
 
 def ended(sdk: openai.OpenAI, batch_id: str) -> openai.types.Batch:
     over = ("completed", "failed", "cancelled", "expired")
-    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 120, "the batch's end", every_s=0.1)
+    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 500, "the batch's end", every_s=0.1)
     return sdk.batches.retrieve(batch_id)
 
 
@@ -104,6 +104,27 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     line.wait_until_ready(60)
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
+    assert each_once(read(content_of(sdk, batch.output_file_id)), count)
+    ids = result_ids(line, asked)
+    assert len(ids) == len(set(ids)) == count
+
+
+def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk: openai.OpenAI) -> None:
+    count = 2000
+    made = make(sdk, lines([row(number, 1) for number in range(count)]))
+    asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
+    for enough in (count // 5, 2 * count // 5, 3 * count // 5):
+        wait_until(lambda enough=enough: len(result_ids(line, asked)) > enough, 300, "some results")
+        gateway = line.gateway
+        assert gateway is not None
+        assert gateway.child is not None
+        gateway.child.kill()
+        gateway.was_ready = False
+        line.wait_until_ready(60)
+    batch = ended(sdk, made.id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
     ids = result_ids(line, asked)
     assert len(ids) == len(set(ids)) == count
