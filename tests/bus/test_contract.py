@@ -465,3 +465,12 @@ def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: 
             with pytest.raises(BusUnavailable):
                 member.settle([Settlement(d, [Outgoing("no-such-topic", b"")])])
             assert member.is_holding(d)
+
+
+def test_a_closed_bus_has_freed_its_look_ups_and_opens_them_again(bus: Bus) -> None:
+    before = bus.count_unsettled()
+    bus.check_connection()
+    bus.close()
+    bus.close()
+    assert bus.count_unsettled() == before
+    bus.close()

@@ -49,7 +49,7 @@ def test_what_is_no_upload_is_refused(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         sdk.files.create(file=("in.jsonl", b"{}"), purpose="vision")
     with pytest.raises(openai.APIStatusError) as caught:
-        sdk.files.create(file=("in.jsonl", b"x" * 300_001), purpose="batch")
+        sdk.files.create(file=("in.jsonl", b"x" * 600_001), purpose="batch")
     assert caught.value.status_code == 413
     with pytest.raises(openai.BadRequestError, match="multipart"):
         sdk.post("/files", cast_to=object, body={"purpose": "batch"})

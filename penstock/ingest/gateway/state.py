@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Event
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     AdmissionSettings,
@@ -59,6 +60,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
+        self.bus = connect_bus(addresses, self.bus_settings)
         self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
@@ -114,6 +116,7 @@ class Gateway:
         await self.webhooks.close()
         for client in self._clients.values():
             await client.close()
+        await asyncio.to_thread(self.bus.close)
         for server in self.servers.parts:
             await server.aclose()
 
