@@ -5,10 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
-from penstock.errors import PromptTooLong
+from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
@@ -203,3 +204,18 @@ def test_an_unknown_effort_is_refused_with_the_list(endpoint: Endpoint[Any], ask
     with pytest.raises(ApiError, match="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'") as raised:
         endpoint.parse_body({"model": "demo", **asked})
     assert raised.value.param == param
+
+
+async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[StreamsBus] = []
+
+    def check(bus: StreamsBus, timeout_s: float = 5.0) -> str:
+        asked.append(bus)
+        raise BusUnavailable("away")
+
+    monkeypatch.setattr(StreamsBus, "check_connection", check)
+    app = create_app(GatewaySettings(), Addresses())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        assert [(await client.get("/readyz")).status_code for _ in range(3)] == [503] * 3
+    assert len(asked) == 3
+    assert len({id(bus) for bus in asked}) == 1
