@@ -114,7 +114,7 @@ def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk:
     made = make(sdk, lines([row(number, 1) for number in range(count)]))
     asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
     for enough in (count // 5, 2 * count // 5, 3 * count // 5):
-        wait_until(lambda enough=enough: len(result_ids(line, asked)) > enough, 300, "some results")
+        wait_until(lambda enough=enough: len(result_ids(line, asked)) > enough, 300, "some results")  # type: ignore[misc]
         gateway = line.gateway
         assert gateway is not None
         assert gateway.child is not None
