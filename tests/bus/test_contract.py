@@ -483,7 +483,7 @@ def test_a_closed_bus_has_freed_its_look_ups_and_opens_them_again(bus: Bus) -> N
 def test_a_closed_watch_has_closed_its_bus(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     bus, closed = MemoryBus(pipeline), list[MemoryBus]()
     bus.create_topics()
-    monkeypatch.setattr(MemoryBus, "close", closed.append)
+    monkeypatch.setattr(bus, "close", lambda: closed.append(bus))
     monkeypatch.setattr(lag, "connect_bus", lambda *_: bus)
     watch = lag.LagWatch(Addresses(stream_url=redis_url, pipeline=pipeline.name), BusSettings())
     watch.read_latest()
