@@ -4,6 +4,7 @@
 the token log in Redis and the payloads of its pub/sub channel. `Job`, `Result` and `EndEvent` may have an `ErrorInfo`.
 """
 
+import codecs
 import hashlib
 import json
 import time
@@ -422,6 +423,7 @@ def decode_message(kind: type[M], value: bytes) -> M:
     """
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
+    _refuse_prefix(value)
     try:
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -434,6 +436,17 @@ def decode_message(kind: type[M], value: bytes) -> M:
     if "v" in kind.model_fields and "v" not in message.model_fields_set:
         raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
     return message
+
+
+def _refuse_prefix(value: bytes) -> None:
+    """Raise `InvalidRequest` if serializers of other formats have put bytes in front of the JSON."""
+    if value.startswith(b"\x00"):
+        raise InvalidRequest(
+            "the value begins with byte 0x00, as a schema registry's serializer writes it: send plain JSON, without "
+            "the 5 bytes in front, with a string or byte serializer"
+        )
+    if value.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InvalidRequest("the value begins with a byte order mark: send JSON in UTF-8 without it")
 
 
 def _describe_validation_error(line: Mapping[str, Any]) -> str:

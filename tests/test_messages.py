@@ -156,6 +156,19 @@ def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestErr
     assert raised.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        (b"\x00\x00\x00\x00\x07", "schema registry.*send plain JSON, without the 5 bytes"),
+        (b"\xef\xbb\xbf", "byte order mark.*UTF-8 without it"),
+        (b"\xff\xfe", "byte order mark"),
+    ],
+)
+def test_bytes_before_the_json_are_named(prefix: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        decode_message(Request, prefix + body())
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_request_error(value: bytes) -> None:
     with contextlib.suppress(RequestError):

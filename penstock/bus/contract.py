@@ -288,3 +288,6 @@ class Bus(Protocol):
 
     def check_connection(self, timeout_s: float = 5.0) -> str:
         """Return one line about the server. Raise `BusUnavailable` where it does not answer within `timeout_s`."""
+
+    def close(self) -> None:
+        """Free the connections that look-ups keep. Publishers, members and followers are closed by themselves."""

@@ -156,7 +156,7 @@ class AsyncClient(BaseClient):
             await asyncio.to_thread(publisher.close)
         for feed in live.parts if live is not None else ():
             await feed.close()
-        self._watch.close()
+        await asyncio.to_thread(self._watch.close)
         for client in self._servers.parts:
             await client.aclose()
 

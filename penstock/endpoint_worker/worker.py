@@ -138,7 +138,7 @@ class EndpointWorker:
             if news is ClaimEvent.LOST:
                 self._drop_lost_task(task)
             else:
-                self._end_with_error(task, Cancelled("cancelled"))
+                self._end_with_error(task, Cancelled("the request was cancelled"))
 
     # 1. Claim.
 
@@ -359,7 +359,7 @@ class EndpointWorker:
                 case AppendOutcome.FENCED:
                     self._drop_lost_task(task)
                 case AppendOutcome.CANCELLED:
-                    self._end_with_error(task, Cancelled("cancelled"))
+                    self._end_with_error(task, Cancelled("the request was cancelled"))
         self.load.throughput.record_step(len(entries), is_busy=bool(self.running))
 
     def _record_piece(self, task: EndpointTask, written_s: float) -> None:

@@ -94,6 +94,12 @@ def not_found_error(what: str, name: str) -> ApiError:
     return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
 
 
+def unknown_model_error(name: str) -> ApiError:
+    """Return a 404 for a model that no worker serves."""
+    message = f"The model {name[:256]!r} does not exist or you do not have access to it."
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
 def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
     """Return the answer to one of Penstock's errors. `prompt` is the parameter that has the prompt, if known."""
     match error:

@@ -32,7 +32,7 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import FollowedMessage, Follower
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load_settings
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Result, decode_message
@@ -68,9 +68,9 @@ class UsageSums:
 class UsageMeter:
     """Counts the results of one pipeline. Used by one thread."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
-        self._bus = connect_bus(addresses, load_settings(BusSettings))
+        self._bus = connect_bus(addresses, settings)
         self._client = redis_client(addresses.first_url)
         self._token = uuid.uuid4().hex
         self._follower: Follower | None = None
@@ -153,9 +153,9 @@ def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[Result]:
             log.warning("%s is no result: %s cannot have been used", followed.offset, usage)
 
 
-async def meter_forever(addresses: Addresses) -> None:
+async def meter_forever(addresses: Addresses, settings: BusSettings) -> None:
     """Count a pipeline's results until cancelled. Outages are waited for."""
-    meter, thread = UsageMeter(addresses), ThreadPoolExecutor(1, "meter")
+    meter, thread = UsageMeter(addresses, settings), ThreadPoolExecutor(1, "meter")
     loop, waits = asyncio.get_running_loop(), backoff_pauses()
     try:
         while True:

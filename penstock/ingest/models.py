@@ -3,13 +3,14 @@
 import asyncio
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
 
 from penstock.errors import BusUnavailable
-from penstock.ingest.errors import ApiError
+from penstock.ingest.errors import ApiError, unknown_model_error
 from penstock.ingest.openai.answer_parser import import_response_parser
 from penstock.names import WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
@@ -58,6 +59,12 @@ class ServedModels:
             await self._refresh_models(max_age_s=0.0)
         return [self._known[name] for name in sorted(self._known)]
 
+    async def read_names(self) -> list[str] | None:
+        """Return the names of all models, read now; None if none is known, so that it is open which exist."""
+        with suppress(BusUnavailable):
+            await self._refresh_models(max_age_s=0.0)
+        return sorted(self._known) or None
+
     async def find_model(self, name: str) -> ServedModel:
         """Return a model. Raises `ApiError`: 404 if no worker serves it, 503 while no worker serves any."""
         await self._refresh_models()
@@ -67,8 +74,7 @@ class ServedModels:
             return self._known[name]
         if not self._known:
             raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
-        message = f"The model {name[:256]!r} does not exist or you do not have access to it."
-        raise ApiError(404, message, code="model_not_found", param="model")
+        raise unknown_model_error(name)
 
     async def _refresh_models(self, max_age_s: float = MODELS_TTL_S) -> None:
         """Read the heartbeats again if that was longer ago than `max_age_s`, once for all callers that wait."""

@@ -101,7 +101,11 @@ class PipelineWatch(ABC, Generic[T]):
             return self._last
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
+        with self._lock:
+            bus, self._bus = self._bus, None
+        if bus is not None:
+            bus.close()
         self._redis.close()
 
     @abstractmethod

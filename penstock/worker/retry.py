@@ -82,7 +82,7 @@ class RetryPolicy:
 def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
     """Return the error of a request that is cancelled, tried too often or too late; None when there is work to do."""
     if claim.is_cancelled:
-        return Cancelled("cancelled")
+        return Cancelled("the request was cancelled")
     if claim.is_exhausted:
         return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
     return deadline_error(deadline)

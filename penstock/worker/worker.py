@@ -168,7 +168,7 @@ class Worker:
             if news is ClaimEvent.LOST:
                 self._drop_lost_task(task)
             elif not task.is_in_flight:  # else its token is refused
-                task.error = Cancelled(f"cancelled in {self.stage}")
+                task.error = Cancelled("the request was cancelled")
                 self._end_tasks(task)
 
     def _collect_events(self) -> list[Task]:
@@ -533,7 +533,7 @@ class Worker:
                 self._record_token_metrics(task, written_s)
             if num_cancelled := counts[AppendOutcome.CANCELLED]:
                 del task.log_events[-num_cancelled:]
-                task.error = Cancelled(f"cancelled in {self.stage}")
+                task.error = Cancelled("the request was cancelled")
                 ended.append(task)
             elif task.finish_reason is not None:
                 ended.append(task)

@@ -108,6 +108,9 @@ class MemoryBus:
         """Return one line about the bus."""
         return f"messages of {self.pipeline.name} at hand, in memory"
 
+    def close(self) -> None:
+        """Do nothing: there are no connections."""
+
     def append(self, messages: Sequence[Outgoing]) -> None:
         """Add messages to their topics, all or none, and wake who waits for some. Raise `BusUnavailable`."""
         with self.changed:

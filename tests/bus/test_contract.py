@@ -19,13 +19,17 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.streams.bus import StreamsBus
 from penstock.bus.streams.member import StreamsMember
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
 from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
+from penstock.ops import lag
 from penstock.waiting import wait_until
 from sim.forked import fork_process
+from sim.memory.bus import MemoryBus
 from sim.servers import start_or_skip
 from tests.bus import worker_process
 from tests.bus.buses import (
@@ -465,3 +469,24 @@ def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: 
             with pytest.raises(BusUnavailable):
                 member.settle([Settlement(d, [Outgoing("no-such-topic", b"")])])
             assert member.is_holding(d)
+
+
+def test_a_closed_bus_has_freed_its_look_ups_and_opens_them_again(bus: Bus) -> None:
+    before = bus.count_unsettled()
+    bus.check_connection()
+    bus.close()
+    bus.close()
+    assert bus.count_unsettled() == before
+    bus.close()
+
+
+def test_a_closed_watch_has_closed_its_bus(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, closed = MemoryBus(pipeline), list[MemoryBus]()
+    bus.create_topics()
+    monkeypatch.setattr(bus, "close", lambda: closed.append(bus))
+    monkeypatch.setattr(lag, "connect_bus", lambda *_: bus)
+    watch = lag.LagWatch(Addresses(stream_url=redis_url, pipeline=pipeline.name), BusSettings())
+    watch.read_latest()
+    watch.close()
+    watch.close()
+    assert closed == [bus]

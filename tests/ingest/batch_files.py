@@ -70,7 +70,9 @@ def result_ids(stack: Stack, beginning: str) -> list[str]:
     return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]
 
 
-async def create_batch(objects: ObjectStorage, caller: Caller, content: bytes) -> BatchSpec:
+async def create_batch(
+    objects: ObjectStorage, caller: Caller, content: bytes, models: list[str] | None = None
+) -> BatchSpec:
     """Make a batch of a gateway; nobody works on it yet."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -78,7 +80,7 @@ async def create_batch(objects: ObjectStorage, caller: Caller, content: bytes) -
 
     file = await FileStore(objects).save_file(caller.tenant, "in.jsonl", "batch", pieces())
     new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    made = await BatchStore(objects).create_batch(caller, new, file)
+    made = await BatchStore(objects).create_batch(caller, new, file, models)
     spec = await BatchStore(objects).find_spec(caller.tenant, made.id)
     assert spec is not None
     return spec

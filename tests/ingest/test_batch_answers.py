@@ -479,6 +479,74 @@ async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: O
     assert (state.status, state.request_counts.completed) == ("completed", 3 * MAX_ROWS)
 
 
+class FadingPipelines:
+    """The model `demo` is not seen for hours while another one is; each look takes a virtual hour."""
+
+    def __init__(self, client: ScriptedClient, num_misses: float) -> None:
+        self.client, self.num_misses, self.hours = client, num_misses, 0
+
+    def monotonic(self) -> float:
+        return self.hours * 3600.0
+
+    async def find(self, model: str) -> ModelPipeline:
+        self.hours += 1
+        await asyncio.sleep(0)
+        if self.hours <= self.num_misses:
+            raise ApiError(404, "only another model is served", code="model_not_found", param="model")
+        return await self.client.find(model)
+
+
+async def test_lines_wait_for_their_model_whatever_else_is_served(
+    objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ScriptedClient()
+    fading = FadingPipelines(client, num_misses=100)
+    monkeypatch.setattr(answer_module, "MODEL_CHECK_S", 0.0)
+    monkeypatch.setattr(answer_module, "time", fading, raising=False)
+    batch = GatewayBatch(objects)
+    batch.spec = await create_batch(objects, CALLER, lines([row(number) for number in range(10)]))
+    await BatchWork(objects, batch.spec, Pipelines(fading.find, MAX_ROWS), batch.settings).run()
+    found = await batch.read_rows()
+    assert each_once(found, 10)
+    assert {one["response"]["status_code"] for one in found} == {200}
+
+
+async def test_a_model_that_was_unknown_when_the_batch_was_accepted_stays_so(objects: ObjectStorage) -> None:
+    """One gateway began, another goes on, which knows the model meanwhile: its lines fail all the same, alone."""
+    batch = GatewayBatch(objects)
+    content = lines([row(number, model="demo" if number % 2 else "typo") for number in range(12)])
+    batch.spec = await create_batch(objects, CALLER, content, ["demo", "other"])
+    before, after = ScriptedClient(), ScriptedClient()
+    before.close_after = 3
+    async with under_way(batch.run(before)):
+        await until(lambda: not before.is_open.is_set())
+    await batch.run(after)
+    found = await batch.read_rows()
+    assert each_once(found, 12)
+    for one in found:
+        is_good = int(one["custom_id"].removeprefix("row-")) % 2
+        assert one["response"]["status_code"] == (200 if is_good else 404)
+        assert is_good or one["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+async def test_a_batch_is_cancelled_while_its_lines_wait_for_their_model(
+    objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fading = FadingPipelines(ScriptedClient(), num_misses=float("inf"))
+    monkeypatch.setattr(answer_module, "MODEL_CHECK_S", 0.0)
+    batch = GatewayBatch(objects)
+    batch.spec = await create_batch(objects, CALLER, lines([row(number) for number in range(10)]), ["demo"])
+    async with asyncio.TaskGroup() as tasks:
+        work = BatchWork(objects, batch.spec, Pipelines(fading.find, MAX_ROWS), batch.settings)
+        running = tasks.create_task(work.run())
+        await until(lambda: fading.hours > 100)
+        assert not running.done()
+        await batch.batches.cancel_batch(CALLER.tenant, batch.spec.id)
+    found = await batch.read_rows()
+    assert each_once(found, 10)
+    assert {one["error"]["code"] for one in found} == {"batch_cancelled"}
+
+
 async def test_a_journal_of_an_older_version_is_gone_on_with(tmp_path: Path) -> None:
     """What was finished is kept, what the journal does not name is cut off, and ids are those of before."""
     batch = CommandBatch(tmp_path)

@@ -15,7 +15,7 @@ def make(sdk: openai.OpenAI, content: bytes) -> openai.types.Batch:
 
 def ended(sdk: openai.OpenAI, batch_id: str) -> openai.types.Batch:
     over = ("completed", "failed", "cancelled", "expired")
-    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 120, "the batch's end", every_s=0.1)
+    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 500, "the batch's end", every_s=0.1)
     return sdk.batches.retrieve(batch_id)
 
 
@@ -49,7 +49,7 @@ def test_what_is_no_upload_is_refused(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         sdk.files.create(file=("in.jsonl", b"{}"), purpose="vision")
     with pytest.raises(openai.APIStatusError) as caught:
-        sdk.files.create(file=("in.jsonl", b"x" * 300_001), purpose="batch")
+        sdk.files.create(file=("in.jsonl", b"x" * 600_001), purpose="batch")
     assert caught.value.status_code == 413
     with pytest.raises(openai.BadRequestError, match="multipart"):
         sdk.post("/files", cast_to=object, body={"purpose": "batch"})
@@ -104,6 +104,27 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     line.wait_until_ready(60)
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
+    assert each_once(read(content_of(sdk, batch.output_file_id)), count)
+    ids = result_ids(line, asked)
+    assert len(ids) == len(set(ids)) == count
+
+
+def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk: openai.OpenAI) -> None:
+    count = 2000
+    made = make(sdk, lines([row(number, 1) for number in range(count)]))
+    asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
+    for enough in (count // 5, 2 * count // 5, 3 * count // 5):
+        wait_until(lambda enough=enough: len(result_ids(line, asked)) > enough, 300, "some results")  # type: ignore[misc]
+        gateway = line.gateway
+        assert gateway is not None
+        assert gateway.child is not None
+        gateway.child.kill()
+        gateway.was_ready = False
+        line.wait_until_ready(60)
+    batch = ended(sdk, made.id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
     ids = result_ids(line, asked)
     assert len(ids) == len(set(ids)) == count

@@ -5,10 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
-from penstock.errors import PromptTooLong
+from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
@@ -174,3 +175,47 @@ async def test_another_method_is_told_which_there_are(method: str, path: str, al
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "method_not_allowed")
     assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/input_tokens"])
+async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(path: str) -> None:
+    app = create_app(GatewaySettings(), Addresses())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        answer = await client.post(path, json={"model": "demo"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+    assert "allow" not in answer.headers
+
+
+def test_a_prompt_instead_of_input_is_refused_by_name() -> None:
+    with pytest.raises(ApiError) as raised:
+        RESPONSES.parse_body({"model": "demo", "prompt": {"id": "pmpt_1"}})
+    assert (raised.value.status, raised.value.param) == (400, "prompt")
+    assert raised.value.body.error.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked", "param"),
+    [
+        (CHAT, {"messages": [TURN], "reasoning_effort": "most"}, "reasoning_effort"),
+        (RESPONSES, {"input": "x", "reasoning": {"effort": "most"}}, "reasoning.effort"),
+    ],
+)
+def test_an_unknown_effort_is_refused_with_the_list(endpoint: Endpoint[Any], asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError, match="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'") as raised:
+        endpoint.parse_body({"model": "demo", **asked})
+    assert raised.value.param == param
+
+
+async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[StreamsBus] = []
+
+    def check(bus: StreamsBus, timeout_s: float = 5.0) -> str:
+        asked.append(bus)
+        raise BusUnavailable("away")
+
+    monkeypatch.setattr(StreamsBus, "check_connection", check)
+    app = create_app(GatewaySettings(), Addresses())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        assert [(await client.get("/readyz")).status_code for _ in range(3)] == [503] * 3
+    assert len(asked) == 3
+    assert len({id(bus) for bus in asked}) == 1

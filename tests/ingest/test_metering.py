@@ -93,7 +93,7 @@ def results(request: pytest.FixtureRequest, pipeline: Pipeline, redis_url: str) 
 def count_all(results: PublishedResults, meter: UsageMeter | None = None) -> None:
     """Let a meter, by default a new one, count until there is nothing more."""
     if meter is None:
-        with closing(UsageMeter(results.addresses)) as made:
+        with closing(UsageMeter(results.addresses, BusSettings())) as made:
             return count_all(results, made)
     results.free_lease()
     wait_until(lambda: not meter.count_once(0.3), 60, "nothing more to count")
@@ -123,7 +123,7 @@ def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp
 def test_two_that_count_at_once_count_once(results: PublishedResults) -> None:
     """Neither knows of the other: each holds the lease when it looks."""
     results.publish(900)
-    meters = [UsageMeter(results.addresses), UsageMeter(results.addresses)]
+    meters = [UsageMeter(results.addresses, BusSettings()), UsageMeter(results.addresses, BusSettings())]
 
     def both() -> bool:
         found = []
@@ -141,7 +141,7 @@ def test_two_that_count_at_once_count_once(results: PublishedResults) -> None:
 
 def test_lost_sums_are_counted_again_with_their_places(results: PublishedResults) -> None:
     results.publish(50)
-    count_all(results, meter := UsageMeter(results.addresses))
+    count_all(results, meter := UsageMeter(results.addresses, BusSettings()))
     for name in ("places", "seen", f"day:{utc_day(now_s())}"):
         results.client.delete(results.pipeline.meter_key(name))
     results.publish(10)
@@ -167,7 +167,7 @@ def test_a_log_that_lost_its_end_is_not_counted_again(results: PublishedResults)
     results.client.hset(places, mapping={part: int(offset) + 1000 for part, offset in stored.items()})
     results.client.delete(results.pipeline.meter_key("seen"))  # longer ago than the window
     results.free_lease()
-    meter = UsageMeter(results.addresses)
+    meter = UsageMeter(results.addresses, BusSettings())
     wait_until(
         lambda: meter.count_once(0.3) is not None and results.client.hgetall(places) == stored, 30, "the logs' ends"
     )

@@ -54,6 +54,8 @@ def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProc
     assert line.decode.record.cancel_request("gone")
     (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
+    assert result.error is not None
+    assert result.error.message == "the request was cancelled"
     assert result.usage.prompt_tokens > 0
 
 

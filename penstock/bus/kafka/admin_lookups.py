@@ -102,7 +102,8 @@ class CommittedOffsets:
 
     def close(self) -> None:
         """Free the connection."""
-        self._consumer.close()
+        with self._lock:
+            self._consumer.close()
 
 
 class GroupLag:
@@ -121,6 +122,11 @@ class GroupLag:
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled. Raise `KafkaException` or `TimeoutError`."""
         return retry_during_election(self._count_by_topic)
+
+    def close(self) -> None:
+        """Free the connections."""
+        for commits in self._commits.values():
+            commits.close()
 
     def _count_by_topic(self) -> dict[str, int]:
         topics = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}

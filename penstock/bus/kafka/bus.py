@@ -73,6 +73,7 @@ class KafkaBus(KafkaClientFactory):
     ) -> None:
         super().__init__(pipeline, bootstrap, settings, access)
         self._backlog: GroupLag | None = None
+        self._admin: AdminClient | None = None
         self._lock = threading.Lock()
 
     def create_topics(self) -> list[str]:
@@ -156,9 +157,18 @@ class KafkaBus(KafkaClientFactory):
 
     def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Return one line about the brokers. Raise `BusUnavailable`."""
+        with self._lock:
+            admin = self._admin = self._admin or AdminClient(self.clients)
         with bus_errors():
-            metadata = AdminClient(self.clients).list_topics(timeout=timeout_s)
+            metadata = admin.list_topics(timeout=timeout_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
+
+    def close(self) -> None:
+        """Free the connections that `count_unsettled` and `check_connection` keep."""
+        with self._lock:
+            backlog, self._backlog, self._admin = self._backlog, None, None
+        if backlog is not None:
+            backlog.close()
 
     def topic_settings(self, topic: str) -> dict[str, str]:
         """Return the settings with which a topic is created, whatever the cluster's defaults are."""

@@ -151,6 +151,9 @@ class StreamsBus:
         version = info.get("valkey_version") or info.get("redis_version")
         return f"Redis Streams on {name} {version} at {hide_password(self.url)}"
 
+    def close(self) -> None:
+        """Do nothing: each call opens a connection of its own."""
+
     def _stream_key(self, topic: str) -> str:
         return self.pipeline.stream_key(topic)
 

@@ -18,7 +18,6 @@ what all batches of a process ask of that. So a pipeline that is slow, or has no
 
 import asyncio
 import json
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
@@ -30,7 +29,7 @@ from penstock.client.core import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.ingest.batch.lines import PIECE_BYTES, Row, parse_row, split_lines
 from penstock.ingest.endpoints import find_prompt_field
-from penstock.ingest.errors import ApiError, to_api_error
+from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.endpoint import cap_open_answers, make_request_ids, use_response_template
 from penstock.ingest.openai.tokens import sum_usage
@@ -39,9 +38,8 @@ from penstock.redis.client import backoff_pauses
 
 MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
 """How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
-MODEL_WAIT_S = 60.0
-"""How long to wait for workers that serve a model, which may be starting."""
 MODEL_CHECK_S = 1.0
+"""How often to look for workers that serve a model, while there are none."""
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
 NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
@@ -57,7 +55,7 @@ class ModelPipeline(NamedTuple):
 
 
 FindPipeline = Callable[[str], Awaitable[ModelPipeline]]
-"""Returns the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
+"""Returns the pipeline that serves a model. Raises `ApiError` or `BusUnavailable` while no worker serves it."""
 NO_USAGE = Usage()
 
 
@@ -78,6 +76,8 @@ class Batch:
     deadline: float | None = None
     max_request_tokens: int | None = None
     """The most output tokens that one request may ask for."""
+    models: frozenset[str] | None = None
+    """The models that its rows may name, as they were when it was accepted; None: it is not known which exist."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,6 @@ class BatchRun:
         self._unwritten: list[FinishedRow] = []
         self._num_unwritten_bytes = 0
         self._write_lock = asyncio.Lock()
-        self._started_at = time.monotonic()
 
     async def answer_rows(self, finished_rows: Set[int]) -> None:
         """Answer all rows but those whose numbers are in `finished_rows`. However this ends, finished rows are written.
@@ -210,15 +209,16 @@ class BatchRun:
         return self._make_row(row, response, None, sum_usage(one.usage for one in answers))
 
     async def _wait_for_pipeline(self, model: str) -> ModelPipeline:
-        """Return the pipeline of a model; wait while no worker serves it."""
+        """Return the pipeline of a model; wait while no worker serves it.
+
+        Raises `ApiError` 404 for a model that was unknown when the batch was accepted.
+        """
+        if self._batch.models is not None and model not in self._batch.models:
+            raise unknown_model_error(model)
         while True:
-            try:
+            # A 404 says only that this process sees no worker of the model now: they may be starting.
+            with suppress(BusUnavailable, ApiError):
                 return await self._pipelines.find_pipeline(model)
-            except BusUnavailable:
-                pass
-            except ApiError as error:
-                if error.status < 500 and time.monotonic() > self._started_at + MODEL_WAIT_S:
-                    raise
             await asyncio.sleep(MODEL_CHECK_S)
 
     async def _cancel_row(self, row: Row) -> None:

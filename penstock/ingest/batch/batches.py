@@ -2,7 +2,7 @@
 
     open/<id>                              the tenant: marks a batch that has not ended
     tenants/<tenant>/batches/<id>/
-        birth.json                         the batch's specification; written once
+        birth.json                         the batch's specification, and the models that existed then; written once
         input                              a copy of its input, as the file may be deleted meanwhile
         progress.json                      its progress; written by the gateway that works on it
         tokens                             how many tokens it may take, if its tenant has a limit; written once
@@ -57,6 +57,10 @@ class BatchSpec(BaseModel):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
+    models: list[str] | None = None
+    """The models that were known when it was accepted. Its lines wait for their workers, and a line for another model
+    is an error, whatever a gateway knows later. None: none was known, and all lines wait until their model is served.
+    """
     output_life_s: int = FILE_LIFE_S
 
 
@@ -66,8 +70,10 @@ class BatchStore:
     def __init__(self, objects: ObjectStorage) -> None:
         self._objects = objects
 
-    async def create_batch(self, caller: Caller, new: NewBatch, file: FileObject) -> BatchObject:
-        """Create a batch of a file."""
+    async def create_batch(
+        self, caller: Caller, new: NewBatch, file: FileObject, models: list[str] | None = None
+    ) -> BatchObject:
+        """Create a batch of a file, whose lines may name `models`; None: it is not known which exist."""
         batch_id, now = make_id("batch_"), int(time.time())
         spec = BatchSpec(
             id=batch_id,
@@ -80,6 +86,7 @@ class BatchStore:
             created_at=now,
             expires_at=now + round(COMPLETION_WINDOW_S),
             metadata=new.metadata,
+            models=models,
             output_life_s=new.output_expires_after.seconds if new.output_expires_after else FILE_LIFE_S,
         )
         await self._objects.put(f"open/{batch_id}", caller.tenant.encode())

@@ -94,7 +94,7 @@ class Journal:
     def close(self) -> None:
         """Close the files, so that another process can open them."""
         for file in [*self._files.values(), *([self._journal] if hasattr(self, "_journal") else [])]:
-            with suppress(OSError):  # what is left to write cannot be written: `write` has said so
+            with suppress(OSError):  # what is left to write cannot be written: `write_rows` has raised for it
                 file.close()
 
     def _lock_journal(self) -> None:

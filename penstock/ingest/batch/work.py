@@ -54,6 +54,7 @@ class BatchWork:
             weight=spec.weight,
             deadline=float(spec.expires_at),
             max_request_tokens=spec.max_request_tokens,
+            models=None if spec.models is None else frozenset(spec.models),
         )
         self._run = BatchRun(batch, pipelines, self._write_rows, self._note_progress)
 

@@ -147,7 +147,9 @@ async def create(request: Request, caller: CallerDep, new: NewBatch) -> BatchObj
     if file.purpose != "batch":
         message = f"A batch is made of a file with the purpose 'batch', not {file.purpose!r}."
         raise ApiError(400, message, param="input_file_id", code="invalid_value")
-    made = await gateway.batch_service.batches.create_batch(caller, new, file)
+    # Before it is accepted: a gateway that goes on with it may not see their workers.
+    models = await gateway.models.read_names()
+    made = await gateway.batch_service.batches.create_batch(caller, new, file, models)
     gateway.batch_service.runner.look_now()
     return made
 

@@ -64,7 +64,13 @@ async def _handle_invalid_value(request: Request, error: RequestValidationError)
     return render_error(request, validation_error(line["type"], line["loc"][1:], line["msg"]))
 
 
+UNSERVED_PATHS = ("/v1/responses/compact", "/v1/responses/input_tokens")
+"""Paths of OpenAI's that do not exist here, though the routes of a response would take their last part for its id."""
+
+
 async def _handle_http_error(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
+    if error.status_code == 405 and request.url.path in UNSERVED_PATHS:
+        error = HTTPException(404)
     message, code, headers = str(error.detail), None, error.headers
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"

@@ -7,7 +7,6 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from penstock.bus.connect import connect_bus
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import error_responses
 from penstock.ingest.gateway.state import get_gateway
@@ -38,7 +37,7 @@ async def readyz(request: Request) -> Health:
     gateway = get_gateway(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")
-    await asyncio.to_thread(connect_bus(gateway.addresses, gateway.bus_settings).check_connection, REDIS_TIMEOUT_S)
+    await asyncio.to_thread(gateway.bus.check_connection, REDIS_TIMEOUT_S)
     if not await gateway.models.list_models():
         raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
     return Health(pid=os.getpid())

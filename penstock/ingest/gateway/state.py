@@ -9,6 +9,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
+from penstock.bus.connect import connect_bus
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Event
 from penstock.config.addresses import Addresses
@@ -59,6 +60,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
+        self.bus = connect_bus(addresses, self.bus_settings)
         self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
@@ -81,7 +83,9 @@ class Gateway:
 
     async def open(self) -> None:
         """Start what runs in the background. Call it before the first request."""
-        self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
+        self._metering = asyncio.create_task(
+            meter_pipelines(self.models, self.addresses, self.bus_settings, self.metrics.pipelines)
+        )
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
         self.webhooks = Webhooks(self.redis, self._key_source, self._webhook_settings, self.metrics.meters)
         self.webhooks.start()
@@ -114,6 +118,7 @@ class Gateway:
         await self.webhooks.close()
         for client in self._clients.values():
             await client.close()
+        await asyncio.to_thread(self.bus.close)
         for server in self.servers.parts:
             await server.aclose()
 
@@ -161,7 +166,7 @@ def get_gateway(request: HTTPConnection) -> Gateway:
     return found
 
 
-async def meter_pipelines(models: ServedModels, addresses: Addresses, found: set[str]) -> None:
+async def meter_pipelines(models: ServedModels, addresses: Addresses, settings: BusSettings, found: set[str]) -> None:
     """Count the results of every served pipeline until cancelled; add the pipelines' names to `found`."""
     meter_tasks: dict[str, asyncio.Task[None]] = {}
     try:
@@ -170,7 +175,7 @@ async def meter_pipelines(models: ServedModels, addresses: Addresses, found: set
             for name in found:
                 if name not in meter_tasks or meter_tasks[name].done():
                     own = addresses.model_copy(update={"pipeline": name})
-                    meter_tasks[name] = asyncio.create_task(meter_forever(own))
+                    meter_tasks[name] = asyncio.create_task(meter_forever(own, settings))
             await asyncio.sleep(PIPELINE_CHECK_S)
     finally:
         for task in meter_tasks.values():

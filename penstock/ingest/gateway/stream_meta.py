@@ -114,7 +114,7 @@ class StreamMetaStore:
             except BusUnavailable:
                 continue  # they live for three more of these rounds
             except Exception:
-                log.exception("cards are not renewed")
+                log.exception("what is stored of open streams was not renewed; it is tried again")
 
     async def renew_all(self) -> None:
         """Renew once. Requests that have ended are not renewed again."""

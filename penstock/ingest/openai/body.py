@@ -277,7 +277,9 @@ def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
     try:
         return kind.model_validate_json(raw if isinstance(raw, bytes) else json.dumps(raw))
     except ValidationError as error:
-        line = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        lines = error.errors(include_url=False, include_context=False, include_input=False)
+        # A parameter that is not supported says more than one that is missing, which it may stand for.
+        line = next((one for one in lines if one["type"] == "unsupported_parameter"), lines[0])
         raise validation_error(line["type"], line["loc"], line["msg"]) from None
 
 

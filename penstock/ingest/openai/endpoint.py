@@ -53,8 +53,8 @@ class StreamMeta(BaseModel):
     body_hash: str = ""
     """A hash of all fields that determine the answer; whether it is streamed is not among them."""
     bodies: list[str] = []
-    """The body hash of each of the pipeline's requests (`penstock.record.claim.body_hash`). The request's record has
-    the same, unless another producer used the id."""
+    """The body hash of each of the pipeline's requests (`penstock.record.claim.compute_body_hash`). The request's
+    record has the same, unless another producer used the id."""
     published: float = 0.0
     """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
