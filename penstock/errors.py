@@ -37,6 +37,8 @@ PenstockError
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
+├── NameTaken                another process has this worker's name; the message says where it runs
+├── StateMismatch            a key in Redis has another type than this build writes; the message says what to do
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
@@ -251,6 +253,14 @@ class SettingsError(PenstockError):
 
 class ServersDiffer(PenstockError):
     """Processes of one pipeline have different lists of Redis servers: they would answer requests twice."""
+
+
+class NameTaken(PenstockError):
+    """Another process has this worker's name."""
+
+
+class StateMismatch(PenstockError):
+    """A key in Redis has another type than this build writes."""
 
 
 class AccessRefused(PenstockError):
