@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 from rich.console import Console
 
 from penstock.cli.explain import explain_error
@@ -26,7 +28,7 @@ from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
-from penstock.names import STAGES, Pipeline
+from penstock.names import STAGES, Pipeline, Stage
 from penstock.ops.status import read_worker_status
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
