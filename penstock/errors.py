@@ -26,7 +26,7 @@ PenstockError
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   ├── UpgradeNeeded          an older version left messages that have to be moved first
-│   └── MemberFenced           a newer member with this one's name replaced it; it must end
+│   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
@@ -211,7 +211,7 @@ class UpgradeNeeded(BusError):
 
 
 class MemberFenced(BusError):
-    """A newer member of the same name has taken this one's place."""
+    """A newer member has this one's name, or it was away too long. Its worker makes another one, if it has its name still."""
 
 
 class ModelLoadError(PenstockError):

@@ -121,4 +121,6 @@ def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url
             assert list_names() == ["prefill-0", "prefill-1"]
             kill_and_wait_for_restart(second)
             assert list_names() == ["prefill-0", "prefill-1"], "it waited for its own lease to end"
+        # A worker that is stopped while it loads says no goodbye: its lease runs out.
+        wait_until(lambda: "prefill-1" not in list_names(), 60, "the second stack's worker is gone")
         assert list_names() == ["prefill-0"], "the first stack's worker is still seen"
