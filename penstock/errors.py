@@ -211,7 +211,7 @@ class UpgradeNeeded(BusError):
 
 
 class MemberFenced(BusError):
-    """A newer member has this one's name, or it was away too long. Its worker makes another one, if it has its name still."""
+    """A newer member has this one's name, or it was away too long. A worker that still has its name joins anew."""
 
 
 class ModelLoadError(PenstockError):
