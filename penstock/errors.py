@@ -26,7 +26,7 @@ PenstockError
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   ├── UpgradeNeeded          an older version left messages that have to be moved first
-│   └── MemberFenced           a newer member with this one's name replaced it; it must end
+│   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
@@ -37,6 +37,8 @@ PenstockError
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
+├── NameTaken                another process has this worker's name; the message says where it runs
+├── StateMismatch            a key in Redis has another type than this build writes; the message says what to do
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
@@ -209,7 +211,7 @@ class UpgradeNeeded(BusError):
 
 
 class MemberFenced(BusError):
-    """A newer member of the same name has taken this one's place."""
+    """A newer member has this one's name, or it was away too long. A worker that still has its name joins anew."""
 
 
 class ModelLoadError(PenstockError):
@@ -251,6 +253,14 @@ class SettingsError(PenstockError):
 
 class ServersDiffer(PenstockError):
     """Processes of one pipeline have different lists of Redis servers: they would answer requests twice."""
+
+
+class NameTaken(PenstockError):
+    """Another process has this worker's name."""
+
+
+class StateMismatch(PenstockError):
+    """A key in Redis has another type than this build writes."""
 
 
 class AccessRefused(PenstockError):

@@ -21,7 +21,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:held:<session>`   | set    | as its session: ids that it holds         | `record`       |
 | `penstock:<pipeline>:news:<session>`   | list   | until its session hears them              | `record`       |
 | `penstock:<pipeline>:free:<stage>`     | zset   | until taken: ids, by when anybody may take them | `record` |
-| `penstock:<pipeline>:readers:<stage>`  | hash   | while any is read: partitions and sessions | `record`      |
+| `penstock:<pipeline>:partition_readers:<stage>` | hash | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
@@ -164,7 +164,19 @@ class Pipeline:
 
     def readers_key(self, stage: Stage) -> str:
         """Return the key of the partitions of a stage's topics, with the session that reads each."""
-        return f"penstock:{self.name}:readers:{stage}"
+        return f"penstock:{self.name}:partition_readers:{stage}"
+
+    def list_key_types(self) -> dict[str, str]:
+        """Return the types of the keys that all workers share: what Redis' TYPE says. A key's name changes with it."""
+        return {
+            key: kind
+            for stage in STAGES
+            for key, kind in (
+                (self.sessions_key(stage), "zset"),
+                (self.free_key(stage), "zset"),
+                (self.readers_key(stage), "hash"),
+            )
+        } | {self.requeued_key: "hash", self.servers_key: "string"}
 
     def log_key(self, request_id: str) -> str:
         """Return the key of a request's token log."""

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 from rich.console import Console
 
 from penstock.cli.explain import explain_error
@@ -26,7 +28,7 @@ from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
-from penstock.names import STAGES, Pipeline
+from penstock.names import STAGES, Pipeline, Stage
 from penstock.ops.status import read_worker_status
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
@@ -147,6 +149,55 @@ def test_redis_and_the_gateway_get_ports_of_their_own(tmp_path: Path, monkeypatc
     port = find_free_port()
     with pytest.raises(SettingsError, match=f"--port {port} is for Redis, and the gateway has it"):
         up(port=port, gateway_port=port, data=tmp_path)
+
+
+IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    ({"redis": "redis://h:1/0", "port": 7000}, {}, "--port 7000 .* --redis names one"),
+    ({"port": 7000}, {"PENSTOCK_STREAM_URL": "redis://h:1/0"}, "--port 7000 .* PENSTOCK_STREAM_URL names one"),
+    ({"url": ["http://h:1"], "prefill": 2}, {}, "--prefill 2 has no effect with --url"),
+    ({"engine_kind": "openai", "decode": 1}, {}, "--decode 1 has no effect with --engine-kind openai"),
+    ({"decode": 1}, {"PENSTOCK_ENGINE_KIND": "openai"}, "--decode 1 has no effect with PENSTOCK_ENGINE_KIND=openai"),
+    ({"engine_kind": "own", "url": ["http://h:1"]}, {}, "--url has no effect with --engine-kind own"),
+]
+
+
+@pytest.mark.parametrize(("options", "settings", "said"), IDLE_OPTIONS)
+def test_an_option_that_cannot_act_is_refused(
+    options: dict[str, Any],
+    settings: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PENSTOCK_STREAM_URL", raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        up(**options, data=tmp_path)
+
+
+def test_a_gateway_port_without_a_gateway_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.up.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match="--gateway-port 7001: no gateway is started"):
+        up(gateway_port=7001, data=tmp_path)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
+    stage: Stage, redis_url: str, pipeline: Pipeline
+) -> None:
+    key = pipeline.readers_key(stage)
+    with redis.Redis.from_url(redis_url) as client:
+        client.zadd(key, {"topic:0": 1.0})
+    environment = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
+    assert penstock("topics", "create", **environment).returncode == 0
+    done = penstock("worker", stage, **environment)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert f"the key {key} on Redis " in said
+    assert "is a zset, and this version expects a hash" in said
+    assert f"redis-cli DEL {key}" in said
+    assert f"the key {key} " in penstock("doctor", **environment).stdout
 
 
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:

@@ -1,6 +1,8 @@
 """The embedded stack without its workers: quick to start."""
 
 import fcntl
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from penstock.local import memory
 from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, split_cores
 from penstock.names import Pipeline
+from penstock.ops.status import read_worker_status
 from penstock.waiting import wait_until
 
 OWNER = """
@@ -82,3 +85,42 @@ def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
     assert list(shared.iterdir()) == [made.path]
     made.close()
     assert not list(shared.iterdir())
+
+
+def kill_and_wait_for_restart(stack: Stack) -> None:
+    """SIGKILL the stack's only worker, and wait until the next process has its name."""
+    (worker,) = stack.workers
+    assert worker.child is not None
+    killed = worker.child
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(60)
+
+    def is_back() -> bool:
+        stack.restart_dead()
+        found = read_worker_status(stack.addresses)
+        return any(worker.child is not None and status["pid"] == worker.child.pid for status in found)
+
+    wait_until(is_back, 120, "it is back")
+
+
+@pytest.mark.server
+def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
+    environment = {"PENSTOCK_WORKER_HEARTBEAT_S": "0.2", "PENSTOCK_KV_STORE_DISK_MB": "0"}
+
+    def open_stack(name: str) -> Stack:
+        directory = tmp_path / name
+        return Stack(directory, pipeline=pipeline.name, redis=redis_url, prefill=1, decode=0, environment=environment)
+
+    def list_names() -> list[str]:
+        return sorted(str(status["name"]) for status in read_worker_status(first.addresses))
+
+    with open_stack("first") as first:
+        first.wait_until_ready(300)
+        with open_stack("second") as second:
+            second.wait_until_ready(300)
+            assert list_names() == ["prefill-0", "prefill-1"]
+            kill_and_wait_for_restart(second)
+            assert list_names() == ["prefill-0", "prefill-1"], "it waited for its own lease to end"
+        # A worker that is stopped while it loads says no goodbye: its lease runs out.
+        wait_until(lambda: "prefill-1" not in list_names(), 60, "the second stack's worker is gone")
+        assert list_names() == ["prefill-0"], "the first stack's worker is still seen"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
+from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.messages import Result, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import check_health, read_worker_status
@@ -401,17 +402,70 @@ def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: 
         Reconnector(lambda: Failing(error), lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
 
 
-def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses, pipeline: Pipeline) -> None:
-    """It was stopped for so long that it was replaced, and goes on now."""
+def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: Addresses, pipeline: Pipeline) -> None:
+    """It was stopped for so long that its lease ended, and goes on now."""
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
         # In a container beside it, which has the same host name and process id.
-        newer = {**read_worker_status(addresses)[0], "token": "another", "since": time.time() + 1.0}
+        newer = {**read_worker_status(addresses)[0], "token": "another", "host": "there", "pid": 77}
+        key = pipeline.worker_key("prefill", "p-0")
         with redis.Redis.from_url(addresses.stream_url) as client:
-            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
-        reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
-        with pytest.raises(MemberFenced):
-            reconnector.run_until_stopped(StopSignal(), 0.0)
+            client.set(key, json.dumps(newer))
+            reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
+            with pytest.raises(NameTaken, match=r"p-0 .* on there with pid 77"):
+                reconnector.run_until_stopped(StopSignal(), 0.0)
+            wait_until(lambda: raises_failure(beat), 10, "its thread finds it too")
+    with redis.Redis.from_url(addresses.stream_url) as client:
+        assert json.loads(client.get(key) or b"") == newer, "it says no goodbye for the other"
+        assert not client.exists(pipeline.left_key("prefill", "p-0"))
+
+
+def raises_failure(beat: Heartbeat) -> bool:
+    try:
+        beat.raise_failure()
+    except NameTaken:
+        return True
+    return False
+
+
+def test_a_worker_that_lost_its_name_ends_while_it_runs(addresses: Addresses, pipeline: Pipeline) -> None:
+    """The loop looks at the heartbeat in each turn."""
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        with redis.Redis.from_url(addresses.stream_url) as client:
+            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps({"token": "x", "host": "there", "pid": 7}))
+        with pytest.raises(NameTaken):
+            Reconnector(Idle, lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
+
+
+class Idle(Failing):
+    """A worker without work."""
+
+    def __init__(self) -> None:
+        super().__init__(AssertionError())
+
+    def run_once(self, *, accept: bool = True) -> bool:
+        return False
+
+
+def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: Addresses, pipeline: Pipeline) -> None:
+    url = addresses.stream_url
+    with Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05) as first:
+        assert first.take_name() == "prefill-0"
+        with pytest.raises(NameTaken, match=f"on {socket.gethostname()} with pid {os.getpid()}: stop"):
+            Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05).take_name()
+        second = Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05)
+        assert second.take_name(next_free=True) == "prefill-1"
+        with second:
+            assert {status["name"] for status in read_worker_status(addresses)} == {"prefill-0", "prefill-1"}
+        assert [status["name"] for status in read_worker_status(addresses)] == ["prefill-0"]
+
+
+def test_a_name_is_taken_once_the_lease_of_its_killed_process_ends(addresses: Addresses, pipeline: Pipeline) -> None:
+    killed = Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 0.05)
+    killed.take_name()  # its thread was never started: nothing renews it
+    restarted = Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 0.05)
+    assert restarted.take_name(next_free=True) == "prefill-0"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no core affinity on this system")

@@ -20,11 +20,12 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
-from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
+from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer, StateMismatch
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.names import STAGES, Pipeline
 from penstock.ops.status import read_worker_status
+from penstock.record import check_server_key_types
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
@@ -245,10 +246,13 @@ def _check_stream_redis(addresses: Addresses) -> Iterator[Finding]:
         try:
             with redis_client(url) as client:
                 check_server_list(client, pipeline, names)
+                check_server_key_types(client, pipeline.list_key_types(), name)
         except redis.RedisError:
             continue  # reported by `_check_redis`
         except ServersDiffer as error:
             yield Finding("fail", "stream servers", str(error), "set PENSTOCK_STREAM_URL alike everywhere")
+        except StateMismatch as error:
+            yield Finding("fail", "keys in Redis", str(error))
 
 
 def _check_kv_redis(addresses: Addresses) -> Iterator[Finding]:

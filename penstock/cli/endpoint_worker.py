@@ -24,7 +24,7 @@ from penstock.errors import SettingsError
 from penstock.names import STAGES, Pipeline
 from penstock.ops.access import check_access
 from penstock.ops.status import read_worker_status
-from penstock.record import connect_servers, open_record
+from penstock.record import check_key_types, connect_servers, open_record
 from penstock.redis.client import REDIS_TIMEOUT_S, backoff_pauses
 from penstock.redis.servers import store_server_lists
 from penstock.telemetry.meters import Meters
@@ -49,12 +49,13 @@ def run_endpoint_worker() -> None:
     check_only_kind(addresses)
     with contextlib.ExitStack() as stack:
         beat = Heartbeat(addresses.first_url, pipeline, "endpoint", name, worker.heartbeat_s)
+        name = beat.take_name(next_free=worker.next_name)
+        stack.enter_context(beat)
         meters = stack.enter_context(
             open_telemetry(
                 "penstock-endpoint", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
             )
         )
-        stack.enter_context(beat)
         stop = StopSignal().install()
         model = settings.model or find_model(endpoints, settings.key, beat, stop)
         if model is not None:
@@ -114,6 +115,7 @@ def _run_worker(
 
     def make_worker() -> EndpointWorker:
         check_upgraded(bus)
+        check_key_types(clients, pipeline)
         member = bus.join_group("endpoint", name)
         try:
             record = open_record(clients, pipeline, record_settings)

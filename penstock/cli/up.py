@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,12 +86,47 @@ def format_curl_command(gateway_url: str, model: str = "") -> str:
     return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body(model))}'"
 
 
+def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> str:
+    """Return the option or setting that says that servers are asked; empty if workers have an engine of their own.
+
+    Raise `SettingsError` where both are given.
+    """
+    if url is not None:
+        if engine_kind == "own":
+            raise SettingsError("--url has no effect with --engine-kind own: leave one of them out")
+        return "--url"
+    if engine_kind is not None:
+        return f"--engine-kind {engine_kind}" if engine_kind == "openai" else ""
+    return "PENSTOCK_ENGINE_KIND=openai" if load_settings(EngineSettings).kind == "openai" else ""
+
+
+def refuse_idle_options(counts: Mapping[str, int | None], endpoint_source: str) -> None:
+    """Raise `SettingsError` if a number of workers is given where one worker asks servers instead."""
+    for option, count in counts.items():
+        if endpoint_source and count is not None:
+            raise SettingsError(f"{option} {count} has no effect with {endpoint_source}: leave one of them out")
+
+
+def refuse_idle_ports(port: int | None, redis_source: str, gateway_port: int | None, gateway: int | None) -> None:
+    """Raise `SettingsError` for the port of a server that is not started."""
+    if redis_source and port is not None:
+        raise SettingsError(
+            f"--port {port} is for a Redis that is started, and {redis_source} names one: leave one out"
+        )
+    if gateway is None and gateway_port is not None:
+        raise SettingsError(
+            f"--gateway-port {gateway_port}: no gateway is started without pip install 'penstock[gateway]'"
+        )
+
+
 def up(
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the Redis server that is started.")] = DEFAULT_REDIS_PORT,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    port: Annotated[
+        int | None, typer.Option(help=f"Port of the Redis server that is started, {DEFAULT_REDIS_PORT} by default.")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers, 1 by default.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers, 1 by default.")] = None,
     engine_kind: Annotated[
         Literal["own", "openai"] | None,
         typer.Option(help="`openai`: servers with OpenAI's API compute the answers, and one worker asks them."),
@@ -103,17 +138,22 @@ def up(
     """Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
+    redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
+    endpoint_source = find_endpoint_source(url, engine_kind)
+    refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
+    refuse_idle_options({"--prefill": prefill, "--decode": decode}, endpoint_source)
+    port = DEFAULT_REDIS_PORT if port is None else port
     if not redis and port == gateway:
         raise SettingsError(f"--port {port} is for Redis, and the gateway has it: choose another, or a --gateway-port")
-    asks_endpoints = url is not None or (engine_kind or load_settings(EngineSettings).kind) == "openai"
+    asks_endpoints = bool(endpoint_source)
     if asks_endpoints:
         workers = {"prefill": 0, "decode": 0, "endpoint": 1}
         environment = build_endpoint_environment(url or [])
     else:
-        workers = {"prefill": prefill, "decode": decode}
-        environment = build_kv_environment() | build_share_environment(prefill + decode)
+        workers = {"prefill": 1 if prefill is None else prefill, "decode": 1 if decode is None else decode}
+        environment = build_kv_environment() | build_share_environment(sum(workers.values()))
     stack = Stack(
         directory,
         pipeline=given.pipeline,

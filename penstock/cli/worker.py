@@ -90,11 +90,12 @@ def run_stage(stage: Stage) -> None:
     store_server_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
         beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.worker.heartbeat_s)
+        name = beat.take_name(next_free=settings.worker.next_name)
+        stack.enter_context(beat)
         telemetry = open_telemetry(
             f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
         )
         meters = stack.enter_context(telemetry)
-        stack.enter_context(beat)
         _run_worker(stage, name, addresses, settings, beat, meters, stack)
 
 
@@ -116,7 +117,7 @@ def _run_worker(
         from penstock.worker.worker import Worker
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-    from penstock.record import connect_servers, open_record
+    from penstock.record import check_key_types, connect_servers, open_record
 
     core = _open_core(settings.engine, beat, stage)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
@@ -134,6 +135,7 @@ def _run_worker(
 
     def make_worker() -> Worker:
         check_upgraded(bus)
+        check_key_types(clients, pipeline)
         member = bus.join_group(stage, name)
         try:
             record = open_record(clients, pipeline, settings.record)

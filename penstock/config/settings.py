@@ -225,7 +225,10 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
 
     name: str = ""
-    """Stable name of this slot (its transactional id). Empty: host, process id and a random part."""
+    """Stable name of this slot (its transactional id). Empty: host, process id and a random part. A name that a living
+    process has is refused."""
+    next_name: bool = False
+    """Take the next free name instead, `prefill-1` for `prefill-0`. `penstock up` sets it for its workers."""
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)

@@ -5,6 +5,7 @@ die.
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.request
@@ -51,6 +52,8 @@ class ProcessSlot:
     start_at: float = 0.0
     started_at: float = 0.0
     was_ready: bool = field(default=False)
+    taken_name: str = ""
+    """The name that its process took: the next free one, if another stack has `name`. It is asked for again."""
 
 
 @dataclass
@@ -210,16 +213,19 @@ class Stack:
 
     def _describe_states(self) -> str:
         """Return all states in one line, and mark the workers that are ready."""
-        states = {status["name"]: status for status in read_worker_status(self.addresses)}
+        host = socket.gethostname()
+        states = {
+            int(status["pid"]): status for status in read_worker_status(self.addresses) if status.get("host") == host
+        }
         parts = []
         for worker in self.workers:
-            status = states.get(worker.name, {})
-            mine = worker.child is not None and status.get("pid") == worker.child.pid
-            state = str(status.get("state")) if mine else "starting"
+            status = states.get(worker.child.pid, {}) if worker.child is not None else {}
+            worker.taken_name = str(status.get("name", worker.taken_name))
+            state = str(status.get("state", "starting"))
             worker.was_ready = worker.was_ready or state == "ready"
             if state == "loading" and "doing" in status:
                 state = f"{status['doing']} {float(status['progress']):.0%}"
-            parts.append(f"{worker.name} {state}")
+            parts.append(f"{worker.taken_name or worker.name} {state}")
         if self.gateway is not None:
             self.gateway.was_ready = self.gateway.was_ready or self._is_gateway_answering()
             parts.append(f"gateway {'ready' if self.gateway.was_ready else 'starting'}")
@@ -246,7 +252,8 @@ class Stack:
             "PENSTOCK_KAFKA": addresses.kafka,
             "PENSTOCK_STREAM_URL": addresses.stream_url,
             "PENSTOCK_KV_URL": addresses.kv_url,
-            "PENSTOCK_WORKER_NAME": worker.name,
+            "PENSTOCK_WORKER_NAME": worker.taken_name or worker.name,
+            "PENSTOCK_WORKER_NEXT_NAME": "true",
             **self._environment,
         }
         share = self._shares[self.workers.index(worker)] if isinstance(worker, WorkerSlot) else []

@@ -8,7 +8,7 @@ from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent,
 from penstock.record.log import AsyncTokenLog, RequestStatus, TokenLog, parse_event
 from penstock.record.record import Record, UnclaimedMessage
 from penstock.record.session import Session
-from penstock.record.spread import Sessions, connect_servers, open_record
+from penstock.record.spread import Sessions, check_key_types, check_server_key_types, connect_servers, open_record
 
 __all__ = [
     "AppendOutcome",
@@ -25,6 +25,8 @@ __all__ = [
     "TakenOver",
     "TokenLog",
     "UnclaimedMessage",
+    "check_key_types",
+    "check_server_key_types",
     "compute_body_hash",
     "connect_servers",
     "open_record",

@@ -12,20 +12,21 @@ A crash at any of these steps costs what the death of a worker costs, on that se
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import redis
 
 from penstock.config.settings import RecordSettings
+from penstock.errors import StateMismatch
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
 from penstock.record.log import RequestStatus
 from penstock.record.record import Record, UnclaimedMessage
 from penstock.record.session import Session
-from penstock.redis.client import is_outage, redis_client
+from penstock.redis.client import execute_pipeline, is_outage, redis_client
 from penstock.redis.servers import ByServer, choose_server, store_server_list
 from penstock.redis.urls import split_urls
 
@@ -353,6 +354,34 @@ def connect_servers(text: str) -> ByServer["redis.Redis"]:
     """Return a worker's clients of the servers in a setting."""
     answer_s = {"answer_s": SERVER_TIMEOUT_S} if len(split_urls(text)) > 1 else {}
     return ByServer.from_urls(text, lambda url: redis_client(url, **answer_s))
+
+
+def check_key_types(clients: ByServer["redis.Redis"], pipeline: Pipeline) -> None:
+    """Check the types of the keys that workers share, before one says that it is ready.
+
+    One of several servers is left out while it is away. Raise `StateMismatch` for a type that another version left.
+    """
+    expected = pipeline.list_key_types()
+    for name, client in zip(clients.names, clients.parts, strict=True):
+        try:
+            check_server_key_types(client, expected, name)
+        except redis.RedisError as error:
+            if len(clients.parts) == 1 or not is_outage(error):
+                raise
+
+
+def check_server_key_types(client: "redis.Redis", expected: Mapping[str, str], server: str) -> None:
+    """Raise `StateMismatch` if a key of one server has another type than the expected one, and `redis.RedisError`."""
+    with client.pipeline(transaction=False) as pipe:
+        for key in expected:
+            pipe.type(key)
+        found = [kind.decode() for kind in execute_pipeline(pipe)]
+    for (key, kind), other in zip(expected.items(), found, strict=True):
+        if other not in (kind, "none"):
+            raise StateMismatch(
+                f"the key {key} on Redis {server} is a {other}, and this version expects a {kind}: another version or "
+                f"program left it. Stop all workers of the pipeline, delete it (redis-cli DEL {key}), and start them"
+            )
 
 
 def open_record(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:

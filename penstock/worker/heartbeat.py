@@ -1,24 +1,32 @@
-"""The heartbeat: a worker's state, written to Redis while it lives."""
+"""The heartbeat: a worker's state, written to Redis while it lives, and its lease on its name.
+
+With several stream servers the first one alone has the heartbeats, and so decides on names.
+"""
 
 import json
 import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import redis
 
-from penstock.errors import PenstockError
+from penstock.errors import NameTaken, PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.redis.client import execute_pipeline, redis_client
+from penstock.redis.client import redis_client
+from penstock.redis.scripts import load_script
 
 log = logging.getLogger(__name__)
 
+BEAT = load_script("penstock.worker", "beat")
+TAKE_PAUSE_S = 0.1
+"""How long a process waits before it tries to take a name again."""
 GOODBYE_TTL_S = 60.0
 """How long Redis remembers that a worker left in good order and was not lost."""
 
@@ -35,13 +43,12 @@ class Heartbeat:
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
-        self._redis = redis_client(url)
-        self._key, self._left_key = pipeline.worker_key(stage, name), pipeline.left_key(stage, name)
-        self._interval_s = interval_s
+        self._redis, self._pipeline, self._stage = redis_client(url), pipeline, stage
+        self._interval_s, self._token = interval_s, uuid.uuid4().hex
         self._since_s: float | None = None
         self._status: dict[str, object] = {
-            "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
-            "token": uuid.uuid4().hex, "state": "loading", "progress": 0.0,
+            "stage": stage, "host": socket.gethostname(), "pid": os.getpid(),
+            "token": self._token, "state": "loading", "progress": 0.0,
         }  # fmt: skip
         self.state = "loading"
         """The state of the last beat, whether it could be written or not."""
@@ -49,8 +56,8 @@ class Heartbeat:
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
         self._ended = self._is_written = False
-        self.is_replaced = False
-        """Whether a newer process has this worker's name: this one was given up while it was paused."""
+        self._failure: NameTaken | None = None
+        self._set_name(name)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -81,8 +88,52 @@ class Heartbeat:
             log.info("%s: %.0f%%", what, share * 100)
         self.update_status(doing=what, progress=round(share, 3))
 
+    def take_name(self, *, next_free: bool = False) -> str:
+        """Take the worker's name before anything is opened under it, and return it. The heartbeat is the lease on it.
+
+            1  a name that nobody holds is taken at once
+            2  one that is held is waited for, until its lease ends (its process was killed) or is renewed (it lives)
+            3  where it lives, `next_free` takes the first name that is free, counting up: `prefill-0`, `prefill-1`, ...
+
+        A crash after any of them costs a lease: then the name is free again. Raise `NameTaken` where the name's process
+        lives, and `redis.RedisError`.
+        """
+        base, _, number = self.name.rpartition("-")
+        holder = self._try_name()  # 1
+        last_ms = holder.lease_ms if holder else 0
+        while holder is not None and 0 <= holder.lease_ms <= last_ms:  # 2
+            last_ms = holder.lease_ms
+            time.sleep(min(last_ms / 1000 + 0.001, TAKE_PAUSE_S))
+            first, holder = holder, self._try_name()
+            if holder is not None and holder.token != first.token:
+                break
+        if holder is not None and not (next_free and base and number.isdecimal()):
+            raise self._build_name_error(holder)
+        slot = int(number) if number.isdecimal() else 0
+        while holder is not None:  # 3
+            slot += 1
+            self._set_name(f"{base}-{slot}")
+            holder = self._try_name()
+        return self.name
+
     def write_beat(self) -> None:
-        """Write a beat now, and check whose the last one was. Raises `redis.RedisError`."""
+        """Write a beat now. Raises `redis.RedisError`, and `NameTaken` if another process has the name by now."""
+        if (holder := self._try_name()) is not None:
+            raise self._build_name_error(holder)
+
+    def raise_failure(self) -> None:
+        """Raise `NameTaken` if the heartbeat's thread found that another process has the name by now."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _set_name(self, name: str) -> None:
+        self.name = name
+        self._status["name"] = name
+        pipeline, stage = self._pipeline, self._stage
+        self._keys = [pipeline.worker_key(stage, name), WORKERS_KEY, pipeline.left_key(stage, name)]
+
+    def _try_name(self) -> "_Holder | None":
+        """Write a beat, and return None; return the name's holder if that is another process."""
         if self._since_s is None:
             seconds, microseconds = self._redis.time()
             self._since_s = seconds + microseconds / 1e6
@@ -90,48 +141,51 @@ class Heartbeat:
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
         self.state = str(status["state"])
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
-            pipe.sadd(WORKERS_KEY, self._key)
-            if not self._is_written:
-                pipe.delete(self._left_key)
-            before, *_ = execute_pipeline(pipe)
+        reply = BEAT.run(self._redis, self._keys, [self._token, json.dumps(status), int(self._interval_s * 4000)])
+        if reply:
+            other: dict[str, Any] = json.loads(reply[0])
+            return _Holder(str(other.get("token")), str(other.get("host")), int(other.get("pid", 0)), int(reply[1]))
         self._is_written = True
-        self._compare_token(before)
+        return None
 
-    def check_replaced(self) -> bool:
-        """Ask Redis and return `is_replaced`. Where Redis does not answer it stays as it was."""
-        with suppress(redis.RedisError):
-            self._compare_token(self._redis.get(self._key))
-        return self.is_replaced
+    def _build_name_error(self, holder: "_Holder") -> NameTaken:
+        return NameTaken(
+            f"{self.name} of pipeline {self._pipeline.name} runs already, on {holder.host} with pid {holder.pid}: stop "
+            "that worker, or choose another PENSTOCK_WORKER_NAME"
+        )
 
     def _run(self) -> None:
-        while not self._ended and not self.is_replaced:
+        while not self._ended:
             try:
                 self.write_beat()
             except redis.RedisError as error:
                 if self._is_written:
                     log.warning("heartbeats cannot be written: %s", error)
                 self._is_written = False
+            except NameTaken as error:  # `raise_failure` raises it in the loop
+                self._failure, self._is_written = error, False
+                return
             self._wake.wait(self._interval_s)
             self._wake.clear()
-        if self._is_written and not self.is_replaced:
+        if self._is_written:
             with suppress(redis.RedisError):  # else it runs out
-                self._redis.set(self._left_key, "", px=int(GOODBYE_TTL_S * 1000))
-                self._redis.delete(self._key)
+                BEAT.run(self._redis, self._keys, [self._token, "", int(GOODBYE_TTL_S * 1000)])
 
-    def _compare_token(self, found: object) -> None:
-        if isinstance(found, bytes) and self._since_s is not None:
-            other: dict[str, Any] = json.loads(found)
-            is_mine = other.get("token") == self._status["token"]
-            self.is_replaced = self.is_replaced or (not is_mine and other["since"] > self._since_s)
+
+class _Holder(NamedTuple):
+    """The process that has a name, and for how long its lease still lasts."""
+
+    token: str
+    host: str
+    pid: int
+    lease_ms: int
 
 
 def choose_worker_name(given: str) -> str:
     """Return the given name, or one made of host name, process id and a random part.
 
-    The random part is needed as containers on their host's network may have equal process ids. Of two workers with one
-    name the older is fenced.
+    The random part is needed as containers on their host's network may have equal process ids. A name that
+    another process has is refused, see `Heartbeat.take_name`.
     """
     return given or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 

@@ -78,10 +78,18 @@ class WorkerLoop(Protocol):
 
 
 def run_until_stopped(
-    worker: WorkerLoop, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None
+    worker: WorkerLoop,
+    stop: StopSignal,
+    drain_s: float,
+    draining: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run until stopped. Then finish what is running within `drain_s` seconds, and hand back the rest."""
+    """Run until stopped. Then finish what is running within `drain_s` seconds, and hand back the rest.
+
+    `check` is called in each turn: what it raises ends the run.
+    """
     while not stop:
+        check()
         worker.run_once()
     draining()
     worker.stop_accepting()
@@ -115,7 +123,7 @@ class Reconnector:
             try:
                 worker = self._make()
                 self._beat.update_status(now=True, state="ready", reason="")
-                run_until_stopped(worker, stop, drain_s, lambda: self._beat.update_status(now=True, state="draining"))
+                run_until_stopped(worker, stop, drain_s, self._report_draining, self._beat.raise_failure)
             except Exception as error:
                 if not self._is_outage(error):
                     raise
@@ -129,9 +137,13 @@ class Reconnector:
     def _is_outage(self, error: Exception) -> bool:
         """Return whether an error is an outage.
 
-        A member is fenced when it was away too long, or when another process has its name; only the first is an outage.
+        A member is fenced when it was away too long. Where another process has its name by now, the beat that is
+        written before a new member is made raises `NameTaken`.
         """
-        return is_outage(error) or (isinstance(error, MemberFenced) and not self._beat.check_replaced())
+        return is_outage(error) or isinstance(error, MemberFenced)
+
+    def _report_draining(self) -> None:
+        self._beat.update_status(now=True, state="draining")
 
     def _wait_for_servers(self, stop: StopSignal, waits: Iterator[float]) -> None:
         begun_s = time.monotonic()
@@ -144,7 +156,5 @@ class Reconnector:
                     raise
                 self._beat.update_status(reason=str(error))
                 continue
-            if self._beat.is_replaced:
-                raise MemberFenced("another process has this worker's place")
             log.info("the servers answer, after %.1f s", time.monotonic() - begun_s)
             return

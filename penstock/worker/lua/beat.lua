@@ -1,0 +1,22 @@
+-- A process writes the heartbeat of a worker's name, if nobody else holds the name: the heartbeat is the lease on it.
+--
+-- KEYS[1]  heartbeat  string, JSON with the holder's token, host and pid
+-- KEYS[2]  workers    set of all heartbeat keys
+-- KEYS[3]  left       string: the worker left in good order
+-- ARGV     token, heartbeat as JSON ('' gives the name up), lease in ms (after '': for how long `left` is kept)
+--
+-- Replies  {}  done; or {heartbeat of the holder, ms that its lease still lasts}: nothing was changed
+--
+-- Crash    the heartbeat runs out, and the name is free.
+
+local found = redis.call('GET', KEYS[1])
+if found and cjson.decode(found)['token'] ~= ARGV[1] then return {found, redis.call('PTTL', KEYS[1])} end
+if ARGV[2] == '' then
+  redis.call('SET', KEYS[3], '', 'PX', ARGV[3])
+  redis.call('DEL', KEYS[1])
+else
+  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+  redis.call('SADD', KEYS[2], KEYS[1])
+  redis.call('DEL', KEYS[3])
+end
+return {}
