@@ -43,6 +43,8 @@ class DoubleBus(KafkaBus):
         """The error with which brokers answer commits."""
         self.deaf: set[Partition] = set()
         """Partitions that deliver nothing though their leader answers."""
+        self.unfetchable: set[tuple[Partition, int]] = set()
+        """Messages that never come, nor what is behind them, unless the consumer seeks there."""
         self.leaderless: set[Partition] = set()
         self.goes_on = threading.Event()
         """Settlements and polls wait for this event."""
@@ -150,7 +152,7 @@ class DoubleConsumer:
             log, position = self.bus.logs.get(partition, []), self.positions[partition]
             if position > len(log):  # out of range
                 position = 0
-            while position < len(log):
+            while position < len(log) and (partition, position) not in self.bus.unfetchable:
                 value = log[position]
                 position += 1
                 if value is not None:
@@ -158,7 +160,7 @@ class DoubleConsumer:
                     self.positions[partition] = self.positions.pop(partition)  # the others come first
                     return _message(partition, position - 1, value)
             self.positions[partition] = position
-            if self.ends.get(partition) != position:
+            if position == len(log) and self.ends.get(partition) != position:
                 self.ends[partition] = position
                 end = KafkaError(KafkaError._PARTITION_EOF)
                 return _message(partition, position, None, end)
