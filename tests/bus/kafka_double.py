@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
@@ -208,9 +209,11 @@ class DoubleConsumer:
     def consumer_group_metadata(self) -> object:
         return None
 
-    def list_topics(self, topic: str, timeout: float) -> None:
+    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         if self.bus.is_away:
             raise failure(KafkaError._TRANSPORT)
+        partitions = {number: None for name, number in self.bus.logs if name == topic}
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
 
     def close(self) -> None:
         if self.callbacks and self.positions:

@@ -106,6 +106,8 @@ class KafkaMember:
         self._refresh_at = 0.0
         self._turned_at = time.monotonic()
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
+        self._topic_parts: list[str] = []
+        """All partitions of the interactive topic, as the brokers told last."""
         # The problems that `current_problem` describes, each kind by itself.
         self._away = ""
         self._refused: dict[str, str] = {}
@@ -235,7 +237,7 @@ class KafkaMember:
 
     def create_orphan_reader(self) -> KafkaOrphanReader:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        return KafkaOrphanReader(self._pipeline, self._stage, self._clients)
+        return KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)
 
     def stop_consuming(self) -> None:
         """Give up the partitions, and with them all deliveries."""
@@ -555,7 +557,9 @@ class KafkaMember:
         if time.monotonic() < self._probe_at:
             return
         try:
-            self._consumer.list_topics(self._pipeline.results_topic, PROBE_RETRY_S)
+            topic = self._topics["interactive"]
+            known = self._consumer.list_topics(topic, PROBE_RETRY_S).topics.get(topic)
+            self._topic_parts = [format_partition((topic, number)) for number in (known.partitions if known else ())]
             self._away = ""
         except KafkaException as error:
             self._away = f"Kafka: {error.args[0].str()}"
