@@ -213,6 +213,9 @@ class Member(Protocol):
 class OrphanReader(Protocol):
     """Reads partitions of a stage's topic whose member died, until the bus assigns them anew. For one thread."""
 
+    def list_partitions(self) -> list[str]:
+        """Return the names of all partitions of the interactive topic, as far as they are known. Thread-safe."""
+
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         """Return at most `max_messages` unfinished messages of these partitions, as deliveries that are not held.
 

@@ -5,7 +5,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import queue
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,8 @@ from penstock.redis.servers import check_server_list
 from penstock.redis.urls import hide_password, server_name, split_urls
 
 State = Literal["ok", "note", "fail"]
+CHECK_LIMIT_S = 20.0
+"""How long the checks of one kind of server may take in all."""
 STATE_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
@@ -61,7 +66,7 @@ def doctor() -> None:
 def run_checks() -> Iterator[Finding]:
     """Yield the findings of every check, in order."""
     addresses = load_settings(Addresses)
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    local: list[Callable[[], Iterator[Finding]]] = [
         _check_python,
         _check_packages,
         _check_machine,
@@ -70,14 +75,50 @@ def run_checks() -> Iterator[Finding]:
         _check_model,
         _check_packed_weights,
         _check_server_programs,
-        lambda: _check_stream_redis(addresses),
-        lambda: _check_kv_redis(addresses),
-        lambda: _check_bus(addresses),
-        lambda: _check_workers(addresses),
-        _check_webhooks,
     ]
-    for check in checks:
+    remote: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("stream Redis", lambda: _check_stream_redis(addresses)),
+        ("KV Redis", lambda: _check_kv_redis(addresses)),
+        ("bus", lambda: _check_bus(addresses)),
+        ("workers", lambda: _check_workers(addresses)),
+        ("webhook", _check_webhooks),
+    ]
+    for check in local:
         yield from check()
+    for subject, check in remote:
+        yield from _run_within_limit(subject, check)
+
+
+def _run_within_limit(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of a check that asks servers, as they come, and one more where it takes too long.
+
+    Each of its calls has a time limit and is tried again, which adds up where a server is full or stands still. The
+    thread of such a check is left to itself, and ends with the process.
+    """
+    found: queue.SimpleQueue[Finding | BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            for finding in check():
+                found.put(finding)
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=run, name=f"doctor-{subject}", daemon=True).start()
+    end_s = time.monotonic() + CHECK_LIMIT_S
+    while True:
+        try:
+            finding = found.get(timeout=max(0.0, end_s - time.monotonic()))
+        except queue.Empty:
+            advice = "the server is full, stands still or is hard to reach: look there, then ask again"
+            yield Finding("fail", subject, f"no answer within {CHECK_LIMIT_S:g} s", advice)
+            return
+        if finding is None:
+            return
+        if isinstance(finding, BaseException):
+            raise finding
+        yield finding
 
 
 def _check_python() -> Iterator[Finding]:

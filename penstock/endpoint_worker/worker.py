@@ -94,7 +94,10 @@ class EndpointWorker:
         self.endpoints, self.settings, self.record, self.member = endpoints, settings, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, "endpoint", name, "")
         reader = member.create_orphan_reader()
-        self.session = Sessions(record, RECORD_STAGE, name, member.list_partitions, adopts=reader is not None)
+        all_parts = list if reader is None else reader.list_partitions
+        self.session = Sessions(
+            record, RECORD_STAGE, name, member.list_partitions, adopts=reader is not None, all_parts=all_parts
+        )
         self._wake = threading.Event()
         self._events: queue.SimpleQueue[tuple[Answer, AnswerEvent]] = queue.SimpleQueue()
         self.settler, self.queue, self.load = (

@@ -316,10 +316,20 @@ class Record:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)
 
-    def adopt_partitions(self, stage: Stage, session: str) -> list[str]:
-        """Adopt the partitions that no session reads. Return all partitions that this session reads."""
+    def find_unnamed_partitions(self, stage: Stage, parts: Sequence[str]) -> list[str]:
+        """Return those of the partitions `parts` that no session has named as one that it reads."""
+        if not parts:
+            return []
+        readers = self._client.hmget(self._pipeline.readers_key(stage), list(parts))
+        return [part for part, reader in zip(parts, readers, strict=True) if reader is None]
+
+    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
+        """Adopt the partitions that no session reads, and those in `unnamed` that no session has named meanwhile.
+
+        Return all partitions that this session reads.
+        """
         keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
-        return [part.decode() for part in ADOPT.run(self._client, keys, [session])]
+        return [part.decode() for part in ADOPT.run(self._client, keys, [session, *unnamed])]
 
     def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
         """Give up all partitions: those in `parts` go to other members, the others are adopted by other workers."""

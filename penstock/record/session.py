@@ -2,7 +2,8 @@
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
-       are adopted by another worker. Any worker of the stage ends it, after its own renewal
+       are adopted by another worker. So is one that no session has named for two leases: its reader died before it did,
+       or Redis lost what was named. Any worker of the stage ends it, after its own renewal
     3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
 What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
@@ -25,6 +26,8 @@ from penstock.redis.client import is_away
 
 STOP_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for a server that does not answer."""
+UNNAMED_LEASES = 2.0
+"""How many leases a partition may be named by nobody: a member needs some time to begin what it was assigned."""
 UNLIMITED_GRACE_S = 1e6
 
 
@@ -43,9 +46,11 @@ class Session:
         parts: Callable[[], list[str]] = list,
         *,
         adopts: bool = False,
+        all_parts: Callable[[], list[str]] = list,
     ) -> None:
         """Open the session. `parts` returns the partitions that this worker alone reads. With `adopts` the worker can
-        read the partitions of dead members. Raise `redis.RedisError`.
+        read the partitions of dead members; `all_parts` returns all that some worker has to read. Raise
+        `redis.RedisError`.
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
@@ -54,6 +59,9 @@ class Session:
         self.adopted_partitions: list[str] = []
         """The partitions of dead members that this worker has to read."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
+        self._all_parts = all_parts
+        self._unnamed: dict[str, float] = {}
+        """The partitions that no session names, with the time since when."""
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
@@ -151,9 +159,18 @@ class Session:
         self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))
         if self._adopts:
             mine = set(parts)
-            self.adopted_partitions = [
-                part for part in self._record.adopt_partitions(self._stage, self.id) if part not in mine
-            ]
+            adopted = self._record.adopt_partitions(self._stage, self.id, self._find_forgotten())
+            self.adopted_partitions = [part for part in adopted if part not in mine]
+
+    def _find_forgotten(self) -> list[str]:
+        """Return the partitions that no session has named for `UNNAMED_LEASES`."""
+        now_s, unnamed = time.monotonic(), self._record.find_unnamed_partitions(self._stage, self._all_parts())
+        self._unnamed = {part: self._unnamed.get(part, now_s) for part in unnamed}
+        latest_s = now_s - UNNAMED_LEASES * self._record.lease_s
+        forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
+        for part in forgotten:  # adopted now: if it is forgotten again, it has its time again
+            del self._unnamed[part]
+        return forgotten
 
     def _note_renewal(self, renewed: Renewed) -> None:
         """Note a renewal's reply. A late one shows that this worker was held up, or that the clock was put forward.

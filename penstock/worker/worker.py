@@ -111,7 +111,10 @@ class Worker:
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.create_orphan_reader()
-        self.session = Sessions(record, self.stage, name, member.list_partitions, adopts=reader is not None)
+        all_parts = list if reader is None else reader.list_partitions
+        self.session = Sessions(
+            record, self.stage, name, member.list_partitions, adopts=reader is not None, all_parts=all_parts
+        )
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.engine.wake_waiter),
             DeliveryQueue(member),

@@ -276,11 +276,17 @@ class MemoryRecord(Record):
                 living.pop(name, None)
             return self._count_free(stage, now_ms)
 
-    def adopt_partitions(self, stage: Stage, session: str) -> list[str]:
+    def find_unnamed_partitions(self, stage: Stage, parts: Sequence[str]) -> list[str]:
+        with self._lock:
+            return [part for part in parts if part not in self._records.readers[stage]]
+
+    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
         with self._lock:
             living, readers = self._records.sessions[stage], self._records.readers[stage]
             if session not in living:
                 return []
+            for part in unnamed:
+                readers.setdefault(part, session)
             readers.update({part: session for part, reader in readers.items() if reader not in living})
             return [part for part, reader in readers.items() if reader == session]
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
@@ -43,6 +44,8 @@ class DoubleBus(KafkaBus):
         """The error with which brokers answer commits."""
         self.deaf: set[Partition] = set()
         """Partitions that deliver nothing though their leader answers."""
+        self.unfetchable: set[tuple[Partition, int]] = set()
+        """Messages that never come, nor what is behind them, unless the consumer seeks there."""
         self.leaderless: set[Partition] = set()
         self.goes_on = threading.Event()
         """Settlements and polls wait for this event."""
@@ -150,7 +153,7 @@ class DoubleConsumer:
             log, position = self.bus.logs.get(partition, []), self.positions[partition]
             if position > len(log):  # out of range
                 position = 0
-            while position < len(log):
+            while position < len(log) and (partition, position) not in self.bus.unfetchable:
                 value = log[position]
                 position += 1
                 if value is not None:
@@ -158,7 +161,7 @@ class DoubleConsumer:
                     self.positions[partition] = self.positions.pop(partition)  # the others come first
                     return _message(partition, position - 1, value)
             self.positions[partition] = position
-            if self.ends.get(partition) != position:
+            if position == len(log) and self.ends.get(partition) != position:
                 self.ends[partition] = position
                 end = KafkaError(KafkaError._PARTITION_EOF)
                 return _message(partition, position, None, end)
@@ -206,9 +209,11 @@ class DoubleConsumer:
     def consumer_group_metadata(self) -> object:
         return None
 
-    def list_topics(self, topic: str, timeout: float) -> None:
+    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         if self.bus.is_away:
             raise failure(KafkaError._TRANSPORT)
+        partitions = {number: None for name, number in self.bus.logs if name == topic}
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
 
     def close(self) -> None:
         if self.callbacks and self.positions:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import pytest
@@ -18,10 +18,11 @@ from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.offsets import Partition, PartitionOffsets
-from penstock.bus.kafka.position_lookup import PositionLookup
+from penstock.bus.kafka.orphans import format_partition
+from penstock.bus.kafka.position_lookup import FetchAttempts, PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
-from penstock.names import ORIGIN_HEADER, Pipeline, Stage
+from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
 from tests.bus.buses import CAPACITY
 from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
@@ -366,6 +367,91 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
             assert member.current_problem == ""
         bus.deaf.clear()
         bus.turn_until(lambda: member.poll(0.0, CAPACITY), "it moves again")
+        assert member.current_problem == ""
+
+
+@pytest.mark.parametrize("seconds", [24.0, 70.0])
+def test_a_message_that_takes_long_to_fetch_is_waited_for_twice_as_long_by_each_member(seconds: float) -> None:
+    """Each member begins the fetch anew, and gives up as the first one would."""
+    attempts, patience = FetchAttempts(), []
+    while True:
+        progress = ReadProgress(attempts)
+        progress.track_partitions([ONE, OTHER], 0.0)
+        now_s = 0.0
+        while not progress.current_problem and now_s < seconds:
+            now_s += 1.0
+            if ONE in progress.take_quiet(now_s):
+                assert not progress.compare_end(ONE, 4, 6, now_s), "it is not passed over"
+        assert OTHER not in progress.standing_partitions, "the other one is its member's"
+        if not progress.current_problem:
+            break
+        patience.append(now_s)
+    assert patience == {24.0: [10.0, 20.0], 70.0: [10.0, 20.0, 40.0]}[seconds]
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_a_message_that_cannot_be_fetched_is_passed_over_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, has_more: bool
+) -> None:
+    """Unless what is behind it does not come either: then the message is not at fault."""
+    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
+    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+    monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.01)
+    bus = DoubleBus()
+    bus.publish(ONE, b"0", b"1", b"2")
+    bus.publish(OTHER, b"other")
+    bus.unfetchable |= {(ONE, 1)} if has_more else {(ONE, 1), (ONE, 2)}
+    came: set[bytes] = set()
+    num_members = 0
+    while b"2" not in came and num_members <= position_lookup.MAX_FETCH_ATTEMPTS:
+        num_members += 1
+        with joined(bus) as member, suppress(BusUnavailable):
+            bus.give(ONE, OTHER)
+            while b"2" not in came:
+                found = member.poll(0.0, CAPACITY)
+                came |= {delivery.value for delivery in found}
+                member.settle([Settlement(delivery) for delivery in found])
+                bus.turn()
+            member.poll(0.0, CAPACITY)
+    assert came == {b"0", b"other"} | ({b"2"} if has_more else set())
+    reasons = [letter.headers[REASON_HEADER] for letter in bus.written]
+    if has_more:
+        assert reasons == ["partition 0, offset 1, cannot be fetched: it took too long to fetch"]
+        assert num_members == position_lookup.MAX_FETCH_ATTEMPTS
+    else:
+        assert reasons == []
+        bus.unfetchable.clear()
+        with joined(bus) as member:
+            bus.give(ONE)
+            bus.turn_until(lambda: len(member.list_prefetched()) == 2, "both come")
+
+
+def test_a_partition_that_stands_still_is_not_named_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
+    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+    bus = DoubleBus()
+    bus.fetch_attempts.note_stall(ONE, 0)
+    bus.fetch_attempts._stalls[ONE] = 0, 20  # this member waits for hours
+    bus.deaf.add(ONE)
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE, OTHER)
+        bus.turn_until(lambda: "is not read beyond 0" in member.current_problem, "it is noticed")
+        assert member.list_partitions() == [format_partition(OTHER)]
+
+
+def test_a_partition_whose_committed_offset_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction that hangs may hold up the answer for long."""
+    monkeypatch.setattr(position_lookup, "UNKNOWN_START_S", 0.0)
+    bus = DoubleBus()
+    bus.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
+    with joined(bus) as member:
+        bus.give(ONE)
+        what = f"{ONE[0]} partition 0 is not read, its committed offset is not known: "
+        wait_until(lambda: what in member.current_problem, PATIENCE_S, "it is told")
+        assert member.list_partitions() == []
+        bus.commit_error = None
+        bus.turn_until(member.list_partitions, "it is begun")
         assert member.current_problem == ""
 
 

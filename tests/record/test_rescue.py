@@ -33,6 +33,9 @@ class Member:
             raise self.error
         return list(self._waiting)
 
+    def list_partitions(self) -> list[str]:
+        return []
+
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         found = [one for part in partitions for one in self._others.get(part, [])][:max_messages]
         for part in partitions:

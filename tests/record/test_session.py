@@ -210,6 +210,21 @@ def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     assert record.adopt_partitions("decode", other) == ["topic:1"]
 
 
+def test_what_no_session_names_for_two_leases_is_adopted(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """Its reader died before it was named, or Redis was emptied after that."""
+    parts = ["topic:0", "topic:1"]
+    with Session(hasty, "decode", "one", lambda: ["topic:0"], adopts=True, all_parts=lambda: parts) as one:
+        wait_soon(lambda: one.adopted_partitions == ["topic:1"], "nobody has named it")
+        client.delete(pipeline.readers_key("decode"))
+        readers = pipeline.readers_key("decode")
+        wait_soon(lambda: client.hget(readers, "topic:1") == one.id.encode(), "it is adopted again")
+        reader = alive(hasty, "decode", "reader")
+        hasty.renew_session("decode", reader, 1, ["topic:1"])
+        assert hasty.adopt_partitions("decode", one.id, ["topic:1"]) == ["topic:0"], "it was named meanwhile"
+
+
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:

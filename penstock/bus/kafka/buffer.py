@@ -96,16 +96,18 @@ class PrefetchBuffer:
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
 
-    def add_damaged_message(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
-        """Add the next message of a partition, which cannot be unpacked. Return the offset at which the partition goes
-        on.
+    def add_damaged_message(
+        self, partition: Partition, batch: int, klass: PriorityClass, why: str, failed: str = "unpacked"
+    ) -> int:
+        """Add the next message of a partition, which cannot be unpacked, or what else `failed`. Return the offset at
+        which the partition goes on.
 
         The message is in the batch that begins at the offset `batch`. It goes to the dead letters.
         """
         topic, number = partition
         offset = max(batch, self._offsets[partition].next_offset)
         if self._offsets[partition].note_delivered(offset):
-            reason = f"partition {number}, offset {offset}, cannot be unpacked: {why}"
+            reason = f"partition {number}, offset {offset}, cannot be {failed}: {why}"
             self._handed_out.add((partition, offset))
             self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1

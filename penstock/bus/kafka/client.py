@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 BROKER_TIMEOUT_S = 15.0
 """Brokers that do not answer within this time count as not reachable."""
+SOCKET_TIMEOUT_S = 10.0
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
 FETCH_LIMITS = {
     "max.partition.fetch.bytes": MAX_BATCH_BYTES,
@@ -49,7 +50,7 @@ def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> 
         "bootstrap.servers": bootstrap,
         "log_level": 0,
         "reconnect.backoff.max.ms": 1000,
-        "socket.timeout.ms": 10_000,
+        "socket.timeout.ms": int(SOCKET_TIMEOUT_S * 1000),
     }
 
 

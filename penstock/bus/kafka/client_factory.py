@@ -6,6 +6,7 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from penstock.bus.kafka.client import client_settings
+from penstock.bus.kafka.position_lookup import FetchAttempts
 from penstock.bus.kafka.writers import OutputWriter, Transactions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
@@ -23,6 +24,8 @@ class KafkaClientFactory:
         self.settings = settings
         self.clients = client_settings(bootstrap, access)
         """The settings that all clients of this bus share."""
+        self.fetch_attempts = FetchAttempts()
+        """What members learned about messages that take long to fetch, for those that are made after them."""
 
     def create_consumer(self, settings: Mapping[str, Any]) -> Consumer:
         """Return a consumer with these settings and those that all clients share."""

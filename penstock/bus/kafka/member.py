@@ -24,6 +24,7 @@ from penstock.bus.kafka.client import (
     DAMAGED_BATCH_ERRORS,
     FETCH_LIMITS,
     MAX_BATCH_BYTES,
+    SOCKET_TIMEOUT_S,
     DamagedBatches,
     bus_errors,
     parse_delivery,
@@ -54,6 +55,8 @@ MAX_SETTLEMENT_S = 45.0
 STALL_PATIENCE_S = 5.0
 """How long a member may stand still before the worker has to make a new one. A process may be paused for a moment."""
 LOOKUP_TIMEOUT_S = 0.25
+MAX_SOCKET_TIMEOUT_S = 300.0
+"""The longest time limit that librdkafka takes."""
 MARKER_COMMIT_INTERVAL_S = 1.0
 """How often offsets of markers that were passed over are committed while nothing is settled."""
 
@@ -97,10 +100,14 @@ class KafkaMember:
         # The poller's.
         self._starting: set[Partition] = set()
         self._paused: set[Partition] = set()
-        self._progress = ReadProgress()
+        self._progress = ReadProgress(bus.fetch_attempts)
+        self._passing: dict[Partition, int] = {}
+        """Partitions that are read on behind a message that could not be fetched, with its offset."""
         self._refresh_at = 0.0
         self._turned_at = time.monotonic()
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
+        self._topic_parts: list[str] = []
+        """All partitions of the interactive topic, as the brokers told last."""
         # The problems that `current_problem` describes, each kind by itself.
         self._away = ""
         self._refused: dict[str, str] = {}
@@ -110,7 +117,10 @@ class KafkaMember:
         self._outputs = bus.create_output_writer() if self._transactions is None else None
         self._commits = OffsetCommitter()
         self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)))
-        self._consumer = bus.create_consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
+        settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
+        # A response that takes longer than the time limit of a socket is dropped, and asked for again from its start.
+        timeout_s = min(MAX_SOCKET_TIMEOUT_S, max(SOCKET_TIMEOUT_S, bus.fetch_attempts.longest_patience_s))
+        self._consumer = bus.create_consumer(settings | {"socket.timeout.ms": int(timeout_s * 1000)})
         self._lookup_thread = threading.Thread(target=self._look_up_forever, name=f"kafka-lookup-{name}", daemon=True)
         self._lookup_thread.start()
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
@@ -119,7 +129,13 @@ class KafkaMember:
     @property
     def current_problem(self) -> str:
         """Why this member cannot work now; see `contract.Member.current_problem`."""
-        return self._away or self._describe_stall() or next(iter(self._refused.values()), "")
+        return (
+            self._away
+            or self._describe_stall()
+            or next(iter(self._refused.values()), "")
+            or self._lookup.current_problem
+            or next(iter(self._progress.standing_partitions.values()), "")
+        )
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
@@ -208,18 +224,20 @@ class KafkaMember:
     def list_partitions(self) -> list[str]:
         """Return the partitions of the interactive topic that this member reads.
 
-        The list is empty while the brokers are away, or the member stands still.
+        The list is empty while the brokers are away, or the member stands still. A partition that has messages and
+        brings none is not in it.
         """
         topic = self._topics["interactive"]
         if self._away or self._describe_stall() or topic in self._refused:
             return []
         with self._state:
             partitions = self._holdings.partitions
-        return [format_partition(partition) for partition in partitions if partition[0] == topic]
+        standing = self._progress.standing_partitions
+        return [format_partition(one) for one in partitions if one[0] == topic and one not in standing]
 
     def create_orphan_reader(self) -> KafkaOrphanReader:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        return KafkaOrphanReader(self._pipeline, self._stage, self._clients)
+        return KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)
 
     def stop_consuming(self) -> None:
         """Give up the partitions, and with them all deliveries."""
@@ -353,6 +371,7 @@ class KafkaMember:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
+            self._bury_unfetched(partition, message.offset() or 0)
             if error is None:  # with the end of a partition librdkafka gives the epoch 0, whatever it really is
                 self._epochs[partition] = _epoch_of(message)
 
@@ -389,6 +408,34 @@ class KafkaMember:
             offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
             self._state.notify()
         self._consumer.seek(TopicPartition(*partition, offset))
+
+    def _pass_unfetched(self, partition: Partition, offset: int) -> None:
+        """Read a partition on behind a message that could not be fetched.
+
+        It becomes a dead letter when the partition brings something from behind it. If it does not, the message is not
+        at fault: nothing is passed over, and this member is made anew.
+        """
+        if partition in self._passing:
+            return
+        log.warning("Kafka: %s partition %d is read on behind offset %d", *partition, offset)
+        self._passing[partition] = offset
+        self._consumer.seek(TopicPartition(*partition, offset + 1))
+        self._progress.note_message(partition, self._turned_at)
+
+    def _bury_unfetched(self, partition: Partition, offset: int) -> None:
+        """Make a dead letter of the message that was passed over, as the partition brought something behind it."""
+        unfetched = self._passing.get(partition)
+        if unfetched is None:
+            return
+        del self._passing[partition]
+        if offset > unfetched:
+            with self._state:
+                if partition in self._holdings.partitions and self._holdings.next_offset(partition) == unfetched:
+                    why = "it took too long to fetch"
+                    self._holdings.add_damaged_message(
+                        partition, unfetched, self._classes[partition[0]], why, "fetched"
+                    )
+                    self._state.notify()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Do steps 1 and 2 for assigned partitions. The offset does not matter, as nothing is read before 3."""
@@ -453,6 +500,7 @@ class KafkaMember:
         self._lookup.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
+        self._passing = {one: offset for one, offset in self._passing.items() if one not in gone}
         is_over = self._settling.acquire(timeout=REVOKE_TIMEOUT_S)
         if not is_over:
             self._note_failure(
@@ -494,9 +542,12 @@ class KafkaMember:
     def _watch_progress(self) -> None:
         """Request the ends of quiet partitions, and compare the answers with what was read."""
         with self._state:
-            for partition, end in self._lookup.take_ends().items():
-                if partition in self._holdings.partitions:
-                    self._progress.compare_end(partition, self._holdings.next_offset(partition), end, self._turned_at)
+            positions = {one: self._holdings.next_offset(one) for one in self._holdings.partitions}
+        for partition, end in self._lookup.take_ends().items():
+            if partition in positions and self._progress.compare_end(
+                partition, positions[partition], end, self._turned_at
+            ):
+                self._pass_unfetched(partition, positions[partition])
         quiet = [one for one in self._progress.take_quiet(self._turned_at) if one[0] not in self._refused]
         if quiet:
             self._lookup.request_ends(quiet)
@@ -506,7 +557,9 @@ class KafkaMember:
         if time.monotonic() < self._probe_at:
             return
         try:
-            self._consumer.list_topics(self._pipeline.results_topic, PROBE_RETRY_S)
+            topic = self._topics["interactive"]
+            known = self._consumer.list_topics(topic, PROBE_RETRY_S).topics.get(topic)
+            self._topic_parts = [format_partition((topic, number)) for number in (known.partitions if known else ())]
             self._away = ""
         except KafkaException as error:
             self._away = f"Kafka: {error.args[0].str()}"

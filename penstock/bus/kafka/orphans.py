@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,15 @@ def _parse_partition(part: str) -> Partition:
 class KafkaOrphanReader:
     """Implements `contract.OrphanReader`. It connects when it is first given a partition."""
 
-    def __init__(self, pipeline: Pipeline, stage: WorkerKind, clients: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stage: WorkerKind,
+        clients: Mapping[str, Any],
+        list_all: Callable[[], list[str]] = list,
+    ) -> None:
+        """`list_all` returns what `list_partitions` does."""
+        self._list_all = list_all
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
@@ -42,6 +50,10 @@ class KafkaOrphanReader:
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._damaged = DamagedBatches()
+
+    def list_partitions(self) -> list[str]:
+        """Return the names of all partitions; see `contract.OrphanReader.list_partitions`."""
+        return list(self._list_all())
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         """Return unfinished messages of these partitions; see `contract.OrphanReader.read_orphans`."""

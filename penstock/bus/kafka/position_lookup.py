@@ -6,6 +6,7 @@ can say which. If it has more messages, is not paused, and stands still all the 
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
 LOOKUP_RETRY_S = 0.05
+UNKNOWN_START_S = 5.0
+"""A partition whose last commit is not known for this long is a problem that is told."""
 ACCESS_ERRORS = (
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -54,6 +57,23 @@ class PositionLookup:
         self._ends: dict[Partition, object] = {}
         self._found_starts: dict[Partition, StartPosition] = {}
         self._found_ends: dict[Partition, int | None] = {}
+        self._unknown_starts: dict[Partition, tuple[float, str]] = {}
+        """The partitions whose last commit the brokers do not tell: since when, and why."""
+
+    @property
+    def current_problem(self) -> str:
+        """Describes one partition that cannot be begun, as its last commit is not known; empty where there is none.
+
+        It is not told while a transaction that is just being committed may be the reason.
+        """
+        latest_s = time.monotonic() - UNKNOWN_START_S
+        with self._lock:
+            late = ((one, why) for one, (since_s, why) in self._unknown_starts.items() if since_s <= latest_s)
+            found = next(late, None)
+        if found is None:
+            return ""
+        (topic, number), why = found
+        return f"Kafka: {topic} partition {number} is not read, its committed offset is not known: {why}"
 
     def request_starts(self, partitions: Iterable[Partition]) -> None:
         """Request the last commits of partitions. The brokers are asked until they answer."""
@@ -71,6 +91,7 @@ class PositionLookup:
         """Cancel the requests for partitions, and drop their answers."""
         with self._lock:
             for partition in partitions:
+                self._unknown_starts.pop(partition, None)
                 for known in (self._starts, self._ends, self._found_starts, self._found_ends):
                     known.pop(partition, None)
 
@@ -108,7 +129,7 @@ class PositionLookup:
 
     def _ask_starts(self, wanted: dict[Partition, object]) -> bool:
         """Return whether all partitions were answered. If one has no stable offset yet, ask for each by itself."""
-        found = self._read_committed(list(wanted))
+        found = self._read_committed(wanted)
         if found is None and len(wanted) > 1:
             num_answered = sum(self._ask_starts({partition: request}) for partition, request in wanted.items())
             return num_answered == len(wanted)
@@ -117,12 +138,14 @@ class PositionLookup:
                 partition = place.topic, place.partition
                 if self._starts.get(partition) is wanted[partition]:
                     del self._starts[partition]
+                    self._unknown_starts.pop(partition, None)
                     self._found_starts[partition] = StartPosition(
                         place.offset, place.metadata or "", place.leader_epoch
                     )
         return found is not None
 
-    def _read_committed(self, partitions: list[Partition]) -> list[TopicPartition] | None:
+    def _read_committed(self, wanted: dict[Partition, object]) -> list[TopicPartition] | None:
+        partitions = list(wanted)
         try:
             found = self._consumer.committed([TopicPartition(*one) for one in partitions], timeout=COMMITTED_TIMEOUT_S)
             error = next((place.error for place in found if place.error), None)
@@ -134,6 +157,10 @@ class PositionLookup:
             raise BusUnavailable(f"Kafka refuses the group's committed offsets, check its access: {error.str()}")
         if len(partitions) == 1:
             log.warning("%s: the committed offset cannot be read yet: %s", "/".join(map(str, partitions[0])), error)
+            with self._lock:
+                if self._starts.get(partitions[0]) is wanted[partitions[0]]:
+                    since_s, _ = self._unknown_starts.get(partitions[0], (time.monotonic(), ""))
+                    self._unknown_starts[partitions[0]] = since_s, error.str()
         return None
 
     def _ask_end(self, partition: Partition) -> int | None:
@@ -148,38 +175,84 @@ class PositionLookup:
 QUIET_PARTITION_S = 5.0
 """A partition that brought nothing for this long has its end looked up, and again after each such period."""
 STALLED_PARTITION_S = 10.0
-"""How long a partition with more messages may stand still. Two lookups must show it, as new messages take time."""
+"""How long a partition with more messages may stand still. Two lookups must show it, as new messages take time.
+
+After that its member does not count as its reader. It is made anew once it has waited as `FetchAttempts` says.
+"""
+MAX_FETCH_ATTEMPTS = 5
+"""How many members try to fetch a message before it is passed over. Each waits twice as long as the one before."""
+
+
+class FetchAttempts:
+    """Counts, over all members that a worker makes, how often a partition stood still at one offset.
+
+    A message may take long to fetch: it is large and the link is slow, or unpacking it takes long. librdkafka does not
+    show that: its statistics count a response once it is there as a whole, and a message once it is unpacked. A member
+    that is made anew begins the same fetch again, so each one waits twice as long for it.
+    """
+
+    def __init__(self) -> None:
+        self._stalls: dict[Partition, tuple[int, int]] = {}
+        """For each partition the offset at which it last stood still, and how often it did."""
+
+    def note_stall(self, partition: Partition, offset: int) -> None:
+        """Note that a member waited for a message as long as it may, and did not get it."""
+        self._stalls[partition] = offset, min(self._count_stalls(partition, offset) + 1, MAX_FETCH_ATTEMPTS - 1)
+
+    def compute_patience(self, partition: Partition, offset: int) -> float:
+        """Return how many seconds the next message of a partition may take to come."""
+        return float(STALLED_PARTITION_S * 2 ** self._count_stalls(partition, offset))
+
+    def is_last(self, partition: Partition, offset: int) -> bool:
+        """Return whether a message is to be passed over if this attempt to fetch it fails, too."""
+        return self._count_stalls(partition, offset) >= MAX_FETCH_ATTEMPTS - 1
+
+    @property
+    def longest_patience_s(self) -> float:
+        """How many seconds any message may take to come."""
+        return max((self.compute_patience(one, offset) for one, (offset, _) in list(self._stalls.items())), default=0.0)
+
+    def _count_stalls(self, partition: Partition, offset: int) -> int:
+        known, num_stalls = self._stalls.get(partition, (offset, 0))
+        return num_stalls if known == offset else 0
 
 
 class ReadProgress:
     """Knows when each partition that is to be read last brought something. Plain Python, no I/O; for one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempts: FetchAttempts) -> None:
+        self._attempts = attempts
         self._moved_s: dict[Partition, float] = {}
         self._asked_s: dict[Partition, float] = {}
         self._num_behind: dict[Partition, int] = {}
         self._standing: dict[Partition, str] = {}
+        self._stalled: dict[Partition, int] = {}
 
     @property
     def current_problem(self) -> str:
-        """Describes one partition that has messages and is not read; empty where there is none."""
-        return next(iter(self._standing.values()), "")
+        """Describes one partition that its member waited for as long as it may; empty where there is none."""
+        return next((self._standing.get(one, "") for one in list(self._stalled)), "")
+
+    @property
+    def standing_partitions(self) -> dict[Partition, str]:
+        """The partitions that have messages and bring none, each with a description."""
+        return dict(self._standing)
 
     def track_partitions(self, partitions: Iterable[Partition], now_s: float) -> None:
         """Set the partitions that are to be read now. The time of those that are new begins now."""
         wanted = set(partitions)
         for partition in self._moved_s.keys() - wanted:
-            for known in (self._moved_s, self._asked_s, self._num_behind, self._standing):
-                known.pop(partition, None)
+            self._moved_s.pop(partition)
+            self._asked_s.pop(partition, None)
+            self._forget_stall(partition)
         for partition in wanted - self._moved_s.keys():
             self._moved_s[partition] = now_s
 
     def note_message(self, partition: Partition, now_s: float) -> None:
-        """Note that a partition brought something."""
+        """Note that a partition brought something, or is read on elsewhere: its time begins now."""
         if partition in self._moved_s:
             self._moved_s[partition] = now_s
-            self._num_behind.pop(partition, None)
-            self._standing.pop(partition, None)
+            self._forget_stall(partition)
 
     def take_quiet(self, now_s: float) -> list[Partition]:
         """Return the partitions whose end is to be looked up now. They are returned again after `QUIET_PARTITION_S`."""
@@ -191,15 +264,29 @@ class ReadProgress:
         self._asked_s |= dict.fromkeys(found, now_s)
         return found
 
-    def compare_end(self, partition: Partition, position: int, end: int | None, now_s: float) -> None:
-        """Note the end of a quiet partition, as its leader gave it; None for an outage, in which no leader answers."""
+    def compare_end(self, partition: Partition, position: int, end: int | None, now_s: float) -> bool:
+        """Note the end of a quiet partition, as its leader gave it; None for an outage, in which no leader answers.
+
+        Return whether its next message was waited for as long as may be, in the last attempt to fetch it.
+        """
         if partition not in self._moved_s:
-            return
+            return False
         if end is None or end <= position:
-            self._num_behind.pop(partition, None)
-            self._standing.pop(partition, None)
-            return
+            self._forget_stall(partition)
+            return False
         looks = self._num_behind[partition] = self._num_behind.get(partition, 0) + 1
-        if looks >= 2 and now_s - self._moved_s[partition] >= STALLED_PARTITION_S:
-            topic, number = partition
-            self._standing[partition] = f"{topic} partition {number} ends at {end} and is not read beyond {position}"
+        waited_s = now_s - self._moved_s[partition]
+        if looks < 2 or waited_s < STALLED_PARTITION_S:
+            return False
+        topic, number = partition
+        self._standing[partition] = f"{topic} partition {number} ends at {end} and is not read beyond {position}"
+        if partition in self._stalled or waited_s < self._attempts.compute_patience(partition, position):
+            return False
+        was_last = self._attempts.is_last(partition, position)
+        self._stalled[partition] = position
+        self._attempts.note_stall(partition, position)
+        return was_last
+
+    def _forget_stall(self, partition: Partition) -> None:
+        for known in (self._num_behind, self._standing, self._stalled):
+            known.pop(partition, None)

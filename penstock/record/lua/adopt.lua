@@ -3,13 +3,14 @@
 --
 -- KEYS[1]  readers   hash, a stage's, see renew.lua
 -- KEYS[2]  sessions  sorted set, a stage's, see claim.lua
--- ARGV     session
+-- ARGV     session, parts that no session has named for some time
 --
 -- Replies  all parts that are this session's to read
 --
 -- Crash    after: the session runs out, and another adopts them.
 
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {} end
+for i = 2, #ARGV do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[1]) end
 local mine, all = {}, redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local reader = all[i + 1]
