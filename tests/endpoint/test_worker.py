@@ -354,3 +354,41 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
         "requests": 1, "running": 1, "room": 31, "prompt_tokens": 0, "output_tokens": 7,
         "mean_prompt_tokens": 0.0, "mean_output_tokens": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ([Fault("status", status=400, message="cannot read: \ud83d")], "invalid_request"),
+        ([Fault("status", status=500, message="cannot read: \ud83d")] * 3, "model_error"),
+        ([Fault("error", status=400, message="cannot read: \ud83d")], "invalid_request"),
+    ],
+)
+def test_half_a_surrogate_pair_in_an_endpoints_error_is_replaced(
+    line: EndpointPipeline, endpoint: CountingEndpoint, faults: list[Fault], code: str
+) -> None:
+    line.add_worker(endpoint)
+    endpoint.faults += faults
+    line.send()
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert result.error.code == code
+    assert "cannot read: \ufffd" in result.error.message
+
+
+def test_half_a_surrogate_pair_in_a_stop_reason_is_replaced(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
+    endpoint.end_fields = {"finish_reason": "stop", "stop_reason": "\ud83d"}
+    line.add_worker(endpoint)
+    request = line.send(max_tokens=2, stop=["q"], tell_stop=True)
+    (result,) = line.run_until_results(1)
+    end = line.read_log(request.id)[-1]
+    assert isinstance(end, EndEvent)
+    assert (result.error, end.stop) == (None, "\ufffd")
+
+
+def test_a_token_count_that_no_float_holds_is_not_believed(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
+    endpoint.usage_fields = {"completion_tokens": 10**400}
+    line.add_worker(endpoint)
+    line.send(max_tokens=3)
+    (result,) = line.run_until_results(1)
+    assert (result.error, result.usage.completion_tokens) == (None, 3)
