@@ -50,6 +50,8 @@ class CountingEndpoint:
         self.with_usage = True
         self.delta_fields: dict[str, Any] = {}
         """What the first piece of a chat's answer has besides its text."""
+        self.num_pieces: int | None = None
+        """How many pieces an answer has, whatever was asked for; None for as many as were asked for."""
         self.end_fields: dict[str, Any] = {}
         """What the last choice of each answer says in place of what is true."""
         self.usage_fields: dict[str, Any] = {}
@@ -137,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
             self.send_header(name, value)
         self.end_headers()
-        first, count = _count_so_far(body), body.get("max_tokens") or 8
+        first, count = _count_so_far(body), endpoint.num_pieces or body.get("max_tokens") or 8
         end: dict[str, Any] = {"finish_reason": "length"}
         for index in range(count):
             if f" {first + index}" in (body.get("stop") or ()):

@@ -332,7 +332,8 @@ def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
             return "stop"
         case "content_filter":
             raise _FailedError(Refused(ModelError("the endpoint's content filter ended the answer")))
-    raise _FailedError(Failed(f"it ended the answer with {reason!r}", may_have_begun=True))
+    # The server meant this end, as vLLM does with `abort`: to ask again would glue two answers together.
+    raise _FailedError(Refused(ModelError(f"the endpoint ended the answer with {str(reason)[:100]!r}")))
 
 
 def read_usage(event: Mapping[str, Any]) -> Usage | None:

@@ -392,3 +392,36 @@ def test_a_token_count_that_no_float_holds_is_not_believed(line: EndpointPipelin
     line.send(max_tokens=3)
     (result,) = line.run_until_results(1)
     assert (result.error, result.usage.completion_tokens) == (None, 3)
+
+
+def test_an_answer_that_always_breaks_off_behind_its_first_piece_ends_with_an_error(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    line.add_worker(endpoint)
+    endpoint.faults += [Fault("error", after=1, message="cannot")] * 6
+    line.send(max_tokens=6)
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert (result.error.code, result.text, len(endpoint.bodies)) == ("model_error", " 0 1 2", 3)
+
+
+@pytest.mark.parametrize("reason", ["abort", ["weird"]])
+def test_an_end_for_an_unknown_reason_is_an_end(
+    line: EndpointPipeline, endpoint: CountingEndpoint, reason: object
+) -> None:
+    endpoint.end_fields = {"finish_reason": reason}
+    line.add_worker(endpoint)
+    line.send(max_tokens=2)
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert (result.error.code, result.text, len(endpoint.bodies)) == ("model_error", " 0 1", 1)
+
+
+def test_an_endpoint_that_ignores_the_limit_is_read_no_further(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    endpoint.num_pieces = 50
+    line.add_worker(endpoint)
+    line.send(max_tokens=3)
+    (result,) = line.run_until_results(1)
+    assert (result.error, result.text, result.finish_reason) == (None, " 0 1 2", "length")
