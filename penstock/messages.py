@@ -63,6 +63,11 @@ class Wire(BaseModel):
         return self.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
+def replace_surrogates(text: str) -> str:
+    """Return the text with half surrogate pairs replaced: JSON may have them, and UTF-8 cannot write them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class ErrorInfo(Wire):
     """A typed error: `code` is a key of `penstock.errors.REQUEST_ERRORS`, `message` is for people."""
 
@@ -72,7 +77,7 @@ class ErrorInfo(Wire):
     @classmethod
     def from_error(cls, error: RequestError) -> Self:
         """Return the wire form of an error."""
-        return cls(code=error.code, message=str(error)[:MAX_ERROR_CHARS])
+        return cls(code=error.code, message=replace_surrogates(str(error)[:MAX_ERROR_CHARS]))
 
     def to_exception(self) -> RequestError:
         """Return the exception that this error stands for."""

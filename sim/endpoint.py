@@ -50,6 +50,12 @@ class CountingEndpoint:
         self.with_usage = True
         self.delta_fields: dict[str, Any] = {}
         """What the first piece of a chat's answer has besides its text."""
+        self.num_pieces: int | None = None
+        """How many pieces an answer has, whatever was asked for; None for as many as were asked for."""
+        self.end_fields: dict[str, Any] = {}
+        """What the last choice of each answer says in place of what is true."""
+        self.usage_fields: dict[str, Any] = {}
+        """What the usage of each answer says in place of what is true."""
         self.num_under_way = self.max_under_way = 0
         self.lock = threading.Lock()
         self._server = _Server(("127.0.0.1", port), _Handler)
@@ -133,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
             self.send_header(name, value)
         self.end_headers()
-        first, count = _count_so_far(body), body.get("max_tokens") or 8
+        first, count = _count_so_far(body), endpoint.num_pieces or body.get("max_tokens") or 8
         end: dict[str, Any] = {"finish_reason": "length"}
         for index in range(count):
             if f" {first + index}" in (body.get("stop") or ()):
@@ -146,12 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(endpoint.pause_s)
             delta = {"content": f" {first + index}"} | (endpoint.delta_fields if index == 0 else {})
             self._send_event({"choices": [{"index": 0, "delta": delta} if is_chat else {"text": delta["content"]}]})
-        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", **end}]})
+        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", **end, **endpoint.end_fields}]})
         if endpoint.with_usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = len(str(body.get("prompt") or body.get("messages")).split())
             details = {"prompt_tokens_details": {"cached_tokens": 1}}
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
-            self._send_event({"choices": [], "usage": usage | details})
+            self._send_event({"choices": [], "usage": usage | details | endpoint.usage_fields})
         self._send_chunk(b"data: [DONE]\n\n")
         self._send_chunk(b"")
 

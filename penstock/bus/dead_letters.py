@@ -8,6 +8,7 @@ a dead letter (`BURIED_HEADER`, milliseconds since the epoch).
 import time
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.messages import replace_surrogates
 from penstock.names import (
     ATTEMPT_HEADER,
     BURIED_HEADER,
@@ -29,9 +30,9 @@ def build_dead_letter(
     """Return the message for the dead-letter topic. `attempts` is how often the delivery was tried."""
     headers = dict(delivery.headers)
     if stack:
-        headers[STACK_HEADER] = stack[-MAX_STACK_CHARS:]
+        headers[STACK_HEADER] = replace_surrogates(stack[-MAX_STACK_CHARS:])
     headers[ORIGIN_HEADER] = delivery.topic
-    headers[REASON_HEADER] = reason[:MAX_REASON_CHARS]
+    headers[REASON_HEADER] = replace_surrogates(reason[:MAX_REASON_CHARS])
     headers[ATTEMPT_HEADER] = str(attempts)
     headers[BURIED_HEADER] = str(int(time.time() * 1000))
     message = Outgoing(pipeline.dead_letter_topic, delivery.value, delivery.key, headers)

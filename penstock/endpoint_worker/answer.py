@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from penstock.endpoint_worker.endpoints import Endpoint
 from penstock.endpoint_worker.question import Question
 from penstock.errors import AnswerInterrupted, InvalidRequest, ModelError, PromptTooLong, RequestError, RequestTooLarge
-from penstock.messages import FinishReason, Usage, now_s
+from penstock.messages import FinishReason, Usage, now_s, replace_surrogates
 
 CONNECT_TIMEOUT_S = 5.0
 MODELS_TIMEOUT_S = 5.0
@@ -29,6 +29,8 @@ MODELS_TIMEOUT_S = 5.0
 MAX_ERROR_BYTES = 65_536
 """What is read of an endpoint's error."""
 MAX_LINE_BYTES = 2**24
+MAX_TOLD_TOKENS = 2**53
+"""The largest token count that is believed: readers of JSON in other languages hold no larger integer exactly."""
 REFUSED_STATUSES = (400, 413, 422)
 """HTTP statuses that are about the request. All others are about the endpoint."""
 BUSY_STATUSES = (429, 503)
@@ -176,7 +178,7 @@ class Answer:
                 if text := read_text(choice):
                     self._report(self, Piece(text))
                 reason = read_finish_reason(choice) or reason
-                stop = told if isinstance(told := choice.get("stop_reason"), str) else stop
+                stop = replace_surrogates(told) if isinstance(told := choice.get("stop_reason"), str) else stop
         if reason is None:
             raise _FailedError(Failed("the answer was cut", may_have_begun=True, is_lost=True))
         return Finished(reason, usage, stop)
@@ -242,13 +244,14 @@ def to_refusal(status: int, text: str) -> RequestError:
 
 def describe_error(content: bytes) -> str:
     """Return the message in an error's body, in any of the usual forms, else the beginning of the body."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         found = json.loads(content)
         inner = found.get("error", found.get("detail", found))
         message = inner.get("message") if isinstance(inner, dict) else inner
         if isinstance(message, str):
             code = inner.get("code") if isinstance(inner, dict) else None
-            return f"{message} ({code})" if isinstance(code, str) and code not in message else message
+            text = f"{message} ({code})" if isinstance(code, str) and code not in message else message
+            return replace_surrogates(text)
     return content[:200].decode(errors="replace")
 
 
@@ -314,8 +317,7 @@ def read_text(choice: Mapping[str, Any]) -> str:
             error = ModelError(f"the endpoint's answer has {name!r} beside its text: start it without that parser")
             raise _FailedError(Refused(error))
     text = found.get("content") if found is delta else found.get("text")
-    # A character that was cut in two leaves half of a pair, which cannot be written.
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(text, str) else ""
+    return replace_surrogates(text) if isinstance(text, str) else ""
 
 
 def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
@@ -330,7 +332,8 @@ def read_finish_reason(choice: Mapping[str, Any]) -> FinishReason | None:
             return "stop"
         case "content_filter":
             raise _FailedError(Refused(ModelError("the endpoint's content filter ended the answer")))
-    raise _FailedError(Failed(f"it ended the answer with {reason!r}", may_have_begun=True))
+    # The server meant this end, as vLLM does with `abort`: to ask again would glue two answers together.
+    raise _FailedError(Refused(ModelError(f"the endpoint ended the answer with {str(reason)[:100]!r}")))
 
 
 def read_usage(event: Mapping[str, Any]) -> Usage | None:
@@ -341,7 +344,7 @@ def read_usage(event: Mapping[str, Any]) -> Usage | None:
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
     numbers = [usage.get("prompt_tokens"), cached or 0, usage.get("completion_tokens")]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not all(isinstance(number, int) and 0 <= number <= MAX_TOLD_TOKENS for number in numbers):
         return None
     prompt, cached, completion = (int(number) for number in numbers if number is not None)
     return Usage(prompt_tokens=prompt, cached_tokens=min(cached, prompt), completion_tokens=completion)

@@ -15,6 +15,8 @@ from penstock.errors import SettingsError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 """How long an endpoint is left alone after its first failure, and at most after many."""
+MAX_DOUBLINGS = 10
+"""How often the pause doubles at most: by then it is `MAX_PAUSE_S`, and `2**n` of many failures fits no float."""
 MAX_TOLD_PAUSE_S = 3600.0
 """The longest time that an endpoint may ask to be left alone."""
 VARIABLE = "PENSTOCK_ENDPOINT_URLS"
@@ -55,7 +57,9 @@ class Endpoint:
         Requests that were under way together fail together, and count as one failure.
         """
         if asked_s > self.failed_at_s:
-            pause_s = min(FIRST_PAUSE_S * 2**self.num_failures, MAX_PAUSE_S) * random.uniform(0.8, 1.0)
+            pause_s = min(FIRST_PAUSE_S * 2 ** min(self.num_failures, MAX_DOUBLINGS), MAX_PAUSE_S) * random.uniform(
+                0.8, 1.0
+            )
             self.num_failures += 1
             self.failed_at_s, self.problem = now_s, problem
             self.paused_until_s = max(self.paused_until_s, now_s + pause_s)

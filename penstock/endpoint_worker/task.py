@@ -55,7 +55,9 @@ class EndpointTask:
     answer: Answer | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
     num_failures: int = 0
-    """How often an endpoint failed at this request since it last had new text."""
+    """How often endpoints failed at this request since an answer brought more pieces than any that failed before."""
+    most_pieces: int = 0
+    """The most pieces that an answer brought before it failed."""
     log_events: list[TokenEvent] = field(default_factory=list)
     """The events of the log: those that were read, and those sent to it since."""
     finish_reason: FinishReason | None = None

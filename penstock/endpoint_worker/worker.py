@@ -26,7 +26,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -339,16 +339,32 @@ class EndpointWorker:
         return bool(arrived)
 
     def _append_pieces(self, pieces: Iterable[tuple[Answer, Piece]]) -> None:
-        """Append pieces of text, in one round trip, and act on the outcomes."""
+        """Append pieces of text, in one round trip, and act on the outcomes. What is behind `max_tokens` is dropped."""
+        entries, overlong = self._make_events(pieces)
+        if entries:
+            self._write_events(entries)
+        for task in overlong:
+            if task is self.running.get(task.id):
+                task.finish_reason = "length"
+                self._end_tasks(task)
+
+    def _make_events(
+        self, pieces: Iterable[tuple[Answer, Piece]]
+    ) -> tuple[list[tuple[EndpointTask, TokenEvent]], Iterable[EndpointTask]]:
+        """Return the events of pieces of text, by request, and the requests whose endpoints ignore `max_tokens`."""
         added: dict[EndpointTask, list[TokenEvent]] = {}
+        overlong: dict[EndpointTask, None] = {}
         for answer, piece in pieces:
             if (task := self._by_answer.get(answer)) is not None:
                 events = added.setdefault(task, [])
+                if len(events) >= task.max_pieces_left:
+                    overlong[task] = None
+                    continue
                 before = events[-1] if events else None
                 events.append(task.claim.next_event(piece_token(piece.text), piece.text, before=before))
-        entries = [(task, event) for task, events in added.items() for event in events]
-        if not entries:
-            return
+        return [(task, event) for task, events in added.items() for event in events], overlong
+
+    def _write_events(self, entries: Sequence[tuple[EndpointTask, TokenEvent]]) -> None:
         outcomes = self.record.append_tokens([(task.claim, event) for task, event in entries])
         written_s = time.monotonic()
         failpoint("endpoint.3.appended")
@@ -366,7 +382,8 @@ class EndpointWorker:
         self.load.throughput.record_step(len(entries), is_busy=bool(self.running))
 
     def _record_piece(self, task: EndpointTask, written_s: float) -> None:
-        task.num_failures = 0
+        if len(task.log_events) - task.num_pieces_before > task.most_pieces:
+            task.num_failures = 0
         if task.answer is not None:
             task.answer.endpoint.note_answer()
         gap_s = task.measure_gap(written_s)
@@ -408,6 +425,7 @@ class EndpointWorker:
         if not failed.may_have_begun:
             return
         task.num_failures += 1
+        task.most_pieces = max(task.most_pieces, len(task.log_events) - task.num_pieces_before)
         if self.settings.interrupted == "fail":
             self._end_with_error(task, AnswerInterrupted(failed.problem))
         elif task.num_failures >= self._max_failures(failed):

@@ -213,6 +213,7 @@ class MemoryRecord(Record):
         if rec.stage == "end":
             return True
         rec.end, keep_ms = self._complete_end(claim, end)
+        rec.end.encode()  # raises for what cannot be written, as the record in Redis does
         rec.stage, rec.session, rec.message = "end", "", b""
         rec.expires_ms = self._records.now_ms() + keep_ms
         return True

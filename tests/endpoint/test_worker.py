@@ -354,3 +354,74 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
         "requests": 1, "running": 1, "room": 31, "prompt_tokens": 0, "output_tokens": 7,
         "mean_prompt_tokens": 0.0, "mean_output_tokens": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ([Fault("status", status=400, message="cannot read: \ud83d")], "invalid_request"),
+        ([Fault("status", status=500, message="cannot read: \ud83d")] * 3, "model_error"),
+        ([Fault("error", status=400, message="cannot read: \ud83d")], "invalid_request"),
+    ],
+)
+def test_half_a_surrogate_pair_in_an_endpoints_error_is_replaced(
+    line: EndpointPipeline, endpoint: CountingEndpoint, faults: list[Fault], code: str
+) -> None:
+    line.add_worker(endpoint)
+    endpoint.faults += faults
+    line.send()
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert result.error.code == code
+    assert "cannot read: \ufffd" in result.error.message
+
+
+def test_half_a_surrogate_pair_in_a_stop_reason_is_replaced(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
+    endpoint.end_fields = {"finish_reason": "stop", "stop_reason": "\ud83d"}
+    line.add_worker(endpoint)
+    request = line.send(max_tokens=2, stop=["q"], tell_stop=True)
+    (result,) = line.run_until_results(1)
+    end = line.read_log(request.id)[-1]
+    assert isinstance(end, EndEvent)
+    assert (result.error, end.stop) == (None, "\ufffd")
+
+
+def test_a_token_count_that_no_float_holds_is_not_believed(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
+    endpoint.usage_fields = {"completion_tokens": 10**400}
+    line.add_worker(endpoint)
+    line.send(max_tokens=3)
+    (result,) = line.run_until_results(1)
+    assert (result.error, result.usage.completion_tokens) == (None, 3)
+
+
+def test_an_answer_that_always_breaks_off_behind_its_first_piece_ends_with_an_error(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    line.add_worker(endpoint)
+    endpoint.faults += [Fault("error", after=1, message="cannot")] * 6
+    line.send(max_tokens=6)
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert (result.error.code, result.text, len(endpoint.bodies)) == ("model_error", " 0 1 2", 3)
+
+
+@pytest.mark.parametrize("reason", ["abort", ["weird"]])
+def test_an_end_for_an_unknown_reason_is_an_end(
+    line: EndpointPipeline, endpoint: CountingEndpoint, reason: object
+) -> None:
+    endpoint.end_fields = {"finish_reason": reason}
+    line.add_worker(endpoint)
+    line.send(max_tokens=2)
+    (result,) = line.run_until_results(1)
+    assert result.error is not None
+    assert (result.error.code, result.text, len(endpoint.bodies)) == ("model_error", " 0 1", 1)
+
+
+def test_an_endpoint_that_ignores_the_limit_is_read_no_further(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    endpoint.num_pieces = 50
+    line.add_worker(endpoint)
+    line.send(max_tokens=3)
+    (result,) = line.run_until_results(1)
+    assert (result.error, result.text, result.finish_reason) == (None, " 0 1 2", "length")
