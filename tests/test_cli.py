@@ -250,7 +250,6 @@ def start_up(port: int, data: Path, log: Path, environment: Mapping[str, str] | 
     return start_child(command, name="up", log=log, environment=environment, directory=HERE)
 
 
-@pytest.mark.server
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"
@@ -273,7 +272,6 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert child.wait(60) == 0
 
 
-@pytest.mark.server
 def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -23,8 +23,6 @@ from penstock.waiting import wait_until
 from sim.servers import serve_server
 from tests.bus.buses import CAPACITY, make_settlement, take_deliveries
 
-pytestmark = pytest.mark.timeout(180)
-
 RETENTION = {"log.retention.check.interval.ms": "500", "log.initial.task.delay.ms": "500"}
 """The broker looks often for what it may delete."""
 SETTINGS = BusSettings(partitions=6, replication=3)

@@ -302,7 +302,6 @@ def work_off(member: Member, found: list[bytes]) -> bool:
     return bool(taken)
 
 
-@pytest.mark.timeout(240)
 def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
 ) -> None:
@@ -371,7 +370,6 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
         bus.join_group("decode", "a")
 
 
-@pytest.mark.server
 def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
     server = start_or_skip(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
@@ -405,8 +403,6 @@ def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None
         member.settle([make_settlement(pipeline, d) for d in (held, *rest)])
 
 
-@pytest.mark.server
-@pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
     server = start_or_skip(KafkaServer(tmp_path).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, SHORT_TIMEOUT_SETTINGS)
@@ -434,8 +430,6 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
         assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
 
 
-@pytest.mark.server
-@pytest.mark.timeout(120)
 def test_a_killed_broker_ends_open_transactions_for_readers_too(pipeline: Pipeline, tmp_path: Path) -> None:
     """The broker ends them at once when it is started again, in the time in which it cannot write their markers."""
     often = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}

@@ -1,6 +1,5 @@
 """What `penstock doctor` finds on a real Kafka: settings that may lose requests, and transactions that nobody ends."""
 
-import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
@@ -15,8 +14,6 @@ from penstock.bus.kafka.bus import KafkaBus, find_wrong_settings
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from tests.commands import Terminal
-
-pytestmark = pytest.mark.timeout(120)
 
 DAY_MS = 86_400_000
 

@@ -15,7 +15,6 @@ from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("is_reclaiming", [False, True])
 def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipeline, is_reclaiming: bool) -> None:
     """Also where it is to look for what members hold that are gone."""

@@ -22,7 +22,6 @@ from sim.chaos.fork_server import ForkServer
 from sim.chaos.runner import ChaosRound, run_round
 from sim.servers import start_or_skip
 
-pytestmark = pytest.mark.timeout(300)
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 
 
@@ -35,10 +34,10 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("bus", "load"),
     [
-        pytest.param("embedded", "text", marks=pytest.mark.long),  # the others do all that it does
+        pytest.param("embedded", "text", marks=pytest.mark.full),  # the others do all that it does
         ("embedded", "forms"),
-        pytest.param("embedded", "states", marks=pytest.mark.long),
-        pytest.param("kafka", "states", marks=pytest.mark.long),
+        pytest.param("embedded", "states", marks=pytest.mark.full),
+        pytest.param("kafka", "states", marks=pytest.mark.full),
         ("kafka", "tools"),
     ],
 )

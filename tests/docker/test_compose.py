@@ -82,7 +82,6 @@ def broker_settings() -> dict[str, str]:
     return {name: value for name, value in given.items() if name not in skipped}
 
 
-@pytest.mark.server
 def test_a_real_broker_takes_its_settings(tmp_path: Path) -> None:
     wanted = broker_settings()
     for name in ("message.max.bytes", "replica.fetch.max.bytes", "auto.create.topics.enable"):
@@ -109,7 +108,6 @@ def scripts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("service", ["redis-stream", "redis-kv"])
 def test_a_real_redis_takes_its_command(service: str, scripts: Path, tmp_path: Path) -> None:
     port, password = find_free_port(), environment(service)["REDISCLI_AUTH"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 import yaml
 
 from penstock.local.processes import find_free_port, start_child
@@ -88,7 +87,6 @@ class Prometheus:
         return {series["metric"]["job"] for series in self.query("up == 1")}
 
 
-@pytest.mark.server
 def test_prometheus_scrapes_a_running_pipeline_and_every_panel_has_something_to_show(tmp_path: Path) -> None:
     program("prometheus", PACKAGE)
     first = next(port for port in iter(find_free_port, None) if port % 2 == 0)

@@ -56,7 +56,6 @@ def test_what_is_missing_is_said(
     assert said in done.stderr
 
 
-@pytest.mark.server
 def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: CountingEndpoint) -> None:
     port, gateway_port = find_free_port(), find_free_port()
     command = [

@@ -59,7 +59,7 @@ def _load(directory: Path) -> Any:
     return load_module(skeleton, config, weights, CPU, lambda what, done: None)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
 def test_a_published_checkpoint_is_the_plain_model(name: str, tmp_path: Path) -> None:
     config = make_config(read_checkpoints()[name])
     settings = take_quantization(config)

@@ -290,7 +290,7 @@ def test_full_blocks_are_never_written_again(model: LoadedModel) -> None:
     _watched(Engine(model, SMALL))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_recorded_steps_write_no_full_block_again(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
     _watched(engine, rounds=1)

@@ -13,8 +13,6 @@ from tests.engine.helpers import generate_with_transformers, run_sequences, sequ
 from tools.tool_corpus import KINDS, Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
 
-pytestmark = pytest.mark.slow
-
 NUM_CONVERSATIONS = 400
 NUM_CALLS, MIN_RIGHT_CALLS = 24, 14
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -199,7 +199,6 @@ def count_results(stack: Stack) -> int:
 
 
 @needs_vllm
-@pytest.mark.timeout(300)
 def test_a_gateway_serves_a_pipeline_with_vllm_beside_one_with_the_own_engine(tmp_path: Path) -> None:
     """Each model is computed by its own pipeline. Their blocks have different names."""
     copied = tmp_path / "copied"

@@ -20,7 +20,10 @@ INSTALL = ("install", "--no-package-lock", "--ignore-scripts", "--no-audit", "--
 
 
 def project(source: Path, directory: Path) -> Path:
-    """A copy of a folder with a package.json in `directory`, and its packages beside it. Raises `DependencyMissing`."""
+    """A copy of a folder with a package.json in `directory`, and its packages beside it.
+
+    Raises `DependencyMissing` where `install` has not been called for it.
+    """
     copy = directory / source.name
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules"))
     (copy / "node_modules").symlink_to(_modules(copy / "package.json"), target_is_directory=True)
@@ -29,19 +32,31 @@ def project(source: Path, directory: Path) -> Path:
 
 def _modules(package: Path) -> Path:
     """The node_modules of a package.json."""
-    installed = CACHE / hashlib.sha256(package.read_bytes()).hexdigest()[:16]
+    installed = _place(package)
     if not installed.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-            place = Path(scratch, "project")
-            place.mkdir()
-            shutil.copy(package, place)
-            environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-            done = subprocess.run(
-                [NODE, NPM, *INSTALL], cwd=place, env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode != 0:
-                raise DependencyMissing(f"npm install fails: {(done.stdout + done.stderr)[-1500:]}")
-            with suppress(OSError):  # whoever comes second finds it there: the same packages
-                place.rename(installed)
+        raise DependencyMissing(f"the packages of {package} are not installed: make test-clients")
     return installed / "node_modules"
+
+
+def _place(package: Path) -> Path:
+    return CACHE / hashlib.sha256(package.read_bytes()).hexdigest()[:16]
+
+
+def install(package: Path) -> None:
+    """Install the packages of a package.json. Raises `DependencyMissing` where npm fails."""
+    installed = _place(package)
+    if installed.is_dir():
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        place = Path(scratch, "project")
+        place.mkdir()
+        shutil.copy(package, place)
+        environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            [NODE, NPM, *INSTALL], cwd=place, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise DependencyMissing(f"npm install fails: {(done.stdout + done.stderr)[-1500:]}")
+        with suppress(OSError):  # whoever comes second finds it there: the same packages
+            place.rename(installed)

@@ -15,10 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.errors import DependencyMissing
 from penstock.local.stack import Stack
-from sim.servers import start_or_skip
 from sim.workload import TOOL_MODEL
 
-pytestmark = pytest.mark.server
 MODEL = str(TOOL_MODEL)
 """A model in a directory is served under its path."""
 
@@ -242,19 +240,7 @@ def run_uv(*arguments: str) -> str:
     return done.stdout
 
 
-QUICK = ("instructor_objects",)
-"""Scripts whose packages install quickly."""
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.long, id=path.stem)
-        for path in sorted(SCRIPTS.glob("*.py"))
-    ],
-)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool_url: str, script: Path) -> None:
-    """Each script names its packages, which uv installs for it alone."""
-    python = ("--python", sys.executable, "--script", str(script))
-    start_or_skip(lambda: run_uv("sync", "--quiet", *python))
-    run_uv("run", "--quiet", *python, tool_url, MODEL)
+    """Each script names its packages, which `make test-clients` installs for it alone."""
+    run_uv("run", "--offline", "--quiet", "--python", sys.executable, "--script", str(script), tool_url, MODEL)

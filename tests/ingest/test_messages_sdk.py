@@ -21,8 +21,6 @@ from tests.ingest.test_tools import CALLS, CITY
 from tests.record.play import decode, say
 from tools.train_tools import TOOL_MODEL
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
-
 MODEL = str(TOOL_MODEL)
 WEATHER: Any = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": CITY}
 TURNS: Any = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sim.servers import start_or_skip
 from tests.ingest import nodejs
 
 SOURCE = Path(__file__).parent / "node"
@@ -14,10 +13,9 @@ SOURCE = Path(__file__).parent / "node"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return start_or_skip(lambda: nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk")))
+    return nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk"))
 
 
-@pytest.mark.server
 @pytest.mark.parametrize(
     ("file", "stack"), [("answers.test.mjs", "line"), ("tools.test.mjs", "tool_stack")], ids=["answers", "tools"]
 )

@@ -8,7 +8,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import openai
-import pytest
 
 from tests.ingest.batch_files import lines, row
 
@@ -17,7 +16,6 @@ ONE_IN = 3
 """Of the cases that are enumerated for the largest bodies, one in so many is sent."""
 
 
-@pytest.mark.timeout(300)
 def test_every_answer_is_as_the_document_says(sdk: openai.OpenAI, base_url: str, tmp_path: Path) -> None:
     stream = sdk.completions.create(model="demo", prompt="In the beginning", max_tokens=4)
     file = sdk.files.create(file=("in.jsonl", lines([row(0)])), purpose="batch")

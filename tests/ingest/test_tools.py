@@ -15,8 +15,6 @@ from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
-
 MODEL = "tools"
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {

@@ -188,8 +188,8 @@ def flip_bit(stored: bytes, at: int) -> bytes:
 
 for machine in (ArenaMachine, DiskMachine):
     machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
-test_any_sequence_in_memory = pytest.mark.timeout(120)(ArenaMachine.TestCase)
-test_any_sequence_on_disk = pytest.mark.timeout(120)(DiskMachine.TestCase)
+test_any_sequence_in_memory = ArenaMachine.TestCase
+test_any_sequence_on_disk = DiskMachine.TestCase
 
 
 @pytest.mark.parametrize("medium", ["shared", "disk"])

@@ -33,14 +33,12 @@ def empty_url(kv_url: str) -> str:
 # Ways to reach one.
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("form", [FORM, LARGE_FORM], ids=["small", "large"])
 def test_a_unix_socket(tmp_path: Path, form: BlockFormat) -> None:
     with unix_server(tmp_path) as url:
         check_works(RedisTier.open(form, [url], AMPLE, 60), form)
 
 
-@pytest.mark.server
 def test_damage_on_several_connections(tmp_path: Path) -> None:
     """Through a unix socket large blocks come over several at once."""
     names = new_names(11)
@@ -189,7 +187,6 @@ def test_a_machine_without_threads_to_spare(
     tier.close()
 
 
-@pytest.mark.server
 def test_scripts_forgotten_while_several_connections_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     names = new_names(8)

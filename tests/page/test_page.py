@@ -22,7 +22,6 @@ from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 from tests.pipeline.site import hanging
 
-pytestmark = pytest.mark.timeout(400)
 PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) => piece.textContent)"
 POLICY = "content-security-policy"
 MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"

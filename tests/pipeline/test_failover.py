@@ -6,8 +6,6 @@ import pytest
 
 from tests.pipeline.site import ReplicatedSite, site_on, streaming
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicatedSite]:

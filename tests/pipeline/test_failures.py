@@ -79,7 +79,6 @@ def check(
     return found
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_who_makes_steps_fail_ends_alone(stage: Stage, make_line: Callable[..., InProcessPipeline]) -> None:
     line = make_line("kafka", record=RECORD)
@@ -100,7 +99,6 @@ def test_who_makes_steps_fail_ends_alone(stage: Stage, make_line: Callable[..., 
     assert abs(int(dead.headers[names.BURIED_HEADER]) / 1000 - time.time()) < 60
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_what_fails_for_a_while_is_answered(line: InProcessPipeline, stage: Stage) -> None:
     breaks(line, stage, lambda: MemoryError("not now"), times=2)
@@ -111,7 +109,6 @@ def test_what_fails_for_a_while_is_answered(line: InProcessPipeline, stage: Stag
     assert line.read_dead_letters() == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("error", "code"), [(KVStoreError, "store_unreachable"), (KeyError, "internal_error")])
 def test_what_cannot_even_begin_ends_and_stops_nobody(
     line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
@@ -134,7 +131,6 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
     assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
-@pytest.mark.timeout(60)
 def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> None:
     """It has no delivery to keep: it is taken over again, until it ends."""
     line.send_requests(poison())
@@ -155,7 +151,6 @@ def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> Non
     silent.close()
 
 
-@pytest.mark.timeout(60)
 def test_what_was_taken_over_waits_before_it_is_tried_again(
     make_line: Callable[..., InProcessPipeline], pipeline: Pipeline
 ) -> None:
@@ -294,7 +289,6 @@ def test_what_failed_waits_through_its_workers_death(line: InProcessPipeline) ->
     assert int(line.client.hget(line.pipeline.record_key("poison"), "attempts") or 0) == 0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, stage: Stage) -> None:
     """The others are given back, and their attempts do not count while they wait."""
@@ -356,7 +350,6 @@ def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage
             child.kill()
 
 
-@pytest.mark.timeout(120)
 def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:

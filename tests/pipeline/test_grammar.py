@@ -127,7 +127,6 @@ TOKEN_BY_TOKEN = {"ENGINE_SPECULATE": "false"}
 """A step with drafts appends as many tokens as time allows: no answer may be inside of an escape then."""
 
 
-@pytest.mark.timeout(150)
 def test_workers_that_are_killed_in_the_middle_of_answers_change_no_byte(
     addresses: Addresses, bus: Bus, record: Record, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ LENGTHS = (75, 33, 64)
 
 
 @pytest.fixture(
-    params=["lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_next", "granitemoehybrid"))]
+    params=["lfm2", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_next", "granitemoehybrid"))]
 )
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint of a tiny random model with the demo model's tokenizer: convolutions, a delta rule, or a scan."""
@@ -88,7 +88,6 @@ def compute_answers(directory: Path, work: list[Request]) -> dict[str, list[int]
     return answers
 
 
-@pytest.mark.timeout(180 if KILL_EVERY > 1 else 1200)
 def test_answers_are_those_of_workers_that_live(
     directory: Path, addresses: Addresses, bus: Bus, record: Record, tmp_path: Path
 ) -> None:

@@ -21,8 +21,6 @@ from penstock.waiting import wait_until
 from tests.pipeline.checks import results_of
 from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, hanging, leave, site_on, streaming, submit, work
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def on_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

@@ -27,8 +27,6 @@ from penstock.worker.loop import WorkerLoop
 from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
 from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, answers, hanging, leave, site_on, streaming, work
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

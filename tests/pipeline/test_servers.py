@@ -18,8 +18,6 @@ from penstock.waiting import wait_until
 from tests.pipeline.checks import Streams, check_results, check_streams
 from tests.pipeline.site import Site, answers, hanging, site_on, submit, wait_for_results, work
 
-pytestmark = pytest.mark.timeout(180)
-
 NAMES = ("left", "right")
 
 

@@ -156,7 +156,7 @@ def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.bootstrap
 
 
-@pytest.mark.parametrize("stage", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:

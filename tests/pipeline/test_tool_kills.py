@@ -77,7 +77,6 @@ def gateway(addresses: Addresses, tmp_path: Path) -> Iterator[GatewayProcess]:
         yield one
 
 
-@pytest.mark.timeout(240 if KILL_EVERY > 1 else 3600)
 def test_calls_are_the_same_when_workers_are_killed_between_their_tokens(
     gateway: GatewayProcess, addresses: Addresses, tmp_path: Path
 ) -> None:

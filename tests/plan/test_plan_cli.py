@@ -74,7 +74,7 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert terminal("plan", "--trace", trace, "--utilisation", "2", **beating).returncode == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -> None:
     done = terminal("plan", "--trace", trace, "--measure", "--json", PENSTOCK_ENGINE_MAX_BATCH="4")
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ LONG = ("claims what it does not hold", "stuck")
 
 
 @pytest.mark.parametrize(
-    ("flaw", "fault"), [pytest.param(*one, marks=pytest.mark.long if one == LONG else ()) for one in FLAWS]
+    ("flaw", "fault"), [pytest.param(*one, marks=pytest.mark.full if one == LONG else ()) for one in FLAWS]
 )
 def test_a_rule_left_out_is_noticed(flaw: str, fault: str) -> None:
     left, rules = FLAWS[flaw, fault]

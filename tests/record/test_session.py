@@ -124,7 +124,6 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
 # Pauses and clocks
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("still_s", [1.4, 2.4])
 def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, still_s: float) -> None:
     """By its clock all sessions are over when it continues, and the first worker could end those of the others."""

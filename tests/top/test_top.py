@@ -25,7 +25,6 @@ from tests.top import busy
 from tests.top.screenshot import without_fonts
 
 SIZE = (80, 24)
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
