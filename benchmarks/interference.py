@@ -1,6 +1,6 @@
 """What a saturating batch job does to interactive streams: gaps between their tokens with it, and without.
 
-python -m benchmarks.interference [--quick] [--json FILE]
+python -m benchmarks.interference [--quick | --smoke] [--json FILE]
 
 Four interactive streams run all the time; in every second window a batch job of more requests than can be done waits
 beside them. Two sides: the bare engine in this process, and the pipeline on Redis Streams with a prefill and a decode
@@ -227,7 +227,7 @@ def measure_stream_gaps(
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    rounds, seconds = (2, 2.0) if given.quick else (8, 8.0)
+    rounds, seconds = given.choose_size((8, 8.0), (2, 2.0), (1, 0.5))
     engine = alternate_windows("engine", EngineSide(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,

@@ -1,6 +1,6 @@
 """What splitting buys: the steadiness of running streams while long prompts keep arriving.
 
-python -m benchmarks.split [--quick] [--json FILE]
+python -m benchmarks.split [--quick | --smoke] [--json FILE]
 
 The same engine twice, at equal offered load, by turns: undivided with chunked prefill on both cores, and split into a
 prefill and a decode process on a core each, with the KV blocks handed over through shared memory. Eight streams decode
@@ -51,6 +51,7 @@ class Extent:
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
+SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1)
 
 
 class WorkerProcess:
@@ -92,8 +93,9 @@ class BothSystems:
     def __init__(self, shape: Shape, extent: Extent) -> None:
         self.shape = shape
         model = str(make_model_directory(shape, DIRECTORY / "models"))
+        # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
-                 "block_size": BLOCK_TOKENS}  # fmt: skip
+                 "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
         self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1])
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
@@ -118,7 +120,7 @@ class BothSystems:
         self._prefill.send_window(window)
         self._decode.send_window(window)
         first, then = self._prefill.receive_answer(), self._decode.receive_answer()
-        return WindowResult(then.gaps_s, first.num_output + then.num_output, first.firsts_s)
+        return WindowResult(then.gaps_s, first.num_output + then.num_output, first.first_tokens_s)
 
     def close(self) -> None:
         """End the processes and free the memory."""
@@ -243,7 +245,7 @@ def draw_plot(measured: Measured) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    extent = QUICK if given.quick else FULL
+    extent = given.choose_size(FULL, QUICK, SMOKE)
     systems = BothSystems(SHAPES[extent.shape], extent)
     try:
         measured = measure_systems(systems, extent)
@@ -251,7 +253,7 @@ def run(given: Arguments) -> dict[str, float]:
         systems.close()
     print(f"\n{describe_machine()}; {extent.shape}, bf16, {NUM_STREAMS} streams, prompts of {PROMPT_TOKENS} tokens")
     print_table(measured, extent.window_s)
-    if not given.quick:
+    if given.is_full:
         draw_plot(measured)
     return compare_systems(measured)
 
