@@ -143,9 +143,10 @@ class EngineSide:
                     if last_s.get(seq, 0.0) >= begin_s:
                         seen.gaps_s.append(now_s - last_s[seq])
                     last_s[seq] = now_s
-                if seq.state is State.DONE:
-                    engine.remove_sequence(seq)
-                    alive.remove(seq)
+            # A step may bring several tokens of a sequence, the last ones behind its end.
+            for seq in [one for one in alive if one.state is State.DONE]:
+                engine.remove_sequence(seq)
+                alive.remove(seq)
         for seq in alive:
             engine.remove_sequence(seq)
         return seen

@@ -27,7 +27,6 @@ from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
 from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
 
-CHUNK_SIZES = (64, 128, 256, 512)
 SPLIT_CHUNK = 512
 NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
@@ -47,11 +46,13 @@ class Extent:
     window_s: float
     search_s: float
     rounds: int
+    chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
+    """What the undivided engine may take as chunk."""
 
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
-SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1)
+SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1, chunk_sizes=(512,))
 
 
 class WorkerProcess:
@@ -150,20 +151,20 @@ def measure_saturation(systems: BothSystems, length_s: float) -> float:
     return rates[-1]
 
 
-def find_best_chunk(systems: BothSystems, rate: float, length_s: float) -> int:
+def find_best_chunk(systems: BothSystems, rate: float, length_s: float, chunk_sizes: tuple[int, ...]) -> int:
     """Return the undivided engine's best chunk size for this rate, as the module's docstring defines it."""
     arrivals = space_evenly(rate, length_s)
     found = {}
-    for chunk in CHUNK_SIZES:
+    for chunk in chunk_sizes:
         seen = systems.run_undivided(systems.make_window(arrivals, length_s, chunk))
         found[chunk] = (len(seen.first_tokens_s), compute_percentile_ms(seen.gaps_s, 99))
         print(
             f"undivided, chunks of {chunk}: {found[chunk][0]} of {len(arrivals)} prompts, p99 {found[chunk][1]:.1f} ms"
         )
-    keeping = [chunk for chunk in CHUNK_SIZES if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
+    keeping = [chunk for chunk in chunk_sizes if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
     if keeping:
         return min(keeping, key=lambda chunk: found[chunk][1])
-    return max(CHUNK_SIZES, key=lambda chunk: found[chunk][0])
+    return max(chunk_sizes, key=lambda chunk: found[chunk][0])
 
 
 Measured = dict[str, dict[str, list[WindowResult]]]
@@ -174,7 +175,7 @@ def measure_systems(systems: BothSystems, extent: Extent) -> Measured:
     """Measure both systems in turn, at each load."""
     capacity = measure_saturation(systems, extent.search_s)
     print(f"saturation: {capacity:.2f} prompts of {PROMPT_TOKENS} tokens a second")
-    chunk = find_best_chunk(systems, capacity, extent.search_s)
+    chunk = find_best_chunk(systems, capacity, extent.search_s, extent.chunk_sizes)
     print(f"the undivided engine takes chunks of {chunk}", flush=True)
     measured: Measured = {load: {"undivided": [], "split": []} for load in LOAD_SHARES}
     sides = {"undivided": systems.run_undivided, "split": systems.run_split}

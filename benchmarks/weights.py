@@ -129,14 +129,14 @@ def time_linears(groups: list[dict[WeightForm, PackedLinears]], rows: int, num_r
     return LinearTimes(times, is_identical)
 
 
-def measure_linears(shape: Shape, num_rounds: int) -> dict[str, float]:
+def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) -> dict[str, float]:
     """Return the figures of linear layers by themselves, on two threads."""
     native = load_library()
     assert native is not None, "the kernels are not built"
     native.set_threads(THREADS)
     groups, figures, identical = make_groups(native, shape), dict[str, float](), True
     bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
-    for rows in ROWS:
+    for rows in row_counts:
         times = time_linears(groups, rows, num_rounds)
         identical &= times.is_identical
         ratios = {NAMES[form]: times.compare_with(form) for form in NAMES}
@@ -158,11 +158,11 @@ def count_demo_bits(native: Library) -> float:
     return 8 * sum(one.num_bytes for one in packed) / sum(one.weight.numel() for one in linears)
 
 
-def measure(shape: Shape, *, with_peers: bool) -> Results:
+def measure(shape: Shape, measured: tuple[str, ...], *, with_peers: bool) -> Results:
     """Run all rounds."""
     model, logs = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / "logs"
     logs.mkdir(exist_ok=True)
-    cells = tuple(cell for cell in CELLS if cell.name in MEASURED)
+    cells = tuple(cell for cell in CELLS if cell.name in measured)
     rounds = Rounds(shape, cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
     pool_mb = POOL_MB[shape.name]
 
@@ -250,11 +250,13 @@ def run(given: Arguments) -> dict[str, float]:
     """Measure, draw and return the figures."""
     Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
     shape = SHAPES[given.choose_size("q06", "small", "smoke")]
-    figures = measure_linears(SHAPES[given.choose_size("q06", "q06", "smoke")], given.choose_size(60, 20, 1))
+    figures = measure_linears(
+        SHAPES[given.choose_size("q06", "q06", "smoke")], *given.choose_size((ROWS, 60), (ROWS, 20), (ROWS[:1], 1))
+    )
     model = make_model_directory(shape, DIRECTORY / "models")
-    figures |= measure_kv(model, *given.choose_size((2048, 12), (512, 4), (64, 2)))
+    figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 4, 40), (64, 2, 2)))
     figures |= measure_loads(shape, given.choose_size(6, 3, 2))
-    results = measure(shape, with_peers=given.is_full)
+    results = measure(shape, given.choose_size(MEASURED, MEASURED, MEASURED[:1]), with_peers=given.is_full)
     if given.is_full:
         draw_plot(results)
     return figures | compare(results)

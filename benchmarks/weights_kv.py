@@ -19,7 +19,7 @@ from penstock.engine.storage import KVLayout
 from penstock.messages import Sampling
 
 NUM_SEQUENCES = 32
-NUM_FLIP_PROMPTS, NUM_FLIP_TOKENS = 40, 48
+NUM_FLIP_TOKENS = 48
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -87,7 +87,7 @@ def measure_long_decode(model: Path, context_tokens: int, num_rounds: int) -> di
     }
 
 
-def count_flips() -> float:
+def count_flips(num_prompts: int) -> float:
     """Return the share of the demo model's greedy answers' tokens, up to the first other one, that are another."""
     answers = []
     for kv_dtype in ("auto", "int8"):
@@ -96,7 +96,7 @@ def count_flips() -> float:
         tokenizer = engine.model.tokenizer
         text = "And the king said unto the people of the land: "
         seqs = []
-        for number in range(NUM_FLIP_PROMPTS):
+        for number in range(num_prompts):
             ids = tokenizer(text * (1 + number % 5) + "Go" * number)["input_ids"]
             seqs.append(Sequence(str(number), ids, sampling=GREEDY, seed=0, max_new_tokens=NUM_FLIP_TOKENS))
             engine.add_sequence(seqs[-1])
@@ -112,6 +112,6 @@ def count_flips() -> float:
     return num_flips / (num_same + num_flips)
 
 
-def measure_kv(model: Path, context_tokens: int, num_rounds: int) -> dict[str, float]:
+def measure_kv(model: Path, context_tokens: int, num_rounds: int, num_flip_prompts: int) -> dict[str, float]:
     """Return the figures of K and V in 8 bits."""
-    return measure_long_decode(model, context_tokens, num_rounds) | {"kv_int8_flips": count_flips()}
+    return measure_long_decode(model, context_tokens, num_rounds) | {"kv_int8_flips": count_flips(num_flip_prompts)}

@@ -120,7 +120,7 @@ class Shape:
 SHAPES = {
     "smoke": Shape(
         "smoke", "LlamaForCausalLM", "llama",
-        layers=2, hidden=128, heads=2, kv_heads=1, head_size=64, intermediate=256, vocabulary=1024,
+        layers=2, hidden=128, heads=2, kv_heads=1, head_size=64, intermediate=256, vocabulary=32000,
         tied=False, normed_heads=False,
     ),
     "small": Shape(
