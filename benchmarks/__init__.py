@@ -1,1 +1,1 @@
-"""Benchmarks: each is python -m benchmarks.NAME [--quick] [--json FILE], compares in one run, and prints ratios."""
+"""Benchmarks: `python -m benchmarks.NAME [--quick | --smoke] [--json FILE]` compares in one run, and prints ratios."""

@@ -1,6 +1,6 @@
 """A large batch from the command line, killed and gone on with: each line must be there, once.
 
-python -m benchmarks.batch [--quick] [--json FILE]
+python -m benchmarks.batch [--quick | --smoke] [--json FILE]
 
 10,000 rows (`--quick`: 1,000) with short answers go through `penstock batch run`, against a stack of their own with the
 demo model. Three times, after a quarter, a half and three quarters of the rows, the command is killed with SIGKILL and
@@ -93,7 +93,7 @@ def count_repeated(stack: Stack, folder: Path) -> int:
 
 def run(given: Arguments) -> dict[str, float]:
     """Run and count; return the figures."""
-    count = 1000 if given.quick else 10_000
+    count = given.choose_size(10_000, 1000, 40)
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as name:
         folder = Path(name)
         write_rows(folder / "in.jsonl", count)

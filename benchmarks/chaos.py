@@ -1,6 +1,6 @@
 """Kill everything, over and over, and hold what everybody saw against the promises.
 
-python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N | --flushes N]
+python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --flushes N]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
@@ -20,7 +20,6 @@ What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) k
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
 """
 
-import argparse
 import contextlib
 import itertools
 import tempfile
@@ -36,7 +35,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from benchmarks.chaos_flushes import flush_often
-from benchmarks.common import Arguments, describe_machine, report_figures
+from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.names import STAGES, Stage
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.clients import Load
@@ -130,12 +129,12 @@ def run_chaos(directory: Path, given: "Options") -> ChaosTotal:
     try:
         with contextlib.ExitStack() as waiting:
             _measure_recoveries(total, directory, fork_server, given, waiting)
-            while total.num_rounds < 2:
+            while total.num_rounds < given.choose_size(2, 2, 1):
                 _run_one_round(total, next(plans), directory, fork_server, given)
         for (stage, bus), found in total.recoveries.items():
             total.findings += found.findings
             _print_findings(f"recovery of {stage}, {bus}", found.findings)
-        while not given.quick and total.num_kills < given.kills and time.monotonic() - begun < MAX_START_S:
+        while given.is_full and total.num_kills < given.kills and time.monotonic() - begun < MAX_START_S:
             _run_one_round(total, next(plans), directory, fork_server, given)
     finally:
         fork_server.close()
@@ -156,7 +155,9 @@ def _measure_recoveries(
     total: ChaosTotal, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
 ) -> None:
     """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
-    plans = (RecoveryPlan(1, 4), make_prefill_plan(1)) if given.quick else (RecoveryPlan(3, 10), make_prefill_plan(8))
+    plans = given.choose_size(
+        (RecoveryPlan(3, 10), make_prefill_plan(8)), (RecoveryPlan(1, 4), make_prefill_plan(1)), ()
+    )
     for plan, bus in itertools.product(plans, reversed(BUSES)):
         what = f"recovery of {plan.stage}, {bus}"
         with show_progress(what, total, given) as tell:
@@ -191,7 +192,7 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
     for number in itertools.count():
         for place, bus in enumerate(BUSES):
-            seconds = 6.0 if given.quick else MAX_ROUND_S[bus]
+            seconds = given.choose_size(MAX_ROUND_S[bus], 6.0, 2.0)
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
@@ -206,7 +207,7 @@ def show_progress(what: str, total: ChaosTotal, given: "Options") -> Iterator[Pr
     before = total.num_kills
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
     with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
-        task = bar.add_task(what, total=None if given.quick else given.kills)
+        task = bar.add_task(what, total=given.kills if given.is_full else None)
         yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
 
 
@@ -242,9 +243,7 @@ class Options(Arguments):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two minutes: a short round on each bus")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
     parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
     parser.add_argument("--flushes", type=int, default=0, help="instead: Redis loses everything so often, on Kafka")

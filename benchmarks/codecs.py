@@ -1,6 +1,6 @@
 """What the codecs of the KV store save and cost, on KV that the demo model made; and what int8 does to its tokens.
 
-python -m benchmarks.codecs [--quick] [--json FILE]
+python -m benchmarks.codecs [--quick | --smoke] [--json FILE]
 
 Prompts are texts that the demo model wrote itself, sampled, after a few words each. Their KV blocks, in float32 and in
 bfloat16, are encoded and decoded one after the other; told are the bytes that are left of a byte, and the speed of
@@ -56,6 +56,7 @@ class Extent:
 
 FULL = Extent(num_prompts=300, prompt_tokens=200, answer_tokens=64, num_blocks=400, num_rounds=7)
 QUICK = Extent(num_prompts=40, prompt_tokens=120, answer_tokens=32, num_blocks=100, num_rounds=3)
+SMOKE = Extent(num_prompts=4, prompt_tokens=60, answer_tokens=8, num_blocks=8, num_rounds=1)
 
 
 def open_demo(element: Element) -> Engine:
@@ -170,7 +171,7 @@ def compare_answers(raw: Items[list[int]], other: Items[list[int]]) -> dict[str,
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure; return all figures."""
-    extent, figures = QUICK if given.quick else FULL, dict[str, float]()
+    extent, figures = given.choose_size(FULL, QUICK, SMOKE), dict[str, float]()
     print(f"{describe_machine()}; {extent.num_prompts} prompts of up to {extent.prompt_tokens} tokens")
     for element in ELEMENTS:
         engine = open_demo(element)

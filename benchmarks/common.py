@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 mpl.use("agg")
+T = TypeVar("T")
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A directory in memory, if the system has one."""
@@ -21,18 +23,40 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Arguments:
-    """`--quick` takes two minutes at most; `--json FILE` writes the figures as one flat object."""
+    """The arguments that all benchmarks have."""
 
-    quick: bool
+    size: Literal["full", "quick", "smoke"]
+    """A quick run takes two minutes at most. A smoke run takes seconds and shows only that the benchmark works."""
     json: Path | None
+    """Where the figures are written, as one flat object."""
     device: str = "cpu"
+
+    def choose_size(self, full: T, quick: T, smoke: T) -> T:
+        """Return that one of the three that belongs to this run's size."""
+        return {"full": full, "quick": quick, "smoke": smoke}[self.size]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is a full run; the others draw no plot."""
+        return self.size == "full"
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="two minutes at most; draws no plot"
+    )
+    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds: only to see it work")
+    parser.set_defaults(size="full")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
 
 
 def parse_arguments(description: str, *, with_device: bool = False) -> Arguments:
     """Parse the command line that all benchmarks have; some also run on a GPU."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="two minutes at most; draws no plot")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = make_parser(description)
     if with_device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the engines compute")
     return Arguments(**vars(parser.parse_args()))

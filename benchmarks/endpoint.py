@@ -1,4 +1,6 @@
-"""What an endpoint as the engine loses: `python -m benchmarks.endpoint [--quick] [--json FILE] [--command COMMAND]`.
+"""What an endpoint as the engine loses.
+
+python -m benchmarks.endpoint [--quick | --smoke] [--json FILE] [--command COMMAND]
 
 A server that counts (`sim/endpoint.py`) stands for the endpoint. Readers send 1,000 requests over a gateway and follow
 their streams, and come back where a connection breaks. Meanwhile the server is killed five times and the gateway three
@@ -11,7 +13,6 @@ then if the reader has seen the text of the result; `other_text` counts those th
 undisturbed, to one request at a time.
 """
 
-import argparse
 import os
 import shlex
 import signal
@@ -30,7 +31,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import Arguments, describe_machine, report_figures
+from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
@@ -225,16 +226,21 @@ def count_torn(readings: Iterable[Reading], results: Iterable[Result]) -> int:
     return sum(reading.text != texts.get(reading.stream.rpartition("/")[2]) for reading in told)
 
 
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks; the command of a real server."""
+
+    command: str = ""
+
+
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two minutes at most, with the server that counts")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = make_parser(__doc__)
     parser.add_argument("--command", default="", help="starts a real server on {port}")
-    given = parser.parse_args()
+    given = Options(**vars(parser.parse_args()))
     print(describe_machine())
-    size = (200, 2, 1) if given.quick else (1000, 5, 3)
-    report_figures(run_requests(*size, given.command), Arguments(given.quick, given.json))
+    size = given.choose_size((1000, 5, 3), (200, 2, 1), (20, 1, 1))
+    report_figures(run_requests(*size, given.command), given)
 
 
 if __name__ == "__main__":

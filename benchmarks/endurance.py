@@ -1,6 +1,6 @@
 """Twenty minutes of all that happens to a pipeline, at once: nothing is lost, and nothing piles up.
 
-python -m benchmarks.endurance [--quick] [--json FILE] [--bus embedded|kafka]
+python -m benchmarks.endurance [--quick | --smoke] [--json FILE] [--bus embedded|kafka]
 
 On each bus, two prefill and two decode workers as processes on the demo model in float32. Requests of both classes are
 always under way, from several tenants, some with deadlines, some cancelled, some sent twice, read by clients that leave
@@ -14,7 +14,6 @@ quarter is left out as a warm-up. `…_left` is what is there in the end, when a
 readers has run out.
 """
 
-import argparse
 import contextlib
 import math
 import random
@@ -28,7 +27,7 @@ from pathlib import Path
 import redis
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, describe_machine, report_figures, save_plot
+from benchmarks.common import Arguments, describe_machine, make_parser, report_figures, save_plot
 from benchmarks.watch import Sample, Watch, compute_growth, count_open_files, read_resident_mb
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
@@ -181,12 +180,12 @@ class Options(Arguments):
 
 def run(given: Options) -> dict[str, float]:
     """Run on each bus, print and draw; return the figures."""
-    minutes = 0.15 if given.quick else 20.0
+    minutes = given.choose_size(20.0, 0.15, 0.03)
     directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
     figures: dict[str, float] = {"endurance_minutes": minutes}
     fork_server = ForkServer(directory)
     try:
-        for bus in [given.bus] if given.bus else BUSES:
+        for bus in [given.bus] if given.bus else given.choose_size(BUSES, BUSES, BUSES[:1]):
             with Progress(transient=True) as progress:
                 endured = run_on_bus(bus, minutes, directory / bus, fork_server, progress)
             print(
@@ -197,7 +196,7 @@ def run(given: Options) -> dict[str, float]:
             for line in endured.crashes:
                 print(f"    fell: {line[:150]}")
             figures |= endured.make_figures(bus)
-            if not given.quick:
+            if given.is_full:
                 save_plot(endured.watch.draw_plot(PANEL_TITLES), f"endurance-{bus}")
     finally:
         fork_server.close()
@@ -206,9 +205,7 @@ def run(given: Options) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="nine seconds on each bus; draws no plot")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = make_parser(__doc__)
     parser.add_argument("--bus", choices=BUSES, default="", help="on this one alone")
     given = Options(**vars(parser.parse_args()))
     report_figures(run(given), given)

@@ -1,6 +1,6 @@
 """The engine against other engines and against the machine: tokens a second, memory, start.
 
-python -m benchmarks.engine [--quick] [--json FILE] [--device cuda]
+python -m benchmarks.engine [--quick | --smoke] [--json FILE] [--device cuda]
 
 Two shapes with random bf16 weights, two threads for everybody. Each engine has a process of its own, which is stopped
 while another is measured; they take turns, and ratios are formed within a round. The others are installed by
@@ -35,7 +35,7 @@ THREADS = 2
 PEERS = ("generate", "openvino", "llamacpp", "vllm")
 QUICK_PEERS = ("generate", "openvino")
 GPU_PEERS = ("generate",)
-POOL_MB = {"small": 1024, "q06": 2048}
+POOL_MB = {"smoke": 64, "small": 1024, "q06": 2048}
 _LOAD_POOL_MB = 64  # a pool as large as the weights would hide a peak
 
 
@@ -59,6 +59,7 @@ FULL = Extent(
     cells=CELLS + DRAWN_CELLS,
 )  # fmt: skip
 QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=30.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
+SMOKE = Extent(("smoke",), (), rounds=1, rounds_s=0.0, num_loads=1, flip_prompts=2, flip_new=4, cells=CELLS[:1])
 
 
 def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
@@ -191,10 +192,10 @@ def draw_plot(all_results: list[Results]) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    extent = QUICK if given.quick else FULL
+    extent = given.choose_size(FULL, QUICK, SMOKE)
     left_out = [name for name in PEERS if name not in extent.others]
     if left_out:
-        print(f"--quick leaves out {', '.join(left_out)}")
+        print(f"this run leaves out {', '.join(left_out)}")
     figures: dict[str, float] = {}
     all_results = []
     logs = DIRECTORY / "logs"
@@ -206,7 +207,7 @@ def run(given: Arguments) -> dict[str, float]:
     print(f"\n{describe_machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     for results in all_results:
         print(format_table(results))
-    if not given.quick:
+    if given.is_full:
         draw_plot(all_results)
     return figures
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faults [--quick] [--json FILE]`: damage in every tier while a pipeline serves.
+"""`python -m benchmarks.faults [--quick | --smoke] [--json FILE]`: damage in every tier while a pipeline serves.
 
 Blocks are flipped, cut off and swapped at random in shared memory, on disk and in Redis, and the KV server is restarted
 empty now and then, while a prefill and a decode worker answer the same prompts again and again from a small pool. Every
@@ -23,7 +23,7 @@ ANSWERS_PER_RESTART = 5
 
 def main() -> None:
     given = parse_arguments("damage in every tier of the KV store while it serves")
-    reads = 1_000 if given.quick else 10_000
+    reads = given.choose_size(10_000, 1_000, 20)
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as name:
         directory = Path(name)
         with ValkeyServer(directory / "stream") as stream, ValkeyServer(directory / "kv", appendonly=False) as kv:

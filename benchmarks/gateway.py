@@ -1,6 +1,6 @@
 """The gateway under 1,000 streams at once, and beside a batch job.
 
-python -m benchmarks.gateway [--quick] [--json FILE]
+python -m benchmarks.gateway [--quick | --smoke] [--json FILE]
 
 The whole pipeline runs behind one gateway process: Valkey, a prefill and a decode worker, the demo model. First, a
 process sends 1,000 requests at once and reads their server-sent events from raw sockets; another one reads the same
@@ -75,7 +75,7 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    tokens, rounds, pairs, seconds = (64, 1, 2, 3.0) if given.quick else (128, 3, 6, 8.0)
+    tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (64, 1, 2, 3.0), (4, 1, 1, 0.5))
     with run_stack(_LARGE_ENVIRONMENT) as stack:
         run_round(stack, NUM_WARM_STREAMS, tokens)
         rss_kb = read_resident_kb(stack)
@@ -83,7 +83,7 @@ def run(given: Arguments) -> dict[str, float]:
     with run_stack({}) as stack:
         windows = alternate_windows("gateway", GatewaySide(stack.gateway_url), pairs, seconds)
     print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams of {tokens} tokens")
-    if not given.quick:
+    if given.is_full:
         draw_plot(seen, windows)
     return {
         "sse_streams_ok": min(one.num_ok for one in seen),

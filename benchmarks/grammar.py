@@ -1,6 +1,6 @@
 """Structured output: whether answers keep to their schemas, and what that costs.
 
-python -m benchmarks.grammar [--quick] [--json FILE]
+python -m benchmarks.grammar [--quick | --smoke] [--json FILE]
 
     answers  a random model of a tiny shape answers schemas of many kinds (`sim/schemas.py`) through the engine, 32 at a
              time, at several temperatures. What has ended is held against the `jsonschema` package (`violations`). What
@@ -26,14 +26,14 @@ import numpy as np
 
 from benchmarks.common import describe_machine, parse_arguments, report_figures
 from benchmarks.grammar_answers import measure_answers
-from benchmarks.grammar_steps import SHAPE, measure_steps
+from benchmarks.grammar_steps import measure_steps
+from benchmarks.peers.shapes import SHAPES
 from penstock.engine.files import DEMO_MODEL
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from sim.schemas import make_schemas
 
-LARGE_VOCABULARY = SHAPE.vocabulary
 MAX_TOKENS = 200
 _RIGHT = {"word": "word", "capital": "word", "number": "number", "sign": "sign", "other": "other"}
 """From which pieces the second half of a word is taken, by the kind of the first."""
@@ -151,19 +151,20 @@ def _find_quantile(values: Sequence[float], share: float) -> float:
 
 def main() -> None:
     given = parse_arguments(__doc__ or "")
-    num_schemas = 50 if given.quick else 500
+    num_schemas = given.choose_size(500, 50, 5)
     print(describe_machine())
-    figures = measure_answers(60, 300, 40) if given.quick else measure_answers(1000, 10_000, 200)
+    figures = measure_answers(*given.choose_size((1000, 10_000, 200), (60, 300, 40), (5, 10, 5)))
     text = (DEMO_MODEL / "tokenizer.json").read_text()
     figures |= measure_tokenizer(
         "demo", GrammarTokenizer.from_json(text, vocab_size=1024, eos_token_ids=[1]), num_schemas
     )
-    made = make_large_tokenizer(LARGE_VOCABULARY)
+    shape = SHAPES[given.choose_size("q06", "q06", "smoke")]
+    made = make_large_tokenizer(shape.vocabulary)
     started = time.thread_time()
-    large = GrammarTokenizer.from_json(made, vocab_size=LARGE_VOCABULARY, eos_token_ids=[0])
+    large = GrammarTokenizer.from_json(made, vocab_size=shape.vocabulary, eos_token_ids=[0])
     figures["large_tokenizer_s"] = time.thread_time() - started
     figures |= measure_tokenizer("large", large, num_schemas)
-    figures |= measure_steps(large, 20 if given.quick else 100)
+    figures |= measure_steps(large, shape, given.choose_size(100, 20, 2))
     report_figures(figures, given)
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from benchmarks.peers.setup import DIRECTORY
-from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.shapes import Shape
 from benchmarks.peers.write import make_model_directory
 from penstock.config.settings import EngineSettings
 from penstock.engine import sampler
@@ -32,15 +32,14 @@ BATCH = 32
 MAX_TOKENS = 200
 THREADS = 2
 NUM_WARM_STEPS = 3
-SHAPE = SHAPES["q06"]
 _SAMPLING = Sampling(temperature=1.0, max_tokens=MAX_TOKENS)
 
 
 class StepBench:
-    """The engine of the 0.6B shape, whose batch is always full."""
+    """An engine whose batch is always full."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, num_grammars: int) -> None:
-        model = make_model_directory(SHAPE, DIRECTORY / "models")
+    def __init__(self, tokenizer: GrammarTokenizer, shape: Shape, num_grammars: int) -> None:
+        model = make_model_directory(shape, DIRECTORY / "models")
         settings = EngineSettings(
             model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH,
             speculate=False,
@@ -143,9 +142,9 @@ def leave_masks_out() -> Iterator[None]:
         yield
 
 
-def measure_steps(tokenizer: GrammarTokenizer, num_steps: int) -> dict[str, float]:
+def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> dict[str, float]:
     """Return the share of masks in a step, and what the code for grammars costs a step without any."""
-    bench = StepBench(tokenizer, num_grammars=4 * BATCH)
+    bench = StepBench(tokenizer, shape, num_grammars=4 * BATCH)
     bench.fill_batch(with_grammars=True)
     mask_s, step_s = [], []
     with time_masks() as watch:

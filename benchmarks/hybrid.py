@@ -5,8 +5,6 @@ gated delta rule to one with attention. It computes prompts of 2,000 shared toke
 project's engine over a store in shared memory.
 """
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -16,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
+from benchmarks.common import parse_arguments, report_figures
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import EngineRequest
@@ -36,7 +34,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
     "linear_num_value_heads": 16, "tie_word_embeddings": True,
 }  # fmt: skip
-QUICK_SIZES: dict[str, Any] = SIZES | {
+SMOKE_SIZES: dict[str, Any] = SIZES | {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -140,16 +138,16 @@ def measure_snapshots(model: LoadedModel, settings: EngineSettings, prompts: Pro
     return found | {"snapshot_share": statistics.median(one / other - 1 for one, other in pairs)}
 
 
-def run_benchmark(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+def run_benchmark(*, is_smoke: bool, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
     """Return the figures."""
-    rounds, prefix_tokens = (1, 400) if quick else (ROUNDS, PREFIX_TOKENS)
-    dtype = "float32" if quick else "bfloat16"
-    settings = EngineSettings(dtype=dtype, pool_mb=64 if quick else 2048, max_batch=8, max_step_tokens=512)
-    model, num_parameters = build_model(QUICK_SIZES if quick else SIZES, settings)
+    prefix_tokens = 400 if is_smoke else PREFIX_TOKENS
+    dtype = "float32" if is_smoke else "bfloat16"
+    settings = EngineSettings(dtype=dtype, pool_mb=64 if is_smoke else 2048, max_batch=8, max_step_tokens=512)
+    model, num_parameters = build_model(SMOKE_SIZES if is_smoke else SIZES, settings)
     states = model.layout.states
     assert states is not None
-    found: dict[str, Any] = {
-        "parameters": num_parameters, "dtype": dtype,
+    found: dict[str, float] = {
+        "parameters": num_parameters,
         "state_bytes": states.row_bytes, "interval_tokens": states.interval_tokens,
         "kv_bytes_per_token": model.layout.block_bytes // model.layout.block_size,
     }  # fmt: skip
@@ -194,16 +192,9 @@ def replace_prefix(prompts: Prompts) -> Prompts:
 
 def main() -> None:
     """Measure, and print the figures or write them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: only to see that it works")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
-    console = Console(stderr=True)
-    found = run_benchmark(quick=args.quick, say=console.print)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    else:
-        console.print_json(data=found)
+    given = parse_arguments(__doc__)
+    rounds = given.choose_size(ROUNDS, 1, 1)
+    report_figures(run_benchmark(is_smoke=given.size == "smoke", rounds=rounds, say=print), given)
 
 
 if __name__ == "__main__":

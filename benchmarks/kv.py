@@ -1,6 +1,6 @@
 """What the tiers of the KV store cost: blocks moved through each, against the plain way to move the same bytes.
 
-python -m benchmarks.kv [--quick] [--json FILE]
+python -m benchmarks.kv [--quick | --smoke] [--json FILE]
 
 Blocks have the size of 16 tokens of the 0.6B shape in bf16 (1.75 MiB), 64 MB of them a round. In each round all sides
 take turns, forwards and backwards; ratios are formed within it, and the median of the rounds is told.
@@ -62,7 +62,7 @@ def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     read, moved = KVRounds(), KVRounds()
     with contextlib.ExitStack() as exits:
-        bench = KVBench(exits, given.quick)
+        bench = KVBench(exits, *given.choose_size((25, 400), (7, 60), (1, 2)))
         bench.measure_shared_memory(read)
         for name in ("unix", "tcp"):
             bench.measure_redis(read, name)
@@ -75,7 +75,7 @@ def run(given: Arguments) -> dict[str, float]:
             print(f"{side:32} {format_spread(rounds.compute_speeds(side))}")
     figures = {name: read.compute_ratio(*sides) for name, sides in SIDES_BY_RATIO.items()} | compared
     figures |= {f"{side.replace(' ', '_')}_gb_s": statistics.median(read.compute_speeds(side)) for side in read.seconds}
-    if not given.quick:
+    if given.is_full:
         draw_plot(read, moved, latencies)
     return figures | latencies
 

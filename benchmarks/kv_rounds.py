@@ -78,12 +78,11 @@ class KVRounds:
 class KVBench:
     """All measurements, with directories for memory, disk and server, which are removed with `exits`."""
 
-    def __init__(self, exits: contextlib.ExitStack, quick: bool) -> None:
+    def __init__(self, exits: contextlib.ExitStack, rounds: int, samples: int) -> None:
         def room(parent: Path | None = None) -> Path:
             return Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-kv-", dir=parent)))
 
-        self._rounds = 7 if quick else 25
-        self._samples = 60 if quick else 400
+        self._rounds, self._samples = rounds, samples
         self._shm, self._disk, self._logs = room(_SHM if _SHM.is_dir() else None), room(), room()
         self._server = exits.enter_context(ValkeyServer(room(), appendonly=False))
         self._redis = exits.enter_context(redis.Redis.from_url(self._server.url))

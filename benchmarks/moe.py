@@ -1,6 +1,6 @@
 """Mixtures of experts: the engine against others, and whether tokens depend on the batch.
 
-python -m benchmarks.moe [--quick] [--json FILE]
+python -m benchmarks.moe [--quick | --smoke] [--json FILE]
 
 A billion random bf16 weights in the form of Qwen3-MoE, of which each token is multiplied by a quarter; two threads for
 everybody. Each engine has a process of its own, which is stopped while another is measured; they take turns, and ratios
@@ -42,6 +42,11 @@ class Extent:
 
 FULL = Extent(SHAPES["moe"], tuple(name for name in PEERS if name != "vllm"), rounds=5, flip_prompts=32)
 QUICK = Extent(replace(SHAPES["moe"], name="moe_quick", layers=4), QUICK_PEERS, rounds=2, flip_prompts=8)
+SMOKE = Extent(
+    replace(SHAPES["smoke"], name="moe_smoke", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", tied=True,
+            normed_heads=True, experts=4, experts_per_token=2),
+    (), rounds=1, flip_prompts=2,
+)  # fmt: skip
 
 
 def measure(extent: Extent) -> tuple[Results, dict[str, float]]:
@@ -86,7 +91,7 @@ def make_figures(results: Results) -> dict[str, float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    results, figures = measure(QUICK if given.quick else FULL)
+    results, figures = measure(given.choose_size(FULL, QUICK, SMOKE))
     print(f"\n{describe_machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     print(format_table(results))
     return figures | make_figures(results)

@@ -1,6 +1,6 @@
 """What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
-python -m benchmarks.pipeline [--quick] [--json FILE]
+python -m benchmarks.pipeline [--quick | --smoke] [--json FILE]
 
 The sides take turns in one run: the bare engine with a worker's settings (one thread), the pipeline on Redis Streams,
 the pipeline on Kafka, each with one prefill and one decode worker. Time to first token is of one request at a time;
@@ -182,8 +182,8 @@ def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds, each, load, max_new = (4, 5, 96, 64) if given.quick else (8, 10, 160, 64)
-    wide = measure_two_threads(rounds // 3, load, max_new)
+    rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (4, 5, 96, 64), (1, 1, 4, 8))
+    wide = measure_two_threads(max(1, rounds // 3), load, max_new)
     with open_sides() as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
@@ -196,8 +196,8 @@ def run(given: Arguments) -> dict[str, float]:
             return [all_sides[name].engine.measure_first_token_s(prompt) for prompt in work]
 
         firsts = run_in_turns(rounds, names, "time to first token", first)
-        rates, loads = measure_throughput(all_sides, max(3, rounds * 3 // 4), load, max_new)
-    wide += measure_two_threads(rounds // 3, load, max_new)
+        rates, loads = measure_throughput(all_sides, max(1, rounds * 3 // 4), load, max_new)
+    wide += measure_two_threads(max(1, rounds // 3), load, max_new)
     print(f"{describe_machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
@@ -211,7 +211,7 @@ def run(given: Arguments) -> dict[str, float]:
         print(
             f"{name:18} processor time of a request with {SHORT_ANSWER_TOKENS} tokens {format_spread(costs_ms):28} ms"
         )
-    if not given.quick:
+    if given.is_full:
         draw_plot(firsts, rates | {TWO_THREADS: wide})
     return compare_sides(firsts, rates, wide) | loads.make_figures()
 

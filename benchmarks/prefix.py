@@ -1,6 +1,6 @@
 """What the KV store saves: time to first token with a shared prefix, and how many tokens of many requests it finds.
 
-python -m benchmarks.prefix [--quick] [--json FILE]
+python -m benchmarks.prefix [--quick | --smoke] [--json FILE]
 
 **Time to first token.** The 0.6B shape in bf16 with random weights, two threads, one prefill worker with shared memory,
 disk and a real Valkey. Each request is a prefix of 2,000 tokens and a short end of its own, and takes the whole way: it
@@ -67,15 +67,15 @@ def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds = measure_first(2 if given.quick else 8)
+    rounds = measure_first(*given.choose_size((8, "q06"), (2, "q06"), (1, "smoke")))
     print(f"{describe_machine()}; 0.6B shape, bf16")
     print_table(rounds)
-    hits = measure_hits(400 if given.quick else 2000)
+    hits = measure_hits(given.choose_size(2000, 400, 10))
     print(
         f"found {hits.hit_rate:.4f}; an infinite cache finds {hits.infinite_hit_rate:.4f}, "
         f"in what was computed {hits.known_hit_rate:.4f}"
     )
-    if not given.quick:
+    if given.is_full:
         draw_plot(rounds, hits)
     return compute_speedups(rounds) | {
         "hit_rate": hits.hit_rate,

@@ -1,6 +1,6 @@
 """Everything is restarted, one after the other, while it is used: no error, and streams hardly stop.
 
-python -m benchmarks.rolling [--quick] [--json FILE]
+python -m benchmarks.rolling [--quick | --smoke] [--json FILE]
 
 On each bus, two prefill and two decode workers as `penstock up` starts them, on the demo model in float32, and clients
 that always have a few streams under way, each a new one as soon as one has ended. The same load meets these phases:
@@ -83,7 +83,10 @@ def run(given: Arguments) -> dict[str, float]:
     """Run on each bus, print and draw; return the figures."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-rolling-"))
     make_known_requests()  # takes seconds: not in the middle of it
-    found = {bus: run_on_bus(bus, directory / bus, quick=given.quick) for bus in BUSES}
+    found = {
+        bus: run_on_bus(bus, directory / bus, is_full=given.is_full)
+        for bus in given.choose_size(BUSES, BUSES, BUSES[:1])
+    }
     figures: dict[str, float] = {}
     for bus, rolled in found.items():
         figures |= rolled.make_figures(bus)
@@ -92,17 +95,17 @@ def run(given: Arguments) -> dict[str, float]:
         for finding in rolled.findings:
             print(f"    {finding.kind}: {finding.id}: {finding.description}")
     print(f"\n{describe_machine()}; histories and logs: {directory}")
-    if not given.quick:
+    if given.is_full:
         draw_plot(found)
     return {"rolling_errors": sum(figures[f"rolling_errors_{bus}"] for bus in found)} | figures
 
 
-def run_on_bus(bus: str, directory: Path, *, quick: bool) -> RollingResult:
+def run_on_bus(bus: str, directory: Path, *, is_full: bool) -> RollingResult:
     """Run all phases on a bus; return what readers saw."""
     with Progress(transient=True) as bar:
         task = bar.add_task(bus, total=None)
         path, drains = run_phases(
-            bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), quick=quick
+            bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), is_full=is_full
         )
     entries = list(read_history(path))
     gaps, firsts = (

@@ -129,7 +129,7 @@ class RollingPhases:
         self._stack.wait_until_ready(300)
 
 
-def run_phases(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -> tuple[Path, list[float]]:
+def run_phases(bus: str, directory: Path, progress: WriteLine, *, is_full: bool) -> tuple[Path, list[float]]:
     """Run all phases; return the history, and the seconds that each worker took to end after SIGTERM."""
     directory.mkdir()
     path = directory / "history.jsonl"
@@ -141,7 +141,7 @@ def run_phases(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -
             kafka = exits.enter_context(KafkaServer(directory / "kafka"))
             servers.append(kafka)
             bootstrap = kafka.bootstrap
-        made = (QuickStack if quick else RollingStack)(
+        made = (RollingStack if is_full else QuickStack)(
             directory / "stack", kafka=bootstrap, redis=valkey.url, prefill=2, decode=2, environment=ENVIRONMENT
         )
         stack = exits.enter_context(made)
@@ -149,10 +149,10 @@ def run_phases(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -
         history = exits.enter_context(History(path))
         roll = RollingPhases(stack, servers, history, progress)
         roll.run_steady("warm", 0.0)
-        roll.run_steady("steady", 5.0 if quick else 120.0)
+        roll.run_steady("steady", 120.0 if is_full else 5.0)
         stack.drain_s = SHORT_DRAIN_S  # of those that come now
-        roll.restart_workers("rolling", 1 if quick else None)
-        if not quick:
+        roll.restart_workers("rolling", None if is_full else 1)
+        if is_full:
             roll.restart_workers("handed")
             roll.restart_servers("servers")
         record_topics(stack, history)

@@ -1,6 +1,6 @@
 """What drawing tokens costs on a CPU: its share of a step, and what penalties add.
 
-python -m benchmarks.sampling [--quick] [--json FILE]
+python -m benchmarks.sampling [--quick | --smoke] [--json FILE]
 
 The 0.6B shape with random bf16 weights and 151,936 words, two threads, 32 sequences at temperature 1. The share is the
 time in the sampler by that of whole decode steps. Penalties are measured on random logits, 4,096 tokens of context.
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
 from benchmarks.peers.setup import DIRECTORY
-from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
 from penstock.config.settings import EngineSettings
 from penstock.engine import sampler
@@ -29,9 +29,8 @@ from penstock.messages import Sampling
 ROWS, THREADS, CONTEXT_TOKENS = 32, 2, 4096
 
 
-def measure_share(num_steps: int) -> float:
+def measure_share(num_steps: int, shape: Shape) -> float:
     """Return the median share of the sampler in decode steps."""
-    shape = SHAPES["q06"]
     model = make_model_directory(shape, DIRECTORY / "models")
     core = open_engine(
         EngineSettings(model=str(model), dtype="bfloat16", threads=THREADS, pool_mb=1024, max_step_tokens=2048)
@@ -83,8 +82,12 @@ def measure_penalties(num_rounds: int) -> float:
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
     print(f"{describe_machine()}; {THREADS} threads")
-    figures = {"sampler_share_b32_temperature": measure_share(10 if given.quick else 100)}
-    figures["penalty_ms_b32_4k"] = measure_penalties(20 if given.quick else 200)
+    figures = {
+        "sampler_share_b32_temperature": measure_share(
+            given.choose_size(100, 10, 2), SHAPES[given.choose_size("q06", "q06", "smoke")]
+        )
+    }
+    figures["penalty_ms_b32_4k"] = measure_penalties(given.choose_size(200, 20, 2))
     return figures
 
 

@@ -1,6 +1,6 @@
 """Ten minutes at full budgets: memory stays flat, answers stay right, and nothing is left behind.
 
-python -m benchmarks.soak [--quick] [--json FILE]
+python -m benchmarks.soak [--quick | --smoke] [--json FILE]
 
 One prefill and one decode worker as processes on the demo model in float32, with shared memory, disk and a Valkey of
 its own for blocks, each with a budget that is full after seconds, so that all of them evict all the time. A few
@@ -111,7 +111,7 @@ def run_load(stack: Stack, load: SoakLoad, minutes: float) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Run, check and draw; return the figures."""
-    minutes = 1.0 if given.quick else 10.0
+    minutes = given.choose_size(10.0, 1.0, 0.03)
     load = SoakLoad()
     with start_system() as (stack, server, places, disk):
         with Watch(make_sampler(stack, server, places)) as watch:
@@ -127,7 +127,7 @@ def run(given: Arguments) -> dict[str, float]:
     )
     for name, shares in watch.series["usage"].items():
         print(f"{name:16} at most {max(shares):.0%} of its budget, {statistics.median(shares):.0%} in the median")
-    if not given.quick:
+    if given.is_full:
         save_plot(watch.draw_plot({"memory": "resident memory, MB", "usage": "used, of the budget"}), "soak")
     return {
         "soak_minutes": minutes,

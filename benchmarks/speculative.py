@@ -1,6 +1,6 @@
 """Speculative decoding: how much sooner tokens come where text is copied, and what drafts cost where they fail.
 
-python -m benchmarks.speculative [--quick] [--json FILE]
+python -m benchmarks.speculative [--quick | --smoke] [--json FILE]
 
 First the tool model answers prompts of its own corpus that ask it to copy words and to extract JSON. That gives real
 answers, and the share of drafted tokens that are accepted. Then the 0.6B shape with random bf16 weights, one thread,
@@ -65,10 +65,12 @@ class Extent:
     num_copies: int
     num_other_tokens: int
     rounds: int
+    shape: str = "q06"
 
 
 FULL = Extent(num_copies=16, num_other_tokens=96, rounds=6)
 QUICK = Extent(num_copies=4, num_other_tokens=16, rounds=2)
+SMOKE = Extent(num_copies=2, num_other_tokens=4, rounds=1, shape="smoke")
 
 
 def record_answers(count: int) -> list[Exchange]:
@@ -177,11 +179,11 @@ class Sides:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    extent = QUICK if given.quick else FULL
+    extent = given.choose_size(FULL, QUICK, SMOKE)
     copies = record_answers(extent.num_copies)
     lengths = [len(one.answer) for one in copies]
     print(f"{len(copies)} copies of {min(lengths)} to {max(lengths)} tokens", flush=True)
-    directory = make_model_directory(SHAPES["q06"], DIRECTORY / "models")
+    directory = make_model_directory(SHAPES[extent.shape], DIRECTORY / "models")
     settings = EngineSettings(model=str(directory), dtype="bfloat16")
     sides = Sides(accelerate_model(load_model(settings)))
     seconds = sides.time_rows()

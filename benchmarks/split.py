@@ -1,6 +1,6 @@
 """What splitting buys: the steadiness of running streams while long prompts keep arriving.
 
-python -m benchmarks.split [--quick] [--json FILE]
+python -m benchmarks.split [--quick | --smoke] [--json FILE]
 
 The same engine twice, at equal offered load, by turns: undivided with chunked prefill on both cores, and split into a
 prefill and a decode process on a core each, with the KV blocks handed over through shared memory. Eight streams decode
@@ -27,7 +27,6 @@ from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
 from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
 
-CHUNK_SIZES = (64, 128, 256, 512)
 SPLIT_CHUNK = 512
 NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
@@ -47,10 +46,13 @@ class Extent:
     window_s: float
     search_s: float
     rounds: int
+    chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
+    """What the undivided engine may take as chunk."""
 
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
+SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1, chunk_sizes=(512,))
 
 
 class WorkerProcess:
@@ -92,8 +94,9 @@ class BothSystems:
     def __init__(self, shape: Shape, extent: Extent) -> None:
         self.shape = shape
         model = str(make_model_directory(shape, DIRECTORY / "models"))
+        # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
-                 "block_size": BLOCK_TOKENS}  # fmt: skip
+                 "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
         self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1])
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
@@ -118,7 +121,7 @@ class BothSystems:
         self._prefill.send_window(window)
         self._decode.send_window(window)
         first, then = self._prefill.receive_answer(), self._decode.receive_answer()
-        return WindowResult(then.gaps_s, first.num_output + then.num_output, first.firsts_s)
+        return WindowResult(then.gaps_s, first.num_output + then.num_output, first.first_tokens_s)
 
     def close(self) -> None:
         """End the processes and free the memory."""
@@ -148,20 +151,20 @@ def measure_saturation(systems: BothSystems, length_s: float) -> float:
     return rates[-1]
 
 
-def find_best_chunk(systems: BothSystems, rate: float, length_s: float) -> int:
+def find_best_chunk(systems: BothSystems, rate: float, length_s: float, chunk_sizes: tuple[int, ...]) -> int:
     """Return the undivided engine's best chunk size for this rate, as the module's docstring defines it."""
     arrivals = space_evenly(rate, length_s)
     found = {}
-    for chunk in CHUNK_SIZES:
+    for chunk in chunk_sizes:
         seen = systems.run_undivided(systems.make_window(arrivals, length_s, chunk))
         found[chunk] = (len(seen.first_tokens_s), compute_percentile_ms(seen.gaps_s, 99))
         print(
             f"undivided, chunks of {chunk}: {found[chunk][0]} of {len(arrivals)} prompts, p99 {found[chunk][1]:.1f} ms"
         )
-    keeping = [chunk for chunk in CHUNK_SIZES if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
+    keeping = [chunk for chunk in chunk_sizes if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
     if keeping:
         return min(keeping, key=lambda chunk: found[chunk][1])
-    return max(CHUNK_SIZES, key=lambda chunk: found[chunk][0])
+    return max(chunk_sizes, key=lambda chunk: found[chunk][0])
 
 
 Measured = dict[str, dict[str, list[WindowResult]]]
@@ -172,7 +175,7 @@ def measure_systems(systems: BothSystems, extent: Extent) -> Measured:
     """Measure both systems in turn, at each load."""
     capacity = measure_saturation(systems, extent.search_s)
     print(f"saturation: {capacity:.2f} prompts of {PROMPT_TOKENS} tokens a second")
-    chunk = find_best_chunk(systems, capacity, extent.search_s)
+    chunk = find_best_chunk(systems, capacity, extent.search_s, extent.chunk_sizes)
     print(f"the undivided engine takes chunks of {chunk}", flush=True)
     measured: Measured = {load: {"undivided": [], "split": []} for load in LOAD_SHARES}
     sides = {"undivided": systems.run_undivided, "split": systems.run_split}
@@ -243,7 +246,7 @@ def draw_plot(measured: Measured) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    extent = QUICK if given.quick else FULL
+    extent = given.choose_size(FULL, QUICK, SMOKE)
     systems = BothSystems(SHAPES[extent.shape], extent)
     try:
         measured = measure_systems(systems, extent)
@@ -251,7 +254,7 @@ def run(given: Arguments) -> dict[str, float]:
         systems.close()
     print(f"\n{describe_machine()}; {extent.shape}, bf16, {NUM_STREAMS} streams, prompts of {PROMPT_TOKENS} tokens")
     print_table(measured, extent.window_s)
-    if not given.quick:
+    if given.is_full:
         draw_plot(measured)
     return compare_systems(measured)
 

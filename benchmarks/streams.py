@@ -1,6 +1,6 @@
 """What an append costs the servers where requests are spread over two of them, over one that has them all.
 
-python -m benchmarks.streams [--quick] [--json FILE]
+python -m benchmarks.streams [--quick | --smoke] [--json FILE]
 
 A worker's record appends to its requests, a token each, as a decode worker does with each step; the requests are new in
 each round. A server gets them in batches of about 32: of a worker with 32 requests on one server, and of one with 64 on
@@ -84,7 +84,7 @@ def open_sides() -> Iterator[tuple[Side, Side]]:
 
 def main(given: Arguments) -> None:
     """Measure and report."""
-    num_rounds = 12 if given.quick else 60
+    num_rounds = given.choose_size(60, 12, 1)
     costs_us: dict[str, list[float]] = {"1": [], "2": [], "split": []}
     with open_sides() as (one, two):
         runs = [("1", one, BATCH_REQUESTS), ("2", two, 2 * BATCH_REQUESTS), ("split", two, BATCH_REQUESTS)]

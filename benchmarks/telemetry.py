@@ -1,6 +1,6 @@
 """What telemetry costs: throughput of the embedded pipeline with everything on, over everything off.
 
-python -m benchmarks.telemetry [--quick] [--json FILE]
+python -m benchmarks.telemetry [--quick | --smoke] [--json FILE]
 
 On: `/metrics` of both workers is scraped each second, spans are kept in Redis and sent by OTLP with the figures to a
 receiver on this machine, and a `LiveWatch` looks each second. Off: `PENSTOCK_TELEMETRY=off`. The sides take turns in
@@ -147,7 +147,7 @@ def open_sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    rounds, load, max_new = (6, 96, 64) if given.quick else (16, 160, 64)
+    rounds, load, max_new = given.choose_size((16, 160, 64), (6, 96, 64), (1, 4, 8))
     return measure_ratio(rounds, load, max_new)
 
 

@@ -1,6 +1,6 @@
 """Calls of tools, streamed, cut at every event and resumed on another gateway: each must equal the call read whole.
 
-python -m benchmarks.tool_resumes [--quick] [--json FILE]
+python -m benchmarks.tool_resumes [--quick | --smoke] [--json FILE]
 
 Real workers with the tool model, two gateways and a real Valkey. Conversations are those of the model's corpus that it
 answers with calls. Each is streamed once, to count its events; every third is asked with log probabilities, whose
@@ -208,7 +208,7 @@ def serve_tools(directory: Path) -> Iterator[Gateways]:
 
 def main() -> None:
     given = parse_arguments(__doc__)
-    num_resumes = NUM_QUICK_RESUMES if given.quick else NUM_RESUMES
+    num_resumes = given.choose_size(NUM_RESUMES, NUM_QUICK_RESUMES, 2)
     with tempfile.TemporaryDirectory(prefix="penstock-resumes-") as directory, serve_tools(Path(directory)) as gateways:
         figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes)
     print(f"\n{describe_machine()}")

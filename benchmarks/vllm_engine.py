@@ -1,6 +1,6 @@
 """What workers with vLLM lose against vLLM alone: first tokens after a known prefix, prefill, and throughput.
 
-.venv-vllm/bin/python -m benchmarks.vllm_engine [--quick] [--json FILE]
+.venv-vllm/bin/python -m benchmarks.vllm_engine [--quick | --smoke] [--json FILE]
 
 Sides take turns in one run, with the same prompts. The first figures come from this process, on one core and with one
 thread: vLLM's own engine as its library has it, and vLLM in the engine of a worker, over a KV store. For the
@@ -298,18 +298,18 @@ def compare_medians(one: list[float], other: list[float]) -> float:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, and return the figures."""
     figures: dict[str, float] = {}
-    for name in ("small",) if given.quick else ("small", "q06"):
+    for name in given.choose_size(("small", "q06"), ("small",), ("smoke",)):
         model, end = make_model_directory(SHAPES[name], DIRECTORY / "models"), "" if name == "small" else f"_{name}"
         print(f"{name}: {SHAPES[name].read_bytes / 2**20:.0f} MiB of weights, bfloat16")
-        times = measure_prefixes(model, 2 if given.quick else 7)
+        times = measure_prefixes(model, given.choose_size(7, 2, 1))
         figures[f"ttft_hit_vs_own_cache{end}"] = compare_medians(times["memory"], times["own"])
         if "lmcache" in times:
             figures[f"ttft_hit_vs_lmcache{end}"] = compare_medians(times["redis"], times["lmcache"])
         figures[f"kv_save_overhead_prefill{end}"] = compare_medians(times["saved"], times["alone"])
-        num_rates = 1 if given.quick else 3
+        num_rates = given.choose_size(3, 1, 1)
         bare = measure_bare(model, num_rates)
         piped = measure_pipeline(model, 2 * num_rates)
-        if not given.quick:
+        if given.is_full:
             bare += measure_bare(model, num_rates)
         print(f"  vLLM alone {format_spread(bare)}, the pipeline {format_spread(piped)} output tokens/s")
         figures[f"throughput_vs_bare_vllm{end}"] = statistics.median(piped) / statistics.median(bare)

@@ -1,6 +1,6 @@
 """Workers that compute with vLLM, killed between the steps of both stages: what becomes of tokens, results and blocks.
 
-.venv-vllm/bin/python -m benchmarks.vllm_kills [--quick] [--json FILE]
+.venv-vllm/bin/python -m benchmarks.vllm_kills [--quick | --smoke] [--json FILE]
 
 A prefill and a decode worker of a pipeline on Redis, both with vLLM in float32, and the demo model. Requests of all
 lengths, greedy and sampled, are under way all the time. Each worker is started with an order to kill itself: at which
@@ -170,7 +170,7 @@ def main() -> None:
         stack.chance = random.Random(17)
         with stack, Client(stack.addresses) as client:
             load = Load(client, kinds)
-            killed = run_kills(stack, load, NUM_QUICK_KILLS if given.quick else NUM_KILLS)
+            killed = run_kills(stack, load, given.choose_size(NUM_KILLS, NUM_QUICK_KILLS, 1))
             stack.chance = None
             kill_workers(stack)
             load.wait_for_all()

@@ -1,6 +1,6 @@
 """Weights in fewer bits: what each form brings, against bf16 and against other engines with as many bits.
 
-python -m benchmarks.weights [--quick] [--json FILE]
+python -m benchmarks.weights [--quick | --smoke] [--json FILE]
 
 First the linear layers of a few decoder layers, more bytes than the caches hold, each form right after the other:
 
@@ -129,15 +129,15 @@ def time_linears(groups: list[dict[WeightForm, PackedLinears]], rows: int, num_r
     return LinearTimes(times, is_identical)
 
 
-def measure_linears(quick: bool) -> dict[str, float]:
+def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) -> dict[str, float]:
     """Return the figures of linear layers by themselves, on two threads."""
     native = load_library()
     assert native is not None, "the kernels are not built"
     native.set_threads(THREADS)
-    groups, figures, identical = make_groups(native, SHAPES["q06"]), dict[str, float](), True
+    groups, figures, identical = make_groups(native, shape), dict[str, float](), True
     bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
-    for rows in ROWS:
-        times = time_linears(groups, rows, 20 if quick else 60)
+    for rows in row_counts:
+        times = time_linears(groups, rows, num_rounds)
         identical &= times.is_identical
         ratios = {NAMES[form]: times.compare_with(form) for form in NAMES}
         speed = bytes_of[WeightForm.STORED] / statistics.median(times.by_form[WeightForm.STORED]) / 1e9
@@ -158,12 +158,11 @@ def count_demo_bits(native: Library) -> float:
     return 8 * sum(one.num_bytes for one in packed) / sum(one.weight.numel() for one in linears)
 
 
-def measure(quick: bool) -> Results:
+def measure(shape: Shape, measured: tuple[str, ...], *, with_peers: bool) -> Results:
     """Run all rounds."""
-    shape = SHAPES["small" if quick else "q06"]
     model, logs = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / "logs"
     logs.mkdir(exist_ok=True)
-    cells = tuple(cell for cell in CELLS if cell.name in MEASURED)
+    cells = tuple(cell for cell in CELLS if cell.name in measured)
     rounds = Rounds(shape, cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
     pool_mb = POOL_MB[shape.name]
 
@@ -175,7 +174,7 @@ def measure(quick: bool) -> Results:
         load("bf16", OURS, weights="bf16")
         for form in FORMS:
             load(form, OURS, weights=form)
-            for name, (engine, own_form) in ({} if quick else PEERS[form]).items():
+            for name, (engine, own_form) in (PEERS[form] if with_peers else {}).items():
                 if is_available(engine):
                     load(name, engine, form=own_form)
                 else:
@@ -188,9 +187,9 @@ def measure(quick: bool) -> Results:
     return rounds.results
 
 
-def measure_loads(quick: bool) -> dict[str, float]:
+def measure_loads(shape: Shape, num_rounds: int) -> dict[str, float]:
     """Return how long a start takes: with a file of packed weights, without one, and llama.cpp's, by turns."""
-    shape, logs = SHAPES["small" if quick else "q06"], DIRECTORY / "logs"
+    logs = DIRECTORY / "logs"
     logs.mkdir(exist_ok=True)
     model, packed = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / f"{shape.name}.packed"
     pack_model(EngineSettings(model=str(model), dtype="bfloat16", threads=THREADS), packed)
@@ -201,7 +200,7 @@ def measure_loads(quick: bool) -> dict[str, float]:
         print("loads: llama.cpp is left out, not installed (python -m benchmarks.peers.setup)")
         del sides["llamacpp"]
     taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(3 if quick else 6):
+    for number in range(num_rounds):
         for name in sides if number % 2 else reversed(sides):
             engine, given = sides[name]
             with closing(Side(engine, logs / f"load-{name}.log", THREADS, LOAD_POOL_MB)) as side:
@@ -250,12 +249,15 @@ def draw_plot(results: Results) -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, draw and return the figures."""
     Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
-    figures = measure_linears(given.quick)
-    shape = SHAPES["small" if given.quick else "q06"]
-    figures |= measure_kv(make_model_directory(shape, DIRECTORY / "models"), given.quick)
-    figures |= measure_loads(given.quick)
-    results = measure(given.quick)
-    if not given.quick:
+    shape = SHAPES[given.choose_size("q06", "small", "smoke")]
+    figures = measure_linears(
+        SHAPES[given.choose_size("q06", "q06", "smoke")], *given.choose_size((ROWS, 60), (ROWS, 20), (ROWS[:1], 1))
+    )
+    model = make_model_directory(shape, DIRECTORY / "models")
+    figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 4, 40), (64, 2, 2)))
+    figures |= measure_loads(shape, given.choose_size(6, 3, 2))
+    results = measure(shape, given.choose_size(MEASURED, MEASURED, MEASURED[:1]), with_peers=given.is_full)
+    if given.is_full:
         draw_plot(results)
     return figures | compare(results)
 

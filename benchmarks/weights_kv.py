@@ -19,8 +19,7 @@ from penstock.engine.storage import KVLayout
 from penstock.messages import Sampling
 
 NUM_SEQUENCES = 32
-CONTEXT_TOKENS = {"quick": 512, "full": 2048}
-NUM_FLIP_PROMPTS, NUM_FLIP_TOKENS = 40, 48
+NUM_FLIP_TOKENS = 48
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -67,17 +66,15 @@ def make_side(model: LoadedModel, settings: EngineSettings, context: int) -> Sid
     return Side(engine, Batch([(seq, 1) for seq in seqs], settings.block_size, model.device))
 
 
-def measure_long_decode(model: Path, quick: bool) -> dict[str, float]:
+def measure_long_decode(model: Path, context_tokens: int, num_rounds: int) -> dict[str, float]:
     """Return how many more tokens fit, and how much faster 32 sequences decode at a long context."""
     sides = {}
     for kv_dtype in ("auto", "int8"):
         settings = EngineSettings(model=str(model), dtype="bfloat16", kv_dtype=kv_dtype, threads=THREADS)
-        sides[kv_dtype] = make_side(
-            accelerate_model(load_model(settings)), settings, CONTEXT_TOKENS["quick" if quick else "full"]
-        )
+        sides[kv_dtype] = make_side(accelerate_model(load_model(settings)), settings, context_tokens)
     stored, int8 = sides["auto"], sides["int8"]
     ratios = []
-    for number in range(4 if quick else 12):
+    for number in range(num_rounds):
         first, second = (stored, int8) if number % 2 else (int8, stored)
         seconds = {first: first.time_step(), second: second.time_step()}
         if number:  # the first round warms up
@@ -90,7 +87,7 @@ def measure_long_decode(model: Path, quick: bool) -> dict[str, float]:
     }
 
 
-def count_flips() -> float:
+def count_flips(num_prompts: int) -> float:
     """Return the share of the demo model's greedy answers' tokens, up to the first other one, that are another."""
     answers = []
     for kv_dtype in ("auto", "int8"):
@@ -99,7 +96,7 @@ def count_flips() -> float:
         tokenizer = engine.model.tokenizer
         text = "And the king said unto the people of the land: "
         seqs = []
-        for number in range(NUM_FLIP_PROMPTS):
+        for number in range(num_prompts):
             ids = tokenizer(text * (1 + number % 5) + "Go" * number)["input_ids"]
             seqs.append(Sequence(str(number), ids, sampling=GREEDY, seed=0, max_new_tokens=NUM_FLIP_TOKENS))
             engine.add_sequence(seqs[-1])
@@ -115,6 +112,6 @@ def count_flips() -> float:
     return num_flips / (num_same + num_flips)
 
 
-def measure_kv(model: Path, quick: bool) -> dict[str, float]:
+def measure_kv(model: Path, context_tokens: int, num_rounds: int, num_flip_prompts: int) -> dict[str, float]:
     """Return the figures of K and V in 8 bits."""
-    return measure_long_decode(model, quick) | {"kv_int8_flips": count_flips()}
+    return measure_long_decode(model, context_tokens, num_rounds) | {"kv_int8_flips": count_flips(num_flip_prompts)}

@@ -118,6 +118,11 @@ class Shape:
 
 
 SHAPES = {
+    "smoke": Shape(
+        "smoke", "LlamaForCausalLM", "llama",
+        layers=2, hidden=128, heads=2, kv_heads=1, head_size=64, intermediate=256, vocabulary=32000,
+        tied=False, normed_heads=False,
+    ),
     "small": Shape(
         "small", "LlamaForCausalLM", "llama",
         layers=12, hidden=768, heads=12, kv_heads=4, head_size=64, intermediate=2432, vocabulary=32000,
@@ -134,4 +139,4 @@ SHAPES = {
         tied=True, normed_heads=True, experts=64, experts_per_token=8,
     ),
 }  # fmt: skip
-"""135 million weights in the form of Llama, the shape of Qwen3-0.6B, and a billion in the form of Qwen3-MoE."""
+"""A tiny one, 135 million weights in the form of Llama, Qwen3-0.6B, and a billion in the form of Qwen3-MoE."""

@@ -1,0 +1,44 @@
+"""Each benchmark runs to its end in a size of seconds, and writes its figures."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common
+
+FOLDER = Path(common.__file__).parent
+OTHER_ENVIRONMENTS = {"vllm_engine", "vllm_kills"}
+"""These need vLLM, which has an environment of its own."""
+NAMES = sorted(
+    path.stem
+    for path in FOLDER.glob("*.py")
+    if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
+)
+ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
+
+
+@pytest.mark.long
+@pytest.mark.server
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    size = ARGUMENTS.get(name, ["--smoke"])
+    command = [sys.executable, "-m", f"benchmarks.{name}", *size, "--json", str(figures)]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        command,
+        cwd=FOLDER.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(figures.read_text())
+    assert found
+    assert all(math.isfinite(value) for value in found.values()), found
