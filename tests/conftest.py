@@ -46,8 +46,8 @@ FULL_FILES = {
     "test_hazards.py", "test_host_deaths.py", "test_host_machine.py", "test_hybrid_kills.py", "test_kernels.py",
     "test_loading.py", "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_packed_model.py",
     "test_page.py", "test_preemption.py", "test_prometheus.py", "test_published_weights.py", "test_quantized.py",
-    "test_quantized_kernels.py", "test_replay.py", "test_schedule_properties.py", "test_staging.py", "test_tool_kills.py",
-    "test_tool_model.py", "test_top.py", "test_weight_forms.py",
+    "test_quantized_kernels.py", "test_replay.py", "test_schedule_properties.py", "test_staging.py",
+    "test_tool_kills.py", "test_tool_model.py", "test_top.py", "test_weight_forms.py",
 }  # fmt: skip
 """Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
 FULL_FOLDERS = {"benchmarks"}
