@@ -29,8 +29,8 @@ def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pyt
 
 def test_the_error_of_a_check_is_raised() -> None:
     def check() -> Iterator[Finding]:
+        yield Finding("ok", "Kafka", "answers")
         raise ValueError("broken")
-        yield
 
     with pytest.raises(ValueError, match="broken"):
         list(doctor._run_within_limit("bus", check))
