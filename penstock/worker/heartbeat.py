@@ -113,6 +113,8 @@ class Heartbeat:
                 if self._is_written:
                     log.warning("heartbeats cannot be written: %s", error)
                 self._is_written = False
+            except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
+                log.exception("a heartbeat could not be made; the next one is tried")
             self._wake.wait(self._interval_s)
             self._wake.clear()
         if self._is_written and not self.is_replaced:
