@@ -1,5 +1,7 @@
 """How far prefill goes ahead of decode with batch work."""
 
+from functools import partial
+
 import pytest
 
 from penstock.errors import BusUnavailable
@@ -67,3 +69,25 @@ def test_the_lag_is_read_when_batch_work_comes_and_until_decode_wants_more(monke
         wait_until(lambda: ahead.is_active, 20, "it was seen again")
         lag.messages = None
         wait_until(lambda: not ahead.is_active, 20, "servers that are away hold up nothing")
+
+
+def test_an_error_that_is_no_outage_does_not_hold_batch_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look finds enough work, the next one a heartbeat that it does not understand, and so on."""
+    monkeypatch.setattr("penstock.prefill_worker.backpressure.POLL_INTERVAL_S", 0.01)
+    num_looks = 0
+
+    def look() -> PipelineLag:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks % 2:
+            return waiting(1000)
+        raise KeyError("room")
+
+    def has_looked(num_times: int) -> bool:
+        return num_looks >= num_times
+
+    with DecodeBackpressure(look) as ahead:
+        for num_errors in (1, 2):
+            ahead.note_batch_admitted()
+            wait_until(partial(has_looked, 2 * num_errors), 20, "the error is met")
+            wait_until(lambda: not ahead.is_active, 20, "batch requests are admitted again")

@@ -295,6 +295,24 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
         assert len(queue) == queue.num_deferred("interactive") == num_left
 
 
+def test_an_error_in_a_figure_does_not_end_the_heartbeats(addresses: Addresses, pipeline: Pipeline) -> None:
+    num_calls = 0
+
+    def load() -> dict[str, object]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"running": num_calls}
+
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        beat.set_load_source(load)
+        wait_until(lambda: num_calls > 2, 20, "it goes on after the error")
+        wait_until(
+            lambda: any(worker.get("running", 0) > 2 for worker in read_worker_status(addresses)), 20, "it is written"
+        )
+
+
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         wait_until(lambda: read_worker_status(addresses), 10, "the first beat")

@@ -59,6 +59,9 @@ class DecodeBackpressure:
             except (BusUnavailable, redis.RedisError) as error:
                 log.debug("the lag of decode cannot be read: %s", error)
                 self.is_active = False
+            except Exception:  # e.g. the heartbeat of another version: batch work must not wait for ever
+                log.exception("the lag of decode cannot be read")
+                self.is_active = False
             self._over.wait(POLL_INTERVAL_S)
 
 

@@ -23,6 +23,7 @@ from penstock.names import Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
+from penstock.threads import CheckedThread
 
 STOP_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for a server that does not answer."""
@@ -70,15 +71,13 @@ class Session:
         self._renewed_s = 0.0
         self._last = Renewed(0, 0, 0, [])
         self._grace_s = self._grace_until_s = 0.0
-        self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._naming = threading.Lock()
         """Held during a renewal and `disown_partitions`: a renewal under way would name the given up partitions
         again."""
         self._stop = threading.Event()
         self._open_session()
-        self._thread = threading.Thread(target=self._renew_forever, name="penstock-session", daemon=True)
-        self._thread.start()
+        self._thread = CheckedThread("penstock-session", self._renew_forever)
 
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""
@@ -95,8 +94,7 @@ class Session:
 
         Raise the error that ended the session's thread, if there was one; an outage does not end it.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._thread.raise_failure()
         with self._lock:
             lost, self._lost = self._lost, []
             cancelled = [claim for claim in self._claims if claim.id in self._cancelled] if self._cancelled else []
@@ -129,11 +127,7 @@ class Session:
                     self._renew_session()
             except redis.RedisError as error:  # an outage: the next round tries again
                 if not is_away(error):
-                    self._failure = error
-                    return
-            except Exception as error:  # `collect_events` raises it in the loop
-                self._failure = error
-                return
+                    raise  # `collect_events` raises it in the loop
 
     def _open_session(self) -> None:
         session = f"{self._name}/{secrets.token_hex(4)}"

@@ -165,6 +165,8 @@ class Heartbeat:
             except NameTaken as error:  # `raise_failure` raises it in the loop
                 self._failure, self._is_written = error, False
                 return
+            except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
+                log.exception("a heartbeat could not be made; the next one is tried")
             self._wake.wait(self._interval_s)
             self._wake.clear()
         if self._is_written:

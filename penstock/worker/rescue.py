@@ -13,6 +13,7 @@ What a crash costs: before a message is put down it waits for the bus, or for th
 after that nothing. A request that was begun before stays as it is, so it does not matter who else reads its message.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from penstock.errors import BusError
 from penstock.names import Stage
 from penstock.record import Record, Session, Sessions, UnclaimedMessage
 from penstock.redis.client import is_away
+from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +64,12 @@ class Rescuer:
         """By offset, since when a message waits; `inf` once it is put down."""
         self._found: list[Delivery] = []
         """Messages read from adopted parts and not put down yet."""
-        self._failure: Exception | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-rescue", daemon=True)
-        self._thread.start()
+        self._thread = CheckedThread("penstock-rescue", self._run)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, if there was one. Outages do not end it."""
-        if self._failure is not None:
-            raise self._failure
+        self._thread.raise_failure()
 
     def close(self) -> None:
         """Put down no more."""
@@ -79,18 +78,16 @@ class Rescuer:
 
     def _run(self) -> None:
         calm_s = wait_s = self._record.lease_s / 2
-        while not self._stop.wait(wait_s):
-            try:
-                self.put_down_waiting()
-                wait_s = calm_s / 5 if self.read_adopted_parts() else calm_s
-            except BusError as error:  # an outage: the next look tries again
-                log.debug("the bus cannot be read for others: %s", error)
-            except Exception as error:
-                if not isinstance(error, redis.RedisError) or not is_away(error):
-                    self._failure = error
-                    break
-        if self._reader is not None:
-            self._reader.close()
+        with contextlib.nullcontext() if self._reader is None else contextlib.closing(self._reader):
+            while not self._stop.wait(wait_s):
+                try:
+                    self.put_down_waiting()
+                    wait_s = calm_s / 5 if self.read_adopted_parts() else calm_s
+                except BusError as error:  # an outage: the next look tries again
+                    log.debug("the bus cannot be read for others: %s", error)
+                except redis.RedisError as error:
+                    if not is_away(error):
+                        raise
 
     def put_down_waiting(self) -> None:
         """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""

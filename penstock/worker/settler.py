@@ -17,6 +17,7 @@ from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
 from penstock.names import CLASS_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
 from penstock.redis.client import backoff_pauses, is_away
+from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,8 @@ class Settler:
         self._open: Counter[tuple[str, str] | int] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="settler", daemon=True)
-        self._thread.start()
+        self._has_ended = False
+        self._thread = CheckedThread("settler", self._run)
 
     def __len__(self) -> int:
         """Return how many settlements are under way or not collected."""
@@ -117,8 +117,7 @@ class Settler:
 
     def raise_failure(self) -> None:
         """Raise the error that made settling impossible, if there was one."""
-        if self._failure is not None:
-            raise self._failure
+        self._thread.raise_failure()
         if (called_s := self._seconds_in_call()) > HUNG_CALL_S:
             raise BusUnavailable(f"the bus is at one settlement for {called_s:.0f} s")
 
@@ -135,7 +134,7 @@ class Settler:
     def wait_settled(self, timeout_s: float) -> None:
         """Wait until everything is settled or cannot be settled now, for at most `timeout_s`."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._failure is not None, timeout_s)
+            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._has_ended, timeout_s)
 
     def close(self) -> None:
         """Settle what is pending as far as that is possible now, and end the thread."""
@@ -161,9 +160,9 @@ class Settler:
                 self._settle_batch(batch)
                 if not more:
                     return
-        except BaseException as error:  # handed to the loop by check()
+        finally:
             with self._lock:
-                self._failure = error
+                self._has_ended = True
                 self._lock.notify_all()
 
     def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
@@ -203,7 +202,7 @@ class Settler:
                 now_s = time.monotonic()
                 if (
                     self._member.current_problem or not troubled_s
-                ):  # a first failure may have taken longer than `ALONE_S`
+                ):  # a first failure may have taken longer than `MAX_RETRY_ALONE_S`
                     troubled_s = now_s
                 if not is_away(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise

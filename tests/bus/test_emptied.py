@@ -9,10 +9,12 @@ import pytest
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.member import StreamsMember
 from penstock.config.settings import BusSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
 
 
 @pytest.mark.parametrize("is_reclaiming", [False, True])
@@ -50,3 +52,22 @@ def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
     member.close()
     assert not is_over.is_set()
     go_on.set()
+
+
+def test_a_member_whose_lease_is_not_renewed_any_more_says_so(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is no outage ends the thread that renews its lease: others will have its deliveries."""
+    bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
+    bus.create_topics()
+
+    class BrokenScript:
+        def run(self, *_: object) -> int:
+            raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", BrokenScript())
+    with bus.join_group("prefill", "a") as member:
+        assert isinstance(member, StreamsMember)
+        wait_until(lambda: not member._heart.is_alive(), 20, "the thread has ended")
+        with pytest.raises(ZeroDivisionError):
+            member.poll(0.0, {"interactive": 1})

@@ -126,7 +126,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
     with start_rescuer(hasty, session, member) as rescuer:
-        wait_until(lambda: rescuer._failure is not None, 20, "it fails")
+        wait_until(lambda: rescuer._thread.failure is not None, 20, "it fails")
         with pytest.raises(ZeroDivisionError):
             rescuer.raise_failure()
 

@@ -115,7 +115,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
         raise ZeroDivisionError("a bug")
 
     session = Session(hasty, "decode", "d1", parts)
-    wait_soon(lambda: session._failure is not None, "it fails")
+    wait_soon(lambda: session._thread.failure is not None, "it fails")
     with pytest.raises(ZeroDivisionError):
         session.collect_events()
     session.stop()

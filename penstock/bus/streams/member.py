@@ -24,6 +24,7 @@ from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import execute_once
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
+from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ class StreamsMember:
         self.current_problem = ""  # always: an outage makes `poll` raise
         self._closing = threading.Event()
         self._join_group()
-        self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)
-        self._heart.start()
+        self._heart = CheckedThread(f"member-{name}", self._beat_forever)
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
@@ -212,6 +212,7 @@ class StreamsMember:
             self._beat_at = now
 
     def _raise_if_fenced(self) -> None:
+        self._heart.raise_failure()
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
