@@ -154,12 +154,15 @@ def addresses(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline
 def report(addresses: Addresses) -> Iterator[Callable[[InProcessPipeline], None]]:
     """Has both workers of a pipeline write a heartbeat with what they hold."""
     with ExitStack() as stack:
+        beats: dict[str, Heartbeat] = {}
 
         def now(line: InProcessPipeline) -> None:
             workers: list[tuple[str, Worker]] = [("prefill", line.prefill), ("decode", line.decode)]
             for stage, worker in workers:
-                beat = Heartbeat(addresses.stream_url, line.pipeline, stage, f"{stage}-0", 60.0)
-                stack.callback(beat._redis.close)
+                if stage not in beats:
+                    beats[stage] = Heartbeat(addresses.stream_url, line.pipeline, stage, f"{stage}-0", 60.0)
+                    stack.callback(beats[stage]._redis.close)
+                beat = beats[stage]
                 beat.set_load_source(lambda report=worker.report_load: {"load": report()})  # type: ignore[misc]
                 beat.update_status(state="ready")
                 beat.write_beat()

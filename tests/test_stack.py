@@ -103,7 +103,6 @@ def kill_and_wait_for_restart(stack: Stack) -> None:
     wait_until(is_back, 120, "it is back")
 
 
-@pytest.mark.server
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
     environment = {"PENSTOCK_WORKER_HEARTBEAT_S": "0.2", "PENSTOCK_KV_STORE_DISK_MB": "0"}
 

@@ -22,8 +22,6 @@ NAMES = sorted(
 ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
 
 
-@pytest.mark.long
-@pytest.mark.server
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
