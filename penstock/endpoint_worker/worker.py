@@ -117,10 +117,10 @@ class EndpointWorker:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self._handle_claim_news()
         self._finish_settled(self.settler.collect())
-        deliveries = self._poll_messages() if accept else []
-        self._claim_messages(deliveries)
         if accept:
             self._take_over()
+        deliveries = self._poll_messages() if accept else []
+        self._claim_messages(deliveries)
         self._end_overdue()
         self._ask_endpoints()
         has_news = self._handle_answers()
@@ -211,7 +211,10 @@ class EndpointWorker:
         return running if is_it else None
 
     def _take_over(self) -> None:
-        """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
+        """Take over requests that no worker holds. Their deliveries are with other workers, or come later.
+
+        They have waited for longer than what is polled, which gets the capacity that they leave.
+        """
         capacity = self.free_capacity() if self.session.num_free else 0
         if capacity <= 0:
             return

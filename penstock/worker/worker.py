@@ -137,9 +137,9 @@ class Worker:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self._handle_claim_news()
         read = self._collect_events()
+        self._take_over(accept=accept)
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
-        self._take_over(accept=accept)
         has_run = self._has_begun or self.engine.begin_step()
         sampled, failed = self._finish_step() if has_run else ([], None)
         # All that follows is done while a device computes, if there is one.
@@ -295,8 +295,11 @@ class Worker:
         )
 
     def _take_over(self, *, accept: bool) -> None:
-        """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
-        capacity = max(self.load.capacities.values()) if accept and self.session.num_free else 0
+        """Take over requests that no worker holds. Their deliveries are with other workers, or come later.
+
+        They have waited for longer than what is polled, which gets the capacity that they leave.
+        """
+        capacity = max(map(self.free_capacity, CLASSES)) if accept and self.session.num_free else 0
         if capacity <= 0:
             return
         taken = self.record.take_over_free(self.stage, self.session.id, capacity)
