@@ -259,8 +259,8 @@ def num_jobs(line: InProcessPipeline, klass: PriorityClass) -> int:
 
 def line_of(addresses: Addresses, **engine: Any) -> InProcessPipeline:
     given = {"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine}
-    # No message waits for two leases here, however slow the machine is: after that it is put down for other workers, and
-    # taken back beyond the capacity that is tested.
+    # No message waits for two leases here, however slow the machine is: after that it is put down for other workers,
+    # and taken back beyond the capacity that is tested.
     return InProcessPipeline(addresses, RecordSettings(lease_s=600), engine=EngineSettings(**given))
 
 
