@@ -10,6 +10,7 @@ from penstock.endpoint_worker.worker import EndpointWorker
 from penstock.record import Claim
 from penstock.telemetry.stage import StageMetrics
 from sim.endpoint import CountingEndpoint, write_numbers
+from sim.memory.bus import MemoryBus
 from tests.endpoint.conftest import EndpointPipeline
 
 pytestmark = pytest.mark.in_memory
@@ -76,7 +77,8 @@ def test_a_dead_letter_whose_headers_cannot_be_written_goes_without_them(
     line: EndpointPipeline, endpoint: CountingEndpoint
 ) -> None:
     line.add_worker(endpoint)
-    line.publisher.publish([Outgoing(line.pipeline.request_topic("interactive"), b"{", None, {"name": WORDS})])
+    assert isinstance(line.bus, MemoryBus)
+    line.bus.append([Outgoing(line.pipeline.request_topic("interactive"), b"{", None, {"name": WORDS})])
     line.send(max_tokens=2, id="behind")
     line.run_until(lambda: line.read_results() and _read_letters(line))
     (letter,) = _read_letters(line)
