@@ -255,6 +255,8 @@ class EndpointWorker:
 
     def _open_task(self, task: EndpointTask, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
+        if claim.damage:
+            raise InternalError(claim.damage)
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
         self._replace_older_task(task)
