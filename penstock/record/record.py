@@ -8,6 +8,7 @@ from typing import Any
 import redis
 
 from penstock.config.settings import RecordSettings
+from penstock.errors import StreamError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
@@ -182,7 +183,7 @@ class Record:
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
-        except Exception as error:  # this request's: the others that were claimed with it go on
+        except (StreamError, UnicodeDecodeError) as error:  # this request's: the others that were claimed go on
             rolling_hash, damage = START_HASH, f"its log cannot be read ({type(error).__name__})"
         return Claim(
             id=request_id,

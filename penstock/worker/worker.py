@@ -38,7 +38,7 @@ from itertools import islice
 
 import redis
 
-from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.bus.contract import Delivery, Member, Settlement, find_size_error
 from penstock.engine.contract import Loaded, SampledToken, Stored
 from penstock.engine.token_text import get_token_texts
 from penstock.errors import (
@@ -670,7 +670,12 @@ class Worker:
     def _build_completion(self, task: Task) -> Completion | None:
         """Return what is published of a request: an error in fixed words where it cannot be built."""
         with confine_error(task.id):
-            return self.role.build_completion(task)
+            completion = self.role.build_completion(task)
+            for message in () if completion is None else completion.outputs + completion.dead_letters:
+                find_size_error(
+                    message
+                )  # raises where keys or headers cannot be encoded: the settler takes many at once
+            return completion
         letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
         return Completion([self.role.build_failed_output(task)], [letter], {})
 
