@@ -40,8 +40,12 @@ class confine_error:  # noqa: N801, as it reads like a call
         """Return whether there was an exception, which is dealt with then."""
         if not isinstance(error, Exception):
             return False
-        cause = error if isinstance(error, RequestError) else to_request_error(error)
-        log.error("request %s", self.request_id, exc_info=error)
+        if isinstance(error, RequestError):  # a sender's mistake, or what was logged where it was found
+            cause = error
+            log.warning("request %s: %s: %s", self.request_id, error.code, error)
+        else:
+            cause = to_request_error(error)
+            log.error("request %s", self.request_id, exc_info=error)
         if self.end is not None:
             self.end(cause)
         return True
