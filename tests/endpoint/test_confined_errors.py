@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import Outgoing, as_text
+from penstock.client.core import make_request
 from penstock.endpoint_worker.task import EndpointTask
 from penstock.endpoint_worker.worker import EndpointWorker
 from penstock.record import Claim
@@ -83,3 +84,16 @@ def test_a_dead_letter_whose_headers_cannot_be_written_goes_without_them(
     line.run_until(lambda: line.read_results() and _read_letters(line))
     (letter,) = _read_letters(line)
     assert "name" not in letter.headers
+
+
+def test_a_trace_header_that_is_not_utf_8_costs_the_request_nothing(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    line.add_worker(endpoint)
+    request = make_request("count|", {"max_tokens": 2})
+    headers = {"baggage": as_text(b"user=\xff"), "traceparent": as_text(b"\xff")}
+    line.publisher.publish(
+        [Outgoing(line.pipeline.request_topic("interactive"), request.encode(), request.id, headers)]
+    )
+    (result,) = line.run_until_results(1)
+    assert result.text == write_numbers(2)
