@@ -395,6 +395,13 @@ class TokenEvent(Wire):
         """Return the event of the token at `position`, with the rolling hash up to and including the token."""
         return cls(id=event_id(position, rolling_hash), token=token, text=text, logprobs=logprobs)
 
+    def check_writable(self) -> None:
+        """Raise a `ValueError` if the event cannot be encoded."""
+        if self.logprobs is None and self.prompt_tokens is None:
+            self.text.encode()  # all that can fail, at a small part of the time
+        else:
+            self.encode()
+
 
 class EndEvent(Wire):
     """The end of a stream, after `num_events` token events."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
@@ -56,6 +56,8 @@ class CountingEndpoint:
         """What the last choice of each answer says in place of what is true."""
         self.usage_fields: dict[str, Any] = {}
         """What the usage of each answer says in place of what is true."""
+        self.write_reply: Callable[[dict[str, Any]], bytes | None] = lambda _: None
+        """Returns all that is written to a question, the status line included; None for the answer itself."""
         self.num_under_way = self.max_under_way = 0
         self.lock = threading.Lock()
         self._server = _Server(("127.0.0.1", port), _Handler)
@@ -127,6 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
             endpoint.headers.append({name.lower(): value for name, value in self.headers.items()})
             fault = endpoint.faults.popleft() if endpoint.faults else None
         self.close_connection = True
+        if (reply := endpoint.write_reply(body)) is not None:
+            with contextlib.suppress(OSError):
+                self.wfile.write(reply)
+            return
         if fault is not None and fault.kind == "status":
             self._send_json(fault.status, {"error": {"message": fault.message}}, fault.headers)
             return

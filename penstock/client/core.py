@@ -20,7 +20,16 @@ from penstock.bus.affinity import compute_affinity
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, load_settings
-from penstock.errors import BusUnavailable, IdConflict, InvalidRequest, StreamDiverged, StreamExpired, StreamTimeout
+from penstock.errors import (
+    BusUnavailable,
+    IdConflict,
+    InvalidName,
+    InvalidRequest,
+    StreamDiverged,
+    StreamError,
+    StreamExpired,
+    StreamTimeout,
+)
 from penstock.grammar.spec import from_response_format
 from penstock.messages import (
     ChatMessage,
@@ -286,6 +295,16 @@ class StreamReader:
         """The position to read the log after. The last token seen comes again: its hash proves the log is the same."""
         return max(self.num_tokens - 2, -1)
 
+    def feed_payload(self, payload: bytes) -> list[Event]:
+        """Return the event of a message of the live channel, as `feed_live`. What is no event counts as a gap."""
+        try:
+            event = parse_event(payload)
+            self._locate_event(event)
+        except StreamError:
+            self.is_behind = True
+            return []
+        return self.feed_live(event)
+
     def feed_live(self, event: Event) -> list[Event]:
         """Return the live event if it is the next one, else nothing. A gap before it sets `is_behind`."""
         self.has_read_event = True
@@ -312,7 +331,10 @@ class StreamReader:
 
     def _locate_event(self, event: Event) -> tuple[int, str]:
         """Return the number of tokens before the event, and a token's rolling hash ("" for the end)."""
-        return (event.num_events, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
+        try:
+            return (event.num_events, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
+        except InvalidName as error:
+            raise StreamError(f"the stream has an event without a place: {error}") from None
 
     def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
         """Return the event if it is the next one, nothing if it was seen. `position` is at most the next one."""
@@ -377,7 +399,7 @@ def read_stream(
     deadline = StreamDeadline(request_id, timeout_s)
     while reader.end is None or events:
         payloads, has_more = yield TakeLive(deadline.live_wait_s)
-        events += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
+        events += [event for payload in payloads for event in reader.feed_payload(payload)]
         has_more = has_more or reader.is_behind
         while events or has_more:
             if events:

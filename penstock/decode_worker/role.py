@@ -16,7 +16,7 @@ from collections.abc import Collection
 from opentelemetry.context import Context
 from pydantic import ValidationError
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.engine.contract import EngineRequest, InferenceEngine
 from penstock.engine.limits import cut_max_tokens
 from penstock.engine.text import OutputText
@@ -36,6 +36,7 @@ from penstock.messages import (
 from penstock.names import TENANT_HEADER, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import read_operation
+from penstock.worker.confine import build_failed_result
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.result import build_result, build_result_message
@@ -182,6 +183,10 @@ class DecodeRole:
             error = task.error if task.end_event is not None and task.error is not None else result.error.to_exception()
             dead = make_dead_letters(self.pipeline, task.delivery, error, task.claim)
         return Completion(outputs, dead, {})
+
+    def build_failed_output(self, task: Task) -> Outgoing:
+        """Return an error result."""
+        return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
 
     # For the heartbeat.
 

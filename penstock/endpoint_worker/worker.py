@@ -33,14 +33,21 @@ from typing import NamedTuple
 
 import redis
 
-from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.config.settings import EndpointSettings
 from penstock.endpoint_worker.answer import Answer, AnswerEvent, Failed, Finished, Piece, Refused
 from penstock.endpoint_worker.endpoints import Endpoints
 from penstock.endpoint_worker.question import Question, build_question
 from penstock.endpoint_worker.task import EndpointTask, read_task
-from penstock.errors import AnswerInterrupted, Cancelled, IdConflict, ModelError, RequestError
+from penstock.errors import (
+    AnswerInterrupted,
+    Cancelled,
+    IdConflict,
+    InternalError,
+    InvalidRequest,
+    ModelError,
+    RequestError,
+)
 from penstock.failpoints import failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage, piece_token
@@ -49,6 +56,14 @@ from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
+from penstock.worker.confine import (
+    UNWRITABLE,
+    build_failed_result,
+    build_writable_dead_letter,
+    build_writable_end,
+    confine_error,
+    give_up_claim,
+)
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.rescue import Rescuer
@@ -138,10 +153,11 @@ class EndpointWorker:
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
                 continue
-            if news is ClaimEvent.LOST:
-                self._drop_lost_task(task)
-            else:
-                self._end_with_error(task, Cancelled("the request was cancelled"))
+            with self._confine(task):
+                if news is ClaimEvent.LOST:
+                    self._drop_lost_task(task)
+                else:
+                    self._end_with_error(task, Cancelled("the request was cancelled"))
 
     # 1. Claim.
 
@@ -171,18 +187,17 @@ class EndpointWorker:
 
     def _claim_messages(self, deliveries: Iterable[Delivery]) -> None:
         """Claim all requests that this worker may claim, in one round trip."""
-        tasks = []
+        asked: list[tuple[EndpointTask, UnclaimedMessage]] = []
         for delivery in deliveries:
             if not self._is_claimable(delivery):
                 continue
-            if (task := self._read_task(delivery)) is None:
-                self._send_dead_letter(
-                    delivery, "invalid_request: no request id can be read, in the message or its key"
-                )
-            else:
-                tasks.append(task)
-        claims = self.record.claim_all(RECORD_STAGE, self.session.id, [task.to_claim_request() for task in tasks])
-        for task, claimed in zip(tasks, claims, strict=True):
+            where, end = f"at {delivery.position} of {delivery.topic}", partial(self._send_error_letter, delivery)
+            with confine_error(where, end):
+                if (task := self._read_task(delivery)) is None:
+                    raise InvalidRequest("no request id can be read, in the message or its key")
+                asked.append((task, task.to_claim_request()))
+        claims = self.record.claim_all(RECORD_STAGE, self.session.id, [message for _, message in asked])
+        for (task, _), claimed in zip(asked, claims, strict=True):
             match claimed:
                 case Busy() if (running := self._find_undelivered_task(task)) is not None:
                     running.delivery = task.delivery
@@ -192,10 +207,16 @@ class EndpointWorker:
                     self.settler.settle(Settlement(task.delivery), Settling(0))
                 case Conflict():
                     error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
-                    self._send_dead_letter(task.delivery, f"{error.code}: {error}")
+                    self._send_error_letter(task.delivery, error)
                 case Claim():
                     failpoint("endpoint.1.claimed")
-                    self._open_task(task, claimed)
+                    task.claim = claimed
+                    with self._confine(task):
+                        self._open_task(task, claimed)
+
+    def _confine(self, task: EndpointTask) -> confine_error:
+        """Return the block in which an exception ends a claimed request."""
+        return confine_error(task.id, partial(self._end_failed, task))
 
     def _is_claimable(self, delivery: Delivery) -> bool:
         """Return whether the delivery is still this worker's and is not being settled."""
@@ -222,26 +243,23 @@ class EndpointWorker:
         self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
         for claimed in taken:
             self.metrics.count_take_over()
-            try:
+            with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
                 task = self._read_task(deserialize_delivery(claimed.message))
                 assert task is not None, "a message without an id cannot be claimed"
                 failpoint("endpoint.1.taken")
-                self._open_task(task, claimed.claim)
-            except Exception as error:  # a message that cannot be read, or a bug: this request's
-                self._release_failed_claim(claimed.claim, error)
+                task.claim = claimed.claim
+                with self._confine(task):
+                    self._open_task(task, claimed.claim)
 
-    def _release_failed_claim(self, claim: Claim, error: Exception) -> None:
-        """Release a claim that this worker cannot go on with. Raises `error` if it is not about this request."""
-        to_request_error(error)
-        log.error("request %s cannot be gone on with", claim.id, exc_info=error)
+    def _give_up_claim(self, claim: Claim, error: RequestError) -> None:
+        """Give up a claim whose message this worker cannot read."""
         self.session.remove_claim(claim)
-        task = self.running.get(claim.id)
-        if task is not None and task.claim is claim:
-            self._remove_task(task)
-        self.record.release_claim(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
+        give_up_claim(self.record, claim, error, claim.num_tokens)
 
     def _open_task(self, task: EndpointTask, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
+        if claim.damage:
+            raise InternalError(claim.damage)
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
         self._replace_older_task(task)
@@ -337,15 +355,19 @@ class EndpointWorker:
             task = self._by_answer.get(answer)
             self._forget_answer(answer)
             if task is not None:
-                self._handle_answer_end(task, answer, event)
+                with self._confine(task):
+                    self._handle_answer_end(task, answer, event)
         self._cut = [answer for answer in self._cut if answer.is_alive]
         return bool(arrived)
 
     def _append_pieces(self, pieces: Iterable[tuple[Answer, Piece]]) -> None:
         """Append pieces of text, in one round trip, and act on the outcomes. What is behind `max_tokens` is dropped."""
-        entries, overlong = self._make_events(pieces)
+        entries, overlong, failed = self._make_events(pieces)
         if entries:
             self._write_events(entries)
+        for task, error in failed.items():
+            if task is self.running.get(task.id):
+                self._end_with_error(task, error)
         for task in overlong:
             if task is self.running.get(task.id):
                 task.finish_reason = "length"
@@ -353,19 +375,24 @@ class EndpointWorker:
 
     def _make_events(
         self, pieces: Iterable[tuple[Answer, Piece]]
-    ) -> tuple[list[tuple[EndpointTask, TokenEvent]], Iterable[EndpointTask]]:
-        """Return the events of pieces of text, by request, and the requests whose endpoints ignore `max_tokens`."""
+    ) -> tuple[list[tuple[EndpointTask, TokenEvent]], Iterable[EndpointTask], dict[EndpointTask, RequestError]]:
+        """Return the events of pieces of text, by request, the requests whose endpoints ignore `max_tokens`, and those
+        of whose pieces no event can be made, with their errors.
+        """
         added: dict[EndpointTask, list[TokenEvent]] = {}
         overlong: dict[EndpointTask, None] = {}
+        failed: dict[EndpointTask, RequestError] = {}
         for answer, piece in pieces:
-            if (task := self._by_answer.get(answer)) is not None:
+            if (task := self._by_answer.get(answer)) is not None and task not in failed:
                 events = added.setdefault(task, [])
                 if len(events) >= task.max_pieces_left:
                     overlong[task] = None
                     continue
                 before = events[-1] if events else None
-                events.append(task.claim.next_event(piece_token(piece.text), piece.text, before=before))
-        return [(task, event) for task, events in added.items() for event in events], overlong
+                with confine_error(task.id, partial(failed.__setitem__, task)):
+                    # This raises for what cannot be written, as it encodes the text.
+                    events.append(task.claim.next_event(piece_token(piece.text), piece.text, before=before))
+        return [(task, event) for task, events in added.items() for event in events], overlong, failed
 
     def _write_events(self, entries: Sequence[tuple[EndpointTask, TokenEvent]]) -> None:
         outcomes = self.record.append_tokens([(task.claim, event) for task, event in entries])
@@ -377,7 +404,8 @@ class EndpointWorker:
             match outcome:
                 case AppendOutcome.OK:
                     task.log_events.append(event)
-                    self._record_piece(task, written_s)
+                    with confine_error(task.id):
+                        self._record_piece(task, written_s)
                 case AppendOutcome.FENCED:
                     self._drop_lost_task(task)
                 case AppendOutcome.CANCELLED:
@@ -449,12 +477,19 @@ class EndpointWorker:
         task.error = error
         self._end_tasks(task)
 
+    def _end_failed(self, task: EndpointTask, error: RequestError) -> None:
+        """End a claimed request at which the loop failed, also where it was not running yet."""
+        self.running[task.id] = task
+        self._end_with_error(task, error)
+
     def _end_tasks(self, *tasks: EndpointTask) -> None:
         """End requests: append their ends in one round trip, and send out their results."""
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
-        ends = [(task.claim, task.build_end_event()) for task in tasks]
+        ends = [
+            (task.claim, build_writable_end(task.id, task.build_end_event, task.claim.num_tokens)) for task in tasks
+        ]
         for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
             if not done:
                 fenced.append(task)
@@ -462,10 +497,11 @@ class EndpointWorker:
             failpoint("endpoint.4.ended")
             # As it was written: with the number of pieces in the log.
             task.end_event = end.model_copy(update={"pieces": claim.num_tokens})
-            self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
-            self.metrics.record_end(task.klass, task.operation, end)
-            attributes = build_usage_attributes(end.usage, end.finish_reason)
-            tracing.record_span("end", task.context, begun_s, now_s(), **attributes)
+            with confine_error(task.id):
+                self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
+                self.metrics.record_end(task.klass, task.operation, end)
+                attributes = build_usage_attributes(end.usage, end.finish_reason)
+                tracing.record_span("end", task.context, begun_s, now_s(), **attributes)
             self._complete_task(task, begun_s)
         self._give_back(*fenced)
 
@@ -473,7 +509,7 @@ class EndpointWorker:
 
     def _complete_task(self, task: EndpointTask, begun_s: float) -> None:
         """Publish a request's result and settle its delivery; who took it over has none, and leaves that to others."""
-        found = task.build_outputs(self.pipeline, self.model)
+        found = self._build_outputs(task)
         if found is None:
             self.queue.defer(task.delivery)
             return
@@ -483,18 +519,28 @@ class EndpointWorker:
             self.settler.settle(Settlement(task.delivery, outputs + dead_letters), settling)
             failpoint("endpoint.5.asked")
 
-    def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
+    def _build_outputs(self, task: EndpointTask) -> tuple[list[Outgoing], list[Outgoing]] | None:
+        """Return the result and the dead letters of a request: an error in fixed words where they cannot be built."""
+        with confine_error(task.id):
+            return task.build_outputs(self.pipeline, self.model)
+        tenant = "default" if task.request is None else task.request.tenant
+        letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
+        return [build_failed_result(self.pipeline, task.id, tenant, task.delivery)], [letter]
+
+    def _send_error_letter(self, delivery: Delivery, error: RequestError) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
-        self.settler.settle(Settlement(delivery, [build_dead_letter(self.pipeline, delivery, reason)]), Settling(1))
+        letter = build_writable_dead_letter(self.pipeline, delivery, f"{error.code}: {error}")
+        self.settler.settle(Settlement(delivery, [letter]), Settling(1))
 
     def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
         """Count settled deliveries."""
         for settling, settled in outcomes:
             if settling is None:
                 continue
-            self.metrics.count_dead_letters(settling.num_dead_letters * settled)
-            if settling.task is not None:
-                tracing.record_span("settle", settling.task.parent_context, settling.begun_s, now_s())
+            with confine_error("that was settled" if settling.task is None else settling.task.id):
+                self.metrics.count_dead_letters(settling.num_dead_letters * settled)
+                if settling.task is not None:
+                    tracing.record_span("settle", settling.task.parent_context, settling.begun_s, now_s())
 
     # Letting go.
 

@@ -11,14 +11,15 @@ The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker
 import hashlib
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from penstock.bus.contract import Delivery
+from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import EngineRequest, InferenceEngine
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.text import OutputText
-from penstock.errors import InvalidRequest, RequestError
+from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
@@ -29,6 +30,7 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
+from penstock.worker.confine import UNWRITABLE
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
@@ -177,6 +179,12 @@ class PrefillRole:
         return Completion(
             outputs, make_dead_letters(self.pipeline, task.delivery, task.error, task.claim), {"job": job.job}
         )
+
+    def build_failed_output(self, task: Task) -> Outgoing:
+        """Return a job with an error alone: decode ends the request with it."""
+        bare = Task(task.id, task.delivery, None, task.operation, error=InternalError(UNWRITABLE))
+        bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
+        return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
 
     # For the heartbeat.
 

@@ -33,6 +33,8 @@ class Claim:
     """The part of an append's wire bytes that does not change, see `encode_append_head`."""
     log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
     """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
+    damage: str = ""
+    """Why its record or its log cannot be read; then `log` is empty, and the request is to be ended."""
     num_found_tokens: int = field(init=False)
     """How many tokens the log had when the request was claimed."""
 

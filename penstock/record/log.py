@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal, cast
 
 import redis
 import redis.asyncio
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.config.settings import RecordSettings
+from penstock.errors import StreamError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline
 from penstock.redis.scripts import load_script
@@ -21,8 +22,16 @@ _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
 
 
 def parse_event(payload: bytes) -> TokenEvent | EndEvent:
-    """Return the event of a log entry or of a message of the live channel: both hold the event's JSON."""
-    return _EVENT.validate_json(payload)
+    """Return the event of a log entry or of a message of the live channel: both hold the event's JSON.
+
+    Raises `StreamError` for anything else.
+    """
+    try:
+        return _EVENT.validate_json(payload)
+    except ValidationError as error:
+        raise StreamError(
+            f"the stream has an entry that is no event of this version: {error.error_count()} errors"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,8 @@ class AsyncTokenLog:
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
-    """Return the events in a range of a log's entries."""
-    return [parse_event(fields[b"e"]) for _, fields in entries or ()]
+    """Return the events in a range of a log's entries. Raises `StreamError` where one is no event."""
+    return [parse_event(fields.get(b"e", b"")) for _, fields in entries or ()]
 
 
 def _parse_status(values: Any) -> RequestStatus | None:

@@ -8,6 +8,7 @@ from typing import Any
 import redis
 
 from penstock.config.settings import RecordSettings
+from penstock.errors import StreamError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
@@ -179,17 +180,23 @@ class Record:
     def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys = self._request_keys(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
+        events, damage = list[TokenEvent | EndEvent](), ""
+        try:
+            rolling_hash, events = rolled.decode(), parse_entries(log)
+        except (StreamError, UnicodeDecodeError) as error:  # this request's: the others that were claimed go on
+            rolling_hash, damage = START_HASH, f"its log cannot be read ({type(error).__name__})"
         return Claim(
             id=request_id,
             stage=stage,
             epoch=epoch,
             num_tokens=num_tokens,
-            rolling_hash=rolled.decode(),
+            rolling_hash=rolling_hash,
             is_ended=bool(ended),
             is_cancelled=bool(cancelled),
             attempts=attempts,
             is_exhausted=attempts > self._settings.max_attempts,
-            log=parse_entries(log),
+            log=events,
+            damage=damage,
             append_head=encode_append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
         )
 

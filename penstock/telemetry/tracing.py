@@ -100,7 +100,9 @@ def extract_context(
 
     Where none came, and `published_s` is given, a trace begins with the message, as its producer records none.
     """
-    context = propagate.extract(headers, Context() if context is None else context)
+    # The propagators encode values, and fail at bytes that are not UTF-8 (`penstock.bus.contract.as_text`).
+    readable = {name: text.encode(errors="replace").decode() for name, text in headers.items()}
+    context = propagate.extract(readable, Context() if context is None else context)
     if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
         return context
     root = start_span("request", context, published_s)

@@ -178,6 +178,9 @@ class Role(Protocol):
     def build_completion(self, task: Task) -> Completion | None:
         """Return what is published now that it is through; None where Redis has lost too much of its log."""
 
+    def build_failed_output(self, task: Task) -> Outgoing:
+        """Return what is published, in fixed words, where `build_completion` fails."""
+
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """Return how many more requests of a class to take.
 

@@ -38,8 +38,7 @@ from itertools import islice
 
 import redis
 
-from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.dead_letters import build_dead_letter
+from penstock.bus.contract import Delivery, Member, Settlement, find_size_error
 from penstock.engine.contract import Loaded, SampledToken, Stored
 from penstock.engine.token_text import get_token_texts
 from penstock.errors import (
@@ -47,6 +46,7 @@ from penstock.errors import (
     Cancelled,
     GrammarFailed,
     IdConflict,
+    InternalError,
     InvalidRequest,
     RequestError,
     SequenceFailed,
@@ -59,6 +59,13 @@ from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
+from penstock.worker.confine import (
+    UNWRITABLE,
+    build_writable_dead_letter,
+    build_writable_end,
+    confine_error,
+    give_up_claim,
+)
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
 from penstock.worker.grammars import may_have_grammar
 from penstock.worker.load import WorkerLoad
@@ -73,7 +80,7 @@ from penstock.worker.retry import (
     to_request_error,
 )
 from penstock.worker.settler import Settler
-from penstock.worker.task import Role, Task
+from penstock.worker.task import Completion, Role, Task
 
 log = logging.getLogger(__name__)
 
@@ -168,11 +175,12 @@ class Worker:
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
                 continue
-            if news is ClaimEvent.LOST:
-                self._drop_lost_task(task)
-            elif not task.is_in_flight:  # else its token is refused
-                task.error = Cancelled("the request was cancelled")
-                self._end_tasks(task)
+            with self._confine(task):
+                if news is ClaimEvent.LOST:
+                    self._drop_lost_task(task)
+                elif not task.is_in_flight:  # else its token is refused
+                    task.error = Cancelled("the request was cancelled")
+                    self._end_tasks(task)
 
     def _collect_events(self) -> list[Task]:
         """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
@@ -181,16 +189,20 @@ class Worker:
         for event in self.engine.collect_events():
             match event:
                 case Loaded():
-                    self._record_load(event.context, event)
+                    with confine_error(event.context.id):
+                        self._record_load(event.context, event)
                 case Stored(task, num_blocks, begun_s, ended_s):
-                    tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
+                    with confine_error(task.id):
+                        tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
         self._finish_settled(self.settler.collect())
         read = []
         for reading in self.reader.collect_read():
-            if reading.claim is not None:
-                self._resume_request(reading.delivery, reading.task.result(), reading.claim)
-            elif (task := self._accept_read_task(reading.delivery, reading.task.result())) is not None:
-                read.append(task)
+            if (claim := reading.claim) is None:
+                with self._confine_message(reading.delivery):
+                    read += self._accept_read_task(reading.delivery, reading.task.result())
+                continue
+            with confine_error(claim.id, partial(self._give_up_claim, claim)):
+                self._resume_request(reading.delivery, reading.task.result(), claim)
         return read
 
     # 1 and 6. Claim.
@@ -227,25 +239,37 @@ class Worker:
         """Read short messages at once, and have those that take time read on a thread beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
-            if self._takes_time(delivery):
-                self.reader.submit(delivery, None)
-            elif (task := self._accept_read_task(delivery, self.role.read_message(delivery))) is not None:
-                tasks.append(task)
+            with self._confine_message(delivery):
+                if self._takes_time(delivery):
+                    self.reader.submit(delivery, None)
+                else:
+                    tasks += self._accept_read_task(delivery, self.role.read_message(delivery))
         return tasks
 
     def _takes_time(self, delivery: Delivery) -> bool:
         """Return whether a message is read on a thread: it is long, or has a grammar to compile."""
         return len(delivery.value) > self.role.max_inline_bytes or may_have_grammar(delivery.value)
 
-    def _accept_read_task(self, delivery: Delivery, task: Task | None) -> Task | None:
+    def _accept_read_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
         """Return the task that was read of a message. Without one, send the message to the dead letters and return
-        None.
+        nothing.
         """
         if task is None:
             self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
-        elif task.read_s:
-            self.metrics.record_preprocess(task.read_s - task.started_s)
-        return task
+            return []
+        if task.read_s:
+            with confine_error(task.id):
+                self.metrics.record_preprocess(task.read_s - task.started_s)
+        return [task]
+
+    def _confine(self, task: Task) -> confine_error:
+        """Return the block in which an exception ends a claimed request."""
+        return confine_error(task.id, partial(self._end_failed, task))
+
+    def _confine_message(self, delivery: Delivery) -> confine_error:
+        """Return the block in which an exception makes a message that is not claimed a dead letter."""
+        where = f"at {delivery.position} of {delivery.topic}"
+        return confine_error(where, lambda error: self._send_dead_letter(delivery, f"{error.code}: {error}"))
 
     def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
         """Return what a claim needs to know of a message that no worker has begun; None where it cannot be put down.
@@ -258,9 +282,13 @@ class Worker:
 
     def _claim_messages(self, tasks: Iterable[Task]) -> None:
         """Claim all requests that this worker may claim, in one round trip."""
-        mine = [task for task in tasks if self._is_claimable(task.delivery)]
-        claims = self.record.claim_all(self.stage, self.session.id, [task.to_claim_request() for task in mine])
-        for task, claimed in zip(mine, claims, strict=True):
+        asked: list[tuple[Task, UnclaimedMessage]] = []
+        for task in tasks:
+            if self._is_claimable(task.delivery):
+                with self._confine_message(task.delivery):
+                    asked.append((task, task.to_claim_request()))
+        claims = self.record.claim_all(self.stage, self.session.id, [message for _, message in asked])
+        for (task, _), claimed in zip(asked, claims, strict=True):
             match claimed:
                 case Busy() if (running := self._find_undelivered_task(task)) is not None:
                     running.delivery = task.delivery
@@ -273,7 +301,9 @@ class Worker:
                     self._send_dead_letter(task.delivery, f"{error.code}: {error}")
                 case Claim():
                     stage_failpoint(self.stage, "prefill.2.claimed", "decode.6.claimed")
-                    self._open_task(task, claimed)
+                    task.claim = claimed
+                    with self._confine(task):
+                        self._open_task(task, claimed)
 
     def _is_claimable(self, delivery: Delivery) -> bool:
         """Return whether the delivery is still this worker's and is not being settled.
@@ -306,43 +336,35 @@ class Worker:
         self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
         for claimed in taken:
             self.metrics.count_take_over()
-            try:
+            with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
                 delivery = deserialize_delivery(claimed.message)
                 if self._takes_time(delivery):
                     self.session.add_claim(claimed.claim)
                     self.reader.submit(delivery, claimed.claim)
                 else:
                     self._resume_request(delivery, self.role.read_message(delivery), claimed.claim)
-            except Exception as error:  # a message that cannot be read, or a bug: this request's
-                self._release_failed_claim(claimed.claim, error)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
         if task is None:
-            self._release_failed_claim(
-                claim, InvalidRequest(f"no request id can be read in a message of {delivery.topic}")
-            )
-            return
+            raise InvalidRequest(f"no request id can be read in a message of {delivery.topic}")
         if task.read_s:
-            self.metrics.record_preprocess(task.read_s - task.started_s)
+            with confine_error(task.id):
+                self.metrics.record_preprocess(task.read_s - task.started_s)
         stage_failpoint(self.stage, "prefill.2.taken", "decode.6.taken")
-        self._open_task(task, claim)
+        task.claim = claim
+        with self._confine(task):
+            self._open_task(task, claim)
 
-    def _release_failed_claim(self, claim: Claim, error: Exception) -> None:
-        """Release a claim that this worker cannot go on with, so that another worker takes it later.
-
-        Raises `error` if it is not about this request.
-        """
-        to_request_error(error)
-        log.error("request %s cannot be gone on with", claim.id, exc_info=error)
+    def _give_up_claim(self, claim: Claim, error: RequestError) -> None:
+        """Give up a claim whose message this worker cannot read."""
         self.session.remove_claim(claim)
-        task = self.running.get(claim.id)
-        if task is not None and task.claim is claim:
-            self._remove_task(task)
-        self.record.release_claim(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
+        give_up_claim(self.record, claim, error)
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
+        if claim.damage:
+            raise InternalError(claim.damage)
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
         self._replace_older_task(task)
@@ -477,17 +499,28 @@ class Worker:
         is_storing = False
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
         entries: list[tuple[Claim, TokenEvent]] = []
+        failed: dict[Task, RequestError] = {}
         self._tasks_in_flight = []
         for task, item in mine:
             # What prefill computed again may have its token in the log.
-            if task.finish_reason is None and not (self.role.hands_off and task.claim.num_tokens):
-                entries.append((task.claim, self._make_token_event(task, item)))
-                self._tasks_in_flight.append(task)
+            if (
+                task not in failed
+                and task.finish_reason is None
+                and not (self.role.hands_off and task.claim.num_tokens)
+            ):
+                with confine_error(task.id, partial(failed.__setitem__, task)):
+                    entries.append((task.claim, self._make_token_event(task, item)))
+                    self._tasks_in_flight.append(task)
         self._sent_s = now_s()
         if entries:
             self.record.send_tokens(entries)
             stage_failpoint(self.stage, "decode.7.sent")
         for task, item in dict(mine).items():
+            if task in failed:
+                task.error = failed[task]
+                if not task.is_in_flight:  # else once the tokens before are in the log
+                    self._end_tasks(task)
+                continue
             if self.role.hands_off:
                 self.metrics.count_prompt(
                     item.seq.num_prompt_tokens - item.seq.num_cached_tokens, item.seq.num_cached_tokens
@@ -515,6 +548,7 @@ class Worker:
         if self.role.hands_off and task.message is not None and task.message.sampling.prompt_logprobs is not None:
             prompt_tokens = texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
             event = event.model_copy(update={"prompt_tokens": prompt_tokens})
+        event.check_writable()
         task.log_events.append(event)
         task.is_in_flight = True
         return event
@@ -535,13 +569,14 @@ class Worker:
             if counts[AppendOutcome.FENCED]:
                 self._drop_lost_task(task)
                 continue
-            for _ in range(counts[AppendOutcome.OK]):
-                self._record_token_metrics(task, written_s)
+            with confine_error(task.id):
+                for _ in range(counts[AppendOutcome.OK]):
+                    self._record_token_metrics(task, written_s)
             if num_cancelled := counts[AppendOutcome.CANCELLED]:
                 del task.log_events[-num_cancelled:]
                 task.error = Cancelled("the request was cancelled")
                 ended.append(task)
-            elif task.finish_reason is not None:
+            elif task.finish_reason is not None or task.error is not None:
                 ended.append(task)
             elif self.role.hands_off:
                 self._hand_off(task)
@@ -563,8 +598,9 @@ class Worker:
         for task in self.running.values():
             if (error := deadline_error(task.deadline)) is not None:
                 task.error = error
-                task.tail_text = task.output.take_rest() if task.output is not None else ""
                 overdue.append(task)
+                with confine_error(task.id):
+                    task.tail_text = task.output.take_rest() if task.output is not None else ""
         self._end_tasks(*overdue)
 
     def _retry_or_end(self, task: Task, error: RequestError) -> None:
@@ -575,6 +611,11 @@ class Worker:
             task.error = error
             self._end_tasks(task)
 
+    def _end_failed(self, task: Task, error: RequestError) -> None:
+        """End a claimed request at which the loop failed, also where it was not running yet."""
+        self.running[task.id], task.error = task, error
+        self._end_tasks(task)
+
     def _end_tasks(self, *tasks: Task) -> None:
         """End requests: append their ends in one round trip, and send out their results or jobs."""
         begun_s, fenced = now_s(), []
@@ -582,19 +623,19 @@ class Worker:
             if task.error is not None:
                 task.finish_reason = "cancelled" if isinstance(task.error, Cancelled) else "error"
             self._remove_task(task)
-        ends = [(task.claim, self.role.build_end_event(task)) for task in tasks]
+        ends = [(task.claim, build_writable_end(task.id, partial(self.role.build_end_event, task))) for task in tasks]
         for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
             if not done:
                 fenced.append(task)
                 continue
             stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
             task.end_event = end
-            if not self.role.hands_off:
-                self.load.mean_output_tokens[task.klass].add(claim.num_tokens)
-            self.metrics.record_end(task.klass, task.operation, end)
-            tracing.record_span(
-                "end", task.context, begun_s, now_s(), **build_usage_attributes(end.usage, end.finish_reason)
-            )
+            with confine_error(task.id):
+                if not self.role.hands_off:
+                    self.load.mean_output_tokens[task.klass].add(claim.num_tokens)
+                self.metrics.record_end(task.klass, task.operation, end)
+                attributes = build_usage_attributes(end.usage, end.finish_reason)
+                tracing.record_span("end", task.context, begun_s, now_s(), **attributes)
             self._complete_task(task, begun_s)
         self._give_back(*fenced)
 
@@ -611,7 +652,7 @@ class Worker:
 
         `begun_s`: when its last span ended, or before. The settlement's span begins there, so that a trace has no gaps.
         """
-        completion = self.role.build_completion(task)
+        completion = self._build_completion(task)
         if completion is None:
             self.queue.defer(task.delivery)
             return
@@ -625,21 +666,35 @@ class Worker:
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
-            blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
-            self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
+            with confine_error(task.id):
+                blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
+                self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
+
+    def _build_completion(self, task: Task) -> Completion | None:
+        """Return what is published of a request: an error in fixed words where it cannot be built."""
+        with confine_error(task.id):
+            completion = self.role.build_completion(task)
+            for message in () if completion is None else completion.outputs + completion.dead_letters:
+                find_size_error(
+                    message
+                )  # raises where keys or headers cannot be encoded: the settler takes many at once
+            return completion
+        letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
+        return Completion([self.role.build_failed_output(task)], [letter], {})
 
     def _make_settlement_anew(self, task: Task) -> Settlement:
         """Return the same hand-off under a new job name.
 
         The settler's thread calls this; no other thread changes the task any more.
         """
-        completion = self.role.build_completion(task)
+        completion = self._build_completion(task)
         assert completion is not None, "a job can always be made"
         return Settlement(task.delivery, completion.outputs + completion.dead_letters)
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
-        self.settler.settle(Settlement(delivery, [build_dead_letter(self.pipeline, delivery, reason)]), Settling(1))
+        letter = build_writable_dead_letter(self.pipeline, delivery, reason)
+        self.settler.settle(Settlement(delivery, [letter]), Settling(1))
 
     def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
@@ -649,10 +704,10 @@ class Worker:
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled if settling else 0)
                 continue
             task = settling.task
-            self.metrics.count_dead_letters(settling.num_dead_letters * settled)
-            tracing.record_span(
-                self.role.settle_span_name, task.parent_context, settling.begun_s, now_s(), **settling.span_attributes
-            )
+            with confine_error(task.id):
+                self.metrics.count_dead_letters(settling.num_dead_letters * settled)
+                name, attributes = self.role.settle_span_name, settling.span_attributes
+                tracing.record_span(name, task.parent_context, settling.begun_s, now_s(), **attributes)
             if not self.role.hands_off:
                 continue
             failpoint("prefill.5.settled")

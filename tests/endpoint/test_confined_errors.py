@@ -1,0 +1,99 @@
+"""An exception about one request, at any place of the endpoint worker's loop, ends that request alone."""
+
+from typing import Any
+
+import pytest
+
+from penstock.bus.contract import Outgoing, as_text
+from penstock.client.core import make_request
+from penstock.endpoint_worker.task import EndpointTask
+from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.record import Claim
+from penstock.telemetry.stage import StageMetrics
+from sim.endpoint import CountingEndpoint, write_numbers
+from sim.memory.bus import MemoryBus
+from tests.endpoint.conftest import EndpointPipeline
+
+pytestmark = pytest.mark.in_memory
+
+WORDS = "half a pair: \ud800"
+HELPED = "is told, and does no harm"
+"""What only tells of a request: it is answered all the same."""
+PLACES = [
+    (EndpointTask, "to_claim_request", "dead letter"),
+    (EndpointWorker, "_record_queue_wait", "internal_error"),
+    (EndpointWorker, "_replace_older_task", "internal_error"),
+    (EndpointTask, "start_span", "internal_error"),
+    (EndpointWorker, "_build_question", "internal_error"),
+    (EndpointWorker, "_record_piece", HELPED),
+    (Claim, "next_event", "internal_error"),
+    (EndpointWorker, "_handle_answer_end", "internal_error"),
+    (EndpointTask, "build_end_event", "internal_error"),
+    (EndpointTask, "build_outputs", "internal_error"),
+    (StageMetrics, "record_end", HELPED),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "outcome"), PLACES, ids=[method for _, method, _ in PLACES])
+def test_an_exception_about_a_request_ends_that_request_alone(
+    owner: type, method: str, outcome: str, line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: Any
+) -> None:
+    original = getattr(owner, method)
+
+    def fail_for_one(self: Any, *args: Any, **kwargs: Any) -> Any:
+        about = next((one for one in (*args, self) if getattr(one, "id", None) is not None), None)
+        if about is None or about.id == "bad":
+            raise ValueError(WORDS)
+        return original(self, *args, **kwargs)
+
+    if owner is StageMetrics:
+        monkeypatch.setattr(owner, method, lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(owner, method, fail_for_one)
+    line.add_worker(endpoint)
+    for name in ("before", "bad", "behind"):
+        line.send(max_tokens=3, id=name)
+    line.run_until(lambda: len(line.read_results()) + len(_read_letters(line)) >= 3 + (outcome == "internal_error"))
+    line.run_until(lambda: all(worker.is_settled() for worker in line.workers))
+    results = {result.id: result for result in line.read_results()}
+    assert len(results) == len(line.read_results())
+    assert results["before"].text == results["behind"].text == write_numbers(3)
+    if outcome == "dead letter":
+        assert "bad" not in results
+        assert [letter.key for letter in _read_letters(line)] == ["bad"]
+    elif outcome == HELPED:
+        assert results["bad"].text == write_numbers(3)
+    else:
+        error = results["bad"].error
+        assert error is not None
+        assert error.code == outcome
+    assert not line.workers[0].running
+
+
+def _read_letters(line: EndpointPipeline) -> list[Any]:
+    return list(line.bus.read_all(line.pipeline.dead_letter_topic))
+
+
+def test_a_dead_letter_whose_headers_cannot_be_written_goes_without_them(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    line.add_worker(endpoint)
+    assert isinstance(line.bus, MemoryBus)
+    line.bus.append([Outgoing(line.pipeline.request_topic("interactive"), b"{", None, {"name": WORDS})])
+    line.send(max_tokens=2, id="behind")
+    line.run_until(lambda: line.read_results() and _read_letters(line))
+    (letter,) = _read_letters(line)
+    assert "name" not in letter.headers
+
+
+def test_a_trace_header_that_is_not_utf_8_costs_the_request_nothing(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    line.add_worker(endpoint)
+    request = make_request("count|", {"max_tokens": 2})
+    headers = {"baggage": as_text(b"user=\xff"), "traceparent": as_text(b"\xff")}
+    line.publisher.publish(
+        [Outgoing(line.pipeline.request_topic("interactive"), request.encode(), request.id, headers)]
+    )
+    (result,) = line.run_until_results(1)
+    assert result.text == write_numbers(2)

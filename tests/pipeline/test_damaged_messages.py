@@ -1,0 +1,139 @@
+"""Whatever a topic or a log holds, workers live, and each message is settled once; those around it are answered."""
+
+import json
+from typing import Any, cast
+
+import pytest
+from confluent_kafka import Message
+
+from penstock import names
+from penstock.bus.contract import Outgoing
+from penstock.bus.kafka.client import parse_delivery
+from penstock.config.settings import EndpointSettings
+from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.messages import Job, Request, Sampling
+from penstock.worker.loop import run_until_idle
+from sim.damage import Damage
+from sim.endpoint import MODEL, CountingEndpoint
+from sim.line import InProcessPipeline
+from sim.memory.bus import MemoryBus
+
+pytestmark = pytest.mark.in_memory
+
+ROUND = 100
+COUNTS = [pytest.param(1_000), pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+SAMPLING = Sampling(max_tokens=2, temperature=0, ignore_eos=True)
+HEADERS: dict[str, bytes] = {
+    names.VERSION_HEADER: b"1",
+    names.TENANT_HEADER: b"acme",
+    names.CLASS_HEADER: b"interactive",
+    names.OPERATION_HEADER: b"chat",
+    names.ORIGIN_HEADER: b"a-topic",
+    names.REASON_HEADER: b"internal_error: x",
+    "traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "tracestate": b"a=b,c=d",
+    "baggage": b"user=x,is=y",
+}
+
+
+class KafkaMessage:
+    """A message as the client gives it."""
+
+    def __init__(self, topic: str, seed: int, value: dict[str, Any]) -> None:
+        damage = Damage(seed)
+        self._topic, self._seed = topic, seed
+        is_value = damage.random.random() < 0.7
+        self._value = damage.encode(value) if is_value else json.dumps(value).encode()
+        key, headers = str(value["id"]).encode(), dict[str, bytes | None](HEADERS)
+        if not is_value or damage.random.random() < 0.3:
+            key = damage.damage_bytes(key)
+            for name in damage.random.sample(list(headers), 3):
+                raw = HEADERS[name]
+                headers[name] = None if damage.random.random() < 0.2 else damage.damage_bytes(raw)
+            headers["\u2028" * damage.random.randrange(3)] = b"\xff" * damage.random.randrange(300)
+        self._key, self._headers = damage.random.choice([key, key, key, None]), list(headers.items())
+
+    def topic(self) -> str:
+        return self._topic
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return self._seed
+
+    def value(self) -> bytes:
+        return self._value
+
+    def key(self) -> bytes | None:
+        return self._key
+
+    def headers(self) -> list[tuple[str, bytes | None]]:
+        return self._headers
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, 1_700_000_000_000
+
+
+def put_message(bus: MemoryBus, topic: str, seed: int, value: dict[str, Any]) -> None:
+    """Put a damaged message in a topic, as a worker reads it of Kafka."""
+    came = parse_delivery(cast("Message", KafkaMessage(topic, seed, value)), "interactive")
+    bus.append([Outgoing(topic, came.value, came.key, came.headers)])
+
+
+def is_unsettled(bus: MemoryBus) -> bool:
+    return any(bus.count_unsettled().values())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_message_ends_a_prefill_or_a_decode_worker(count: int, line: InProcessPipeline) -> None:
+    bus, pipeline = line.bus, line.pipeline
+    assert isinstance(bus, MemoryBus)
+    for first in range(0, count, ROUND):
+        for seed in range(first, first + ROUND):
+            if seed % 10 == 0:
+                line.send_requests(Request(id=f"good-{seed}", prompt="In the beginning", sampling=SAMPLING))
+            elif seed % 2:
+                request = Request(id=f"bad-{seed}", prompt="In the beginning", sampling=SAMPLING, deadline=2e9)
+                put_message(bus, pipeline.request_topic("interactive"), seed, json.loads(request.encode()))
+            else:
+                job = Job(id=f"bad-{seed}", job=f"job-{seed}", token_ids=[1, 2, 3], sampling=SAMPLING, last_block="ab")
+                put_message(bus, pipeline.job_topic("interactive"), seed, json.loads(job.encode()))
+        while is_unsettled(bus):
+            run_until_idle(line.prefill)
+            run_until_idle(line.decode)
+    check_results(line.read_results(), count)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_message_ends_an_endpoint_worker(count: int, line: InProcessPipeline) -> None:
+    bus, pipeline = line.bus, line.pipeline
+    assert isinstance(bus, MemoryBus)
+    with CountingEndpoint() as endpoint:
+        settings = EndpointSettings(model=MODEL, urls=endpoint.url)
+        pool = Endpoints(parse_urls(settings.urls, settings.max_requests))
+        member = bus.join_group("endpoint", "endpoint-0")
+        worker = EndpointWorker(pipeline, "endpoint-0", MODEL, pool, settings, line.make_record(), member)
+        for first in range(0, count, ROUND):
+            for seed in range(first, first + ROUND):
+                is_good = seed % 10 == 0
+                request = Request(
+                    id=f"{'good' if is_good else 'bad'}-{seed}", prompt="a|", sampling=Sampling(max_tokens=2)
+                )
+                if is_good:
+                    line.send_requests(request)
+                else:
+                    put_message(bus, pipeline.request_topic("interactive"), seed, json.loads(request.encode()))
+            while is_unsettled(bus):
+                worker.run_once()
+        check_results(line.read_results(), count)
+        worker.close()
+
+
+def check_results(results: list[Any], count: int) -> None:
+    """Check that all good requests were answered, and that each request has at most one result."""
+    by_id = {result.id: result for result in results}
+    assert len(by_id) == len(results)
+    for seed in range(0, count, 10):
+        assert by_id[f"good-{seed}"].error is None
