@@ -38,7 +38,13 @@ from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, find_broken_rows, sample_tokens
+from penstock.engine.sampler import (
+    SamplingParams,
+    compute_logprobs,
+    compute_row_logprobs,
+    find_broken_rows,
+    sample_tokens,
+)
 from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
