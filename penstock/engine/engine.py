@@ -38,13 +38,19 @@ from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampler import SamplingParams, compute_logprobs, compute_row_logprobs, sample_tokens
+from penstock.engine.sampler import (
+    SamplingParams,
+    compute_logprobs,
+    compute_row_logprobs,
+    find_broken_rows,
+    sample_tokens,
+)
 from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
 from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
-from penstock.errors import GrammarFailed, SequenceFailed
+from penstock.errors import GrammarFailed, ModelError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -486,7 +492,7 @@ class Engine:
         """Sample the tokens of the step; while a device computes its logits, the next step is prepared.
 
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
-        Raises `SequenceFailed` if a sequence cannot go on in its grammar.
+        Raises `SequenceFailed` if a sequence cannot go on in its grammar, or its logits are no numbers.
         """
         # Some may have been removed while a device computed them.
         seqs = [seq for seq in batch.sampled_sequences if seq.state is not State.DONE]
@@ -502,12 +508,15 @@ class Engine:
             params += make_sampling_params(seq, seq_masks, self._find_end_token_ids(seq.sampling))
         if len(logits) != len(rows):
             logits = logits[: len(rows)] if len(rows) == row else logits[rows]
+        broken = find_broken_rows(logits)
         tokens = sample_tokens(logits, params)
         logprobs = compute_logprobs(logits, params, tokens)
         drawn: list[Drawn] = []
         row = 0
         for seq, seq_masks in masks.items():
             for number in range(len(seq_masks)):
+                if row + number in broken:
+                    raise SequenceFailed(seq, ModelError("the model computed logits that are not finite"))
                 drawn.append((seq, tokens[row + number], logprobs[row + number]))
                 if seq.draft[number : number + 1] != [tokens[row + number]]:
                     break

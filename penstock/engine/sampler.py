@@ -19,7 +19,24 @@ from penstock.engine.sampling.penalties import apply_penalties, changes_scores
 from penstock.engine.sampling.ranking import argmax_lowest_id
 from penstock.engine.sampling.shares import select_rows
 
-__all__ = ["SamplingParams", "compute_logprobs", "compute_row_logprobs", "draw_uniform", "sample_tokens"]
+__all__ = [
+    "SamplingParams",
+    "compute_logprobs",
+    "compute_row_logprobs",
+    "draw_uniform",
+    "find_broken_rows",
+    "sample_tokens",
+]
+
+
+def find_broken_rows(logits: Tensor) -> set[int]:
+    """Return the rows of `logits` [rows, vocabulary] that no token can be drawn from: one of their numbers is none, or
+    the highest is infinite.
+    """
+    # A sum is cheap, and not finite if one of its terms is not. What a model forbids by minus infinity is no fault.
+    sums = logits.sum(1)
+    suspects = [] if bool(sums.isfinite().all()) else (~sums.isfinite()).nonzero()[:, 0].tolist()
+    return {row for row in suspects if not bool(logits[row].amax().isfinite())}
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:

@@ -11,8 +11,10 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
+from penstock.engine.sampler import find_broken_rows
 from penstock.engine.sequence import Sequence
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
+from penstock.messages import Sampling
 from tests.engine.helpers import make_block_keys, run_sequences, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
 
@@ -87,6 +89,50 @@ def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
     assert "in broken" in error.stack
     expected[2] = expected[2][:output]
     assert [seq.output_token_ids for seq in seqs] == expected
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_sequence_alone(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, number: float, temperature: float
+) -> None:
+    settings = SETTINGS.model_copy(update={"speculate": False})
+    sampling = Sampling(temperature=temperature, ignore_eos=True)
+    given = [
+        Sequence(str(place), prompt, sampling=sampling, seed=3, max_new_tokens=8)
+        for place, prompt in enumerate(prompts())
+    ]
+    expected = run_sequences(Engine(demo, settings), given)
+    engine = Engine(demo, settings)
+    right = engine.runner.run_step
+
+    def run_broken_step(batch: Batch, *rest: Any) -> torch.Tensor:
+        logits: torch.Tensor = right(batch, *rest)
+        for row, seq in enumerate(batch.sampled_sequences):
+            if seq.id == "2" and seq.num_output_tokens == 3:
+                logits[row, 700] = number
+        return logits
+
+    monkeypatch.setattr(engine.runner, "run_step", run_broken_step)
+    seqs = [
+        Sequence(str(place), prompt, sampling=sampling, seed=3, max_new_tokens=8)
+        for place, prompt in enumerate(prompts())
+    ]
+    failed = run_all(engine, seqs)
+    assert [(name, str(one.error)) for name, one in failed.items()] == [
+        ("2", "the model computed logits that are not finite")
+    ]
+    assert isinstance(failed["2"].error, ModelError)
+    expected[2] = expected[2][:3]
+    assert [seq.output_token_ids for seq in seqs] == expected
+
+
+def test_logits_that_a_model_forbids_are_no_fault() -> None:
+    logits = torch.zeros(3, 100)
+    logits[0, 1:] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, :2] = 3e38
+    assert find_broken_rows(logits) == {1}
 
 
 def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def make_codecs(choice: CodecChoice, shape: PayloadShape) -> TierCodecs:
     """
     lossless = LosslessCodec(shape.element)
     if choice == "int8" and shape.element == "int8":
-        raise KVStoreError("blocks are int8 already (PENSTOCK_ENGINE_KV_DTYPE): set PENSTOCK_KV_REDIS_CODEC=auto")
+        raise KVStoreError("blocks are int8 already (PENSTOCK_ENGINE_KV_DTYPE): set PENSTOCK_KV_STORE_REDIS_CODEC=auto")
     if choice == "int8":
         int8 = Int8Codec(shape)
         return TierCodecs({LOSSLESS: lossless, INT8: int8}, int8)
