@@ -54,6 +54,7 @@ from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.rescue import Rescuer
 from penstock.worker.retry import deadline_error, reason_to_end, to_request_error
 from penstock.worker.settler import Settler
+from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +89,17 @@ class EndpointWorker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
+        watch: LoopWatch | None = None,
     ) -> None:
         """`model` is the name by which callers ask for the model; `settings.model` the endpoints' name."""
         self.pipeline, self.name, self.model = pipeline, name, model
         self.endpoints, self.settings, self.record, self.member = endpoints, settings, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, "endpoint", name, "")
         reader = member.create_orphan_reader()
-        self.session = Sessions(record, RECORD_STAGE, name, member.list_partitions, adopts=reader is not None)
+        self.watch, adopts = watch or LoopWatch(), reader is not None
+        self.session = Sessions(
+            record, RECORD_STAGE, name, member.list_partitions, adopts=adopts, is_stalled=self.watch.is_stalled
+        )
         self._wake = threading.Event()
         self._events: queue.SimpleQueue[tuple[Answer, AnswerEvent]] = queue.SimpleQueue()
         self.settler, self.queue, self.load = (
@@ -112,6 +117,7 @@ class EndpointWorker:
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
+        self.watch.note_turn()
         self._handle_claim_news()
         self._finish_settled(self.settler.collect())
         deliveries = self._poll_messages() if accept else []
@@ -566,3 +572,4 @@ class EndpointWorker:
         self.session.close()
         self.record.close()
         self.member.close()
+        self.watch.note_left()

@@ -2,7 +2,8 @@
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
-       are adopted by another worker. Any worker of the stage ends it, after its own renewal
+       are adopted by another worker. Any worker of the stage ends it, after its own renewal. A session is not renewed
+       while its worker's loop stands still
     3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
 What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
@@ -44,9 +45,11 @@ class Session:
         parts: Callable[[], list[str]] = list,
         *,
         adopts: bool = False,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the session. `parts` returns the partitions that this worker alone reads. With `adopts` the worker can
-        read the partitions of dead members. Raise `redis.RedisError`.
+        read the partitions of dead members. `is_stalled` returns whether its loop stands still. Raise
+        `redis.RedisError`.
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
@@ -55,6 +58,7 @@ class Session:
         self.adopted_partitions: list[str] = []
         """The partitions of dead members that this worker has to read."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
+        self._is_stalled = is_stalled
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
@@ -114,6 +118,8 @@ class Session:
 
     def _renew_forever(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):
+            if self._is_stalled():
+                continue  # the next renewal after that learns that the session is over
             try:
                 with self._naming:
                     self._renew_session()

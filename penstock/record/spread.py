@@ -232,10 +232,17 @@ class _ServerSession(Session):
     """A session on one of several servers."""
 
     def __init__(
-        self, server: _Server, stage: Stage, name: str, parts: Callable[[], list[str]] = list, *, adopts: bool = False
+        self,
+        server: _Server,
+        stage: Stage,
+        name: str,
+        parts: Callable[[], list[str]] = list,
+        *,
+        adopts: bool = False,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._server = server
-        super().__init__(server.record, stage, name, parts, adopts=adopts)
+        super().__init__(server.record, stage, name, parts, adopts=adopts, is_stalled=is_stalled)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
@@ -289,14 +296,17 @@ class Sessions:
         parts: Callable[[], list[str]] = list,
         *,
         adopts: bool = False,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the sessions. The one on the first server names the partitions that are read, and adopts others."""
         if not isinstance(record, _SpreadRecord):
-            self._sessions = ByServer[Session]([""], [Session(record, stage, name, parts, adopts=adopts)])
+            self._sessions = ByServer[Session](
+                [""], [Session(record, stage, name, parts, adopts=adopts, is_stalled=is_stalled)]
+            )
             return
         first, *others = record.servers.parts
-        made: list[Session] = [_ServerSession(first, stage, name, parts, adopts=adopts)]
-        made += [_ServerSession(server, stage, name) for server in others]
+        made: list[Session] = [_ServerSession(first, stage, name, parts, adopts=adopts, is_stalled=is_stalled)]
+        made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
         self._sessions = ByServer(record.servers.names, made)
 
     @property

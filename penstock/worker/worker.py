@@ -74,6 +74,7 @@ from penstock.worker.retry import (
 )
 from penstock.worker.settler import Settler
 from penstock.worker.task import Role, Task
+from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +107,16 @@ class Worker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
+        watch: LoopWatch | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.create_orphan_reader()
-        self.session = Sessions(record, self.stage, name, member.list_partitions, adopts=reader is not None)
+        self.watch, adopts = watch or LoopWatch(), reader is not None
+        self.session = Sessions(
+            record, self.stage, name, member.list_partitions, adopts=adopts, is_stalled=self.watch.is_stalled
+        )
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.engine.wake_waiter),
             DeliveryQueue(member),
@@ -129,18 +134,20 @@ class Worker:
         self._sent_s = 0.0
         self._has_begun = False
         """Whether the engine's next step is begun."""
+        self._step_begun_s = 0.0
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
+        self.watch.note_turn()
         self._handle_claim_news()
         read = self._collect_events()
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
         self._take_over(accept=accept)
-        has_run = self._has_begun or self.engine.begin_step()
+        has_run = self._has_begun or self._begin_step()
         sampled, failed = self._finish_step() if has_run else ([], None)
         # All that follows is done while a device computes, if there is one.
-        self._has_begun = failed is None and self.engine.computes_ahead and self.engine.begin_step()
+        self._has_begun = failed is None and self.engine.computes_ahead and self._begin_step()
         self._confirm_tokens()
         if failed is not None:
             self._fail_task(failed)
@@ -434,6 +441,11 @@ class Worker:
 
     # 3 and 7. Step.
 
+    def _begin_step(self) -> bool:
+        """Begin the engine's next step. Returns whether there is one."""
+        self._step_begun_s = time.monotonic()
+        return self.engine.begin_step()
+
     def _finish_step(self) -> tuple[list[SampledToken], SequenceFailed | None]:
         """Return the tokens that the engine's step sampled, or the sequence that made it fail."""
         sampled, failed = list[SampledToken](), None
@@ -441,6 +453,7 @@ class Worker:
             sampled += self.engine.finish_step()
         except SequenceFailed as error:
             failed = error
+        self.watch.note_step(self._step_begun_s)
         stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
         return sampled, failed
 
@@ -750,6 +763,7 @@ class Worker:
         self.session.close()
         self.record.close()
         self.member.close()
+        self.watch.note_left()
 
 
 def _are_same_request(one: Task, other: Task) -> bool:
