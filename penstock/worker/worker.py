@@ -123,7 +123,9 @@ class Worker:
             WorkerLoad(),
         )
         self.reader = MessageReader(role.read_message, self.engine.wake_waiter)
-        self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
+        self.rescuer = Rescuer(
+            record, self.stage, self.session, member, reader, self.make_claim_request, self.reader.unclaimed_deliveries
+        )
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
         """All claimed requests that are not through with this stage, by request id."""
@@ -301,8 +303,8 @@ class Worker:
     def _take_over(self, *, accept: bool) -> None:
         """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
         capacity = max(self.load.capacities.values()) if accept and self.session.num_free else 0
-        if capacity <= 0:
-            return
+        if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
+            return  # what was put down of the reader's messages would only be read here once more, behind them
         taken = self.record.take_over_free(self.stage, self.session.id, capacity)
         self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
         for claimed in taken:
