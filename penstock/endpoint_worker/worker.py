@@ -252,7 +252,7 @@ class EndpointWorker:
         task.span.set_attributes(build_request_attributes(task.operation, self.model))
         self.running[task.id] = task
         self.session.add_claim(claim)
-        error = task.error or reason_to_end(claim, task.deadline)
+        error = task.error or reason_to_end(claim, task.deadline, self.session.server_now_s())
         if error is None and claim.attempts > 1 and self.settings.interrupted == "fail":
             error = AnswerInterrupted("its worker was lost, and may have asked for it")
         if error is not None:
@@ -424,7 +424,7 @@ class EndpointWorker:
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
         for task in list(self.running.values()):
-            if (error := deadline_error(task.deadline)) is not None:
+            if (error := deadline_error(task.deadline, self.session.server_now_s())) is not None:
                 self._end_with_error(task, error)
 
     def _end_with_error(self, task: EndpointTask, error: RequestError) -> None:

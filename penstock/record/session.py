@@ -10,21 +10,27 @@ What a crash costs: after 1, a lease, and a third of one until another worker lo
 """
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 import redis
 
+from penstock.messages import now_s
 from penstock.names import Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
 from penstock.threads import CheckedThread
 
+log = logging.getLogger(__name__)
+
+MAX_CLOCK_ERROR_S = 5.0
+"""A worker whose clock differs from the server's by more says so in its log."""
 STOP_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for a server that does not answer."""
 UNLIMITED_GRACE_S = 1e6
@@ -57,6 +63,8 @@ class Session:
         """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
         self.adopted_partitions: list[str] = []
         """The partitions of dead members that this worker has to read."""
+        self.clock_ahead_s = 0.0
+        """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
         self._is_stalled = is_stalled
         self._claims: set[Claim] = set()
@@ -129,7 +137,7 @@ class Session:
 
     def _open_session(self) -> None:
         session = f"{self._name}/{secrets.token_hex(4)}"
-        renewed = self._record.renew_session(self._stage, session)
+        renewed = self._renew_at_server(session)
         assert renewed is not None, "a new session has nothing to be compared with"
         with self._lock:
             self._lost += self._claims
@@ -139,7 +147,7 @@ class Session:
 
     def _renew_session(self) -> None:
         parts, left = self._list_read_partitions()
-        renewed = self._record.renew_session(self._stage, self.id, self._last.until_ms, parts, left)
+        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left)
         if renewed is None:
             before = self.id
             self._open_session()
@@ -155,16 +163,37 @@ class Session:
                 part for part in self._record.adopt_partitions(self._stage, self.id) if part not in mine
             ]
 
+    def _renew_at_server(
+        self, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+    ) -> Renewed | None:
+        """Renew a session as `Record.renew_session` does, and compare the clocks."""
+        before_s = now_s()
+        renewed = self._record.renew_session(self._stage, session, until_ms, parts, left)
+        if renewed is not None:
+            was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
+            self.clock_ahead_s = (before_s + now_s()) / 2 - renewed.now_ms / 1000
+            if was_right and abs(self.clock_ahead_s) > MAX_CLOCK_ERROR_S:
+                log.warning(
+                    "this host's clock is %.1f s %s that of Redis. Deadlines go by the clock of Redis, but times in"
+                    " results and traces are wrong: set it by NTP",
+                    abs(self.clock_ahead_s), "ahead of" if self.clock_ahead_s > 0 else "behind",
+                )  # fmt: skip
+        return renewed
+
+    def server_now_s(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch."""
+        return now_s() - self.clock_ahead_s
+
     def _note_renewal(self, renewed: Renewed) -> None:
         """Note a renewal's reply. A late one shows that this worker was held up, or that the clock was put forward.
 
         Other workers may have been held up as well: for a lease their sessions get that much more time to renew.
         """
-        now_s, lease_s = time.monotonic(), self._record.lease_s
-        gap_s = max(now_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
+        monotonic_s, lease_s = time.monotonic(), self._record.lease_s
+        gap_s = max(monotonic_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
         if gap_s > lease_s / 2:
-            self._grace_s, self._grace_until_s = gap_s, now_s + lease_s
-        self._renewed_s, self._last = now_s, renewed
+            self._grace_s, self._grace_until_s = gap_s, monotonic_s + lease_s
+        self._renewed_s, self._last = monotonic_s, renewed
         if renewed.cancelled:
             with self._lock:
                 self._cancelled |= set(renewed.cancelled)
@@ -174,13 +203,15 @@ class Session:
 
         Where the group assigns a partition to another member, a lease is long enough for that member to name it.
         """
-        parts, now_s = self._parts(), time.monotonic()
+        parts, monotonic_s = self._parts(), time.monotonic()
         left = [
-            part for part, seen_s in self._named.items() if part not in parts and now_s - seen_s > self._record.lease_s
+            part
+            for part, seen_s in self._named.items()
+            if part not in parts and monotonic_s - seen_s > self._record.lease_s
         ]
         for part in left:
             self._named.pop(part, None)
-        self._named |= dict.fromkeys(parts, now_s)
+        self._named |= dict.fromkeys(parts, monotonic_s)
         return parts, left
 
     def __enter__(self) -> Self:

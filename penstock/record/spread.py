@@ -332,6 +332,10 @@ class Sessions:
         """The partitions of dead members that this worker has to read."""
         return self._sessions.parts[0].adopted_partitions
 
+    def server_now_s(self) -> float:
+        """Return the time by the clock of the first server, in seconds since the epoch."""
+        return self._sessions.parts[0].server_now_s()
+
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""
         self._sessions[claim.id].add_claim(claim)

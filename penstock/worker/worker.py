@@ -352,7 +352,7 @@ class Worker:
         if claim.is_ended:
             self._complete_task(task, now_s())
             return
-        cause = reason_to_end(claim, task.deadline)
+        cause = reason_to_end(claim, task.deadline, self.session.server_now_s())
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
             cause = task.failure  # no worker was lost
         task.error = task.error or cause
@@ -568,9 +568,9 @@ class Worker:
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
-        overdue = []
+        overdue, server_now_s = [], self.session.server_now_s()
         for task in self.running.values():
-            if (error := deadline_error(task.deadline)) is not None:
+            if (error := deadline_error(task.deadline, server_now_s)) is not None:
                 task.error = error
                 task.tail_text = task.output.take_rest() if task.output is not None else ""
                 overdue.append(task)
