@@ -73,7 +73,7 @@ from penstock.worker.retry import (
     to_request_error,
 )
 from penstock.worker.settler import Settler
-from penstock.worker.task import Role, Task
+from penstock.worker.task import Completion, Role, Task
 from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
@@ -630,21 +630,12 @@ class Worker:
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, completion.outputs + completion.dead_letters)
             settling = Settling(len(completion.dead_letters), task, begun_s, completion.span_attributes)
-            again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
+            again = None if completion.rename is None else partial(_rename_outputs, task.delivery, completion)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
             blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
             self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
-
-    def _make_settlement_anew(self, task: Task) -> Settlement:
-        """Return the same hand-off under a new job name.
-
-        The settler's thread calls this; no other thread changes the task any more.
-        """
-        completion = self.role.build_completion(task)
-        assert completion is not None, "a job can always be made"
-        return Settlement(task.delivery, completion.outputs + completion.dead_letters)
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
@@ -766,6 +757,12 @@ class Worker:
         self.record.close()
         self.member.close()
         self.watch.note_left()
+
+
+def _rename_outputs(delivery: Delivery, completion: Completion) -> Settlement:
+    """Return the same hand-off under a new job name. The settler's thread calls this."""
+    assert completion.rename is not None
+    return Settlement(delivery, [*map(completion.rename, completion.outputs), *completion.dead_letters])
 
 
 def _are_same_request(one: Task, other: Task) -> bool:
