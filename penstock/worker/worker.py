@@ -302,7 +302,10 @@ class Worker:
 
     def _take_over(self, *, accept: bool) -> None:
         """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
-        capacity = max(self.load.capacities.values()) if accept and self.session.num_free else 0
+        if not accept or not self.session.num_free:
+            return
+        # Counted anew: messages of this turn have taken some of it.
+        capacity = max(self.free_capacity(klass) for klass in CLASSES)
         if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
             return  # what was put down of the reader's messages would only be read here once more, behind them
         taken = self.record.take_over_free(self.stage, self.session.id, capacity)
