@@ -2,13 +2,15 @@
 
 Kills and stops are ordered by a setting: `PENSTOCK_FAILPOINTS=prefill.4.appended=kill@3,decode.7.sent=stop` makes a
 worker kill itself when it passes the point after step 4 for the third time, and stop (as by SIGSTOP) when it first
-passes the point after a step's tokens were sent. A test can also arm a point of its own process with any action.
+passes the point after a step's tokens were sent. `hold` keeps the thread at the point for ever. A test can also arm a
+point of its own process with any action.
 """
 
 import itertools
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +54,7 @@ POINTS = (*PREFILL, *DECODE, *ENDPOINT, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE,
 """All points. They are named after the steps in the docstrings of the loops, of `KafkaMember` and of the tiers."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_ORDER = re.compile(r"(?P<point>[a-z0-9.]+)=(?P<what>kill|stop)(?:@(?P<passage>[1-9][0-9]{0,8}))?")
+_ORDER = re.compile(r"(?P<point>[a-z0-9.]+)=(?P<what>kill|stop|hold)(?:@(?P<passage>[1-9][0-9]{0,8}))?")
 
 
 @dataclass
@@ -71,9 +73,11 @@ def arm(orders: str) -> None:
     for order in filter(None, orders.split(",")):
         match = _ORDER.fullmatch(order)
         if match is None or match["point"] not in POINTS:
-            raise SettingsError(f"PENSTOCK_FAILPOINTS: {order!r} is not POINT=kill or POINT=stop, with @N or without")
+            raise SettingsError(
+                f"PENSTOCK_FAILPOINTS: {order!r} is not POINT=kill, POINT=stop or POINT=hold, with @N or without"
+            )
         passage = int(match["passage"] or 1)
-        arm_action(match["point"], partial(_send_signal, match["point"], match["what"], passage), passage)
+        arm_action(match["point"], partial(_fail, match["point"], match["what"], passage), passage)
 
 
 def arm_action(point: str, action: Callable[[], object], passage: int | None = None) -> None:
@@ -113,6 +117,9 @@ def _pass(name: str) -> None:
         armed.action()
 
 
-def _send_signal(name: str, what: str, passage: int) -> None:
+def _fail(name: str, what: str, passage: int) -> None:
     os.write(2, f"failpoint {name}: {what} at passage {passage}\n".encode())
-    os.kill(os.getpid(), SIGNALS[what])
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
+    while what == "hold":
+        time.sleep(3600)

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,22 @@ def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
     done = penstock("doctor", PENSTOCK_STREAM_URL=url)
     assert done.returncode == 0, done.stdout
     assert "1 ready of 1" in done.stdout
+
+
+def test_doctor_says_how_far_the_clock_is_off(
+    terminal: Terminal, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() - 900)
+    (line,) = [
+        line
+        for line in terminal("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name).stdout.split(
+            "\n"
+        )
+        if " clock " in line
+    ]
+    assert line.startswith("note")
+    assert "behind that of Redis" in line
 
 
 def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:

@@ -281,6 +281,30 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
 
 @pytest.mark.in_memory
+def test_no_more_is_taken_over_than_has_capacity(
+    make_line: Callable[..., InProcessPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = make_line(engine=EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_step_tokens=64))
+    worker, taken_ahead = line.prefill, list[int]()
+
+    def note_asked(stage: str, session: str, max_requests: int) -> list[object]:
+        num_waiting = worker.engine.count_waiting_tokens("interactive", 200) // 200
+        taken_ahead.append(num_waiting + max_requests)
+        return []
+
+    monkeypatch.setattr(worker.record, "take_over_free", note_asked)
+    send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
+
+    def done() -> bool:
+        worker.session.num_free = 9
+        worker.run_once()
+        return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
+
+    wait_until(done, 60.0, "all prompts are handed off", every_s=0)
+    assert max(taken_ahead) == 2, "a waiting prompt counts for half of the four steps"
+
+
+@pytest.mark.in_memory
 def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:

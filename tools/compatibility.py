@@ -118,7 +118,7 @@ room for the states of `PENSTOCK_ENGINE_MAX_BATCH` sequences, fewer run, and a w
 
 Snapshots go to the store with the KV, so a decode worker goes on where the prompt ended, and a worker that takes a
 request over at the last snapshot. A prefix that is found counts up to its last snapshot; answers are no part of it.
-Nothing is drafted. `PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without any keys and values (Mamba, RWKV, xLSTM)
+Nothing is drafted. `PENSTOCK_KV_STORE_REDIS_CODEC=int8` is refused. Models without keys and values (Mamba, RWKV, xLSTM)
 are refused, and so are states that a module keeps to itself (RecurrentGemma, MiniMax).
 """
 """The page's section about layers that keep a state."""

@@ -26,9 +26,11 @@ from penstock.config.settings import BusSettings, EngineSettings, WebhookSetting
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer, StateMismatch
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
+from penstock.messages import now_s
 from penstock.names import STAGES, Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
+from penstock.record.session import MAX_CLOCK_ERROR_S
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
@@ -286,6 +288,7 @@ def _check_stream_redis(addresses: Addresses) -> Iterator[Finding]:
         yield from _check_redis(what, url, evicting_is_fine=False)
         try:
             with redis_client(url) as client:
+                yield _check_clock(client)
                 check_server_list(client, pipeline, names)
                 check_server_key_types(client, pipeline.list_key_types(), name)
         except redis.RedisError:
@@ -294,6 +297,17 @@ def _check_stream_redis(addresses: Addresses) -> Iterator[Finding]:
             yield Finding("fail", "stream servers", str(error), "set PENSTOCK_STREAM_URL alike everywhere")
         except StateMismatch as error:
             yield Finding("fail", "keys in Redis", str(error))
+
+
+def _check_clock(client: "redis.Redis") -> Finding:
+    """Compare this host's clock with a stream server's."""
+    before_s = now_s()
+    seconds, microseconds = client.time()
+    ahead_s = (before_s + now_s()) / 2 - (seconds + microseconds / 1e6)
+    found = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} that of Redis"
+    if abs(ahead_s) > MAX_CLOCK_ERROR_S:
+        return Finding("note", "clock", found, "set both hosts' clocks by NTP: a deadline is a time of day")
+    return Finding("ok", "clock", found)
 
 
 def _check_kv_redis(addresses: Addresses) -> Iterator[Finding]:

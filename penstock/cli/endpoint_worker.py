@@ -32,6 +32,7 @@ from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ def run_endpoint_worker() -> None:
         model = settings.model or find_model(endpoints, settings.key, beat, stop)
         if model is not None:
             settings = settings.model_copy(update={"model": model})
-            _run_worker(name, addresses, settings, endpoints, beat, meters, stop, worker.drain_s)
+            watch = stack.enter_context(LoopWatch(worker.stall_limit_s))
+            _run_worker(name, addresses, settings, endpoints, beat, meters, watch, stop, worker.drain_s)
 
 
 def check_only_kind(addresses: Addresses) -> None:
@@ -104,6 +106,7 @@ def _run_worker(
     endpoints: Endpoints,
     beat: Heartbeat,
     meters: Meters,
+    watch: LoopWatch,
     stop: StopSignal,
     drain_s: float,
 ) -> None:
@@ -119,7 +122,7 @@ def _run_worker(
         member = bus.join_group("endpoint", name)
         try:
             record = open_record(clients, pipeline, record_settings)
-            worker = EndpointWorker(pipeline, name, model, endpoints, settings, record, member, metrics)
+            worker = EndpointWorker(pipeline, name, model, endpoints, settings, record, member, metrics, watch)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise

@@ -31,6 +31,7 @@ from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.watch import LoopWatch
 
 if TYPE_CHECKING:
     from penstock.engine.serving import EngineCore
@@ -132,6 +133,7 @@ def _run_worker(
         role = DecodeRole(pipeline, engine)
     stack.callback(role.grammars.close)
     metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
+    watch = stack.enter_context(LoopWatch(settings.worker.stall_limit_s))
 
     def make_worker() -> Worker:
         check_upgraded(bus)
@@ -139,7 +141,7 @@ def _run_worker(
         member = bus.join_group(stage, name)
         try:
             record = open_record(clients, pipeline, settings.record)
-            worker = Worker(role, pipeline, name, record, member, metrics)
+            worker = Worker(role, pipeline, name, record, member, metrics, watch)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise

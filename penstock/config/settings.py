@@ -235,6 +235,9 @@ class WorkerSettings(BaseSettings):
     """How often the worker writes its status to Redis."""
     drain_s: float = Field(default=20.0, ge=0)
     """How long a stopping worker may finish its running requests before it hands the rest back."""
+    stall_limit_s: float = Field(default=60.0, gt=0)
+    """A worker whose loop stands still for longer, and for longer than 20 of its longest engine steps, loses its
+    requests to others, says where it stands, and ends itself with exit code 70."""
 
 
 class AdmissionSettings(BaseSettings):

@@ -69,6 +69,7 @@ from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.rescue import Rescuer
 from penstock.worker.retry import deadline_error, reason_to_end, to_request_error
 from penstock.worker.settler import Settler
+from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class EndpointWorker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
+        watch: LoopWatch | None = None,
     ) -> None:
         """`model` is the name by which callers ask for the model; `settings.model` the endpoints' name."""
         self.pipeline, self.name, self.model = pipeline, name, model
@@ -110,8 +112,15 @@ class EndpointWorker:
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, "endpoint", name, "")
         reader = member.create_orphan_reader()
         all_parts = list if reader is None else reader.list_partitions
+        self.watch = watch or LoopWatch()
         self.session = Sessions(
-            record, RECORD_STAGE, name, member.list_partitions, adopts=reader is not None, all_parts=all_parts
+            record,
+            RECORD_STAGE,
+            name,
+            member.list_partitions,
+            adopts=reader is not None,
+            all_parts=all_parts,
+            is_stalled=self.watch.is_stalled,
         )
         self._wake = threading.Event()
         self._events: queue.SimpleQueue[tuple[Answer, AnswerEvent]] = queue.SimpleQueue()
@@ -130,6 +139,7 @@ class EndpointWorker:
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
+        self.watch.note_turn()
         self._handle_claim_news()
         self._finish_settled(self.settler.collect())
         if accept:
@@ -270,7 +280,7 @@ class EndpointWorker:
         task.span.set_attributes(build_request_attributes(task.operation, self.model))
         self.running[task.id] = task
         self.session.add_claim(claim)
-        error = task.error or reason_to_end(claim, task.deadline)
+        error = task.error or reason_to_end(claim, task.deadline, self.session.server_now_s())
         if error is None and claim.attempts > 1 and self.settings.interrupted == "fail":
             error = AnswerInterrupted("its worker was lost, and may have asked for it")
         if error is not None:
@@ -470,7 +480,7 @@ class EndpointWorker:
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
         for task in list(self.running.values()):
-            if (error := deadline_error(task.deadline)) is not None:
+            if (error := deadline_error(task.deadline, self.session.server_now_s())) is not None:
                 self._end_with_error(task, error)
 
     def _end_with_error(self, task: EndpointTask, error: RequestError) -> None:
@@ -636,3 +646,4 @@ class EndpointWorker:
         self.session.close()
         self.record.close()
         self.member.close()
+        self.watch.note_left()

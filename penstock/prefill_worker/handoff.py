@@ -2,13 +2,14 @@
 
 import hashlib
 import uuid
+from dataclasses import replace
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from penstock import names
 from penstock.bus.contract import Outgoing
-from penstock.messages import EndEvent, ErrorInfo, Job, Request, Timings, Usage, now_s
+from penstock.messages import EndEvent, ErrorInfo, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
@@ -76,3 +77,9 @@ def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, contex
         tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     )
     return Outgoing(pipeline.job_topic(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)
+
+
+def rename_job(message: Outgoing) -> Outgoing:
+    """Return the message of the same job under a new name."""
+    job = decode_message(Job, message.value)
+    return replace(message, value=job.model_copy(update={"job": uuid.uuid4().hex}).encode())

@@ -25,7 +25,7 @@ from penstock.grammar.tools import begin_in_answer
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.backpressure import DecodeBackpressure
-from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, sampling_seed
+from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
@@ -176,9 +176,8 @@ class PrefillRole:
         """Return the job message, also for a request that ended."""
         job = build_job(task, self.engine.model.fingerprint)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
-        return Completion(
-            outputs, make_dead_letters(self.pipeline, task.delivery, task.error, task.claim), {"job": job.job}
-        )
+        dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
+        return Completion(outputs, dead_letters, {"job": job.job}, rename_job)
 
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return a job with an error alone: decode ends the request with it."""

@@ -3,28 +3,35 @@
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
        are adopted by another worker. So is one that no session has named for two leases: its reader died before it did,
-       or Redis lost what was named. Any worker of the stage ends it, after its own renewal
+       or Redis lost what was named. Any worker of the stage ends it, after its own renewal. A session is not renewed
+       while its worker's loop stands still
     3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
 What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
 """
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 import redis
 
+from penstock.messages import now_s
 from penstock.names import Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
 from penstock.threads import CheckedThread
 
+log = logging.getLogger(__name__)
+
+MAX_CLOCK_ERROR_S = 5.0
+"""A worker whose clock differs from the server's by more says so in its log."""
 STOP_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for a server that does not answer."""
 UNNAMED_LEASES = 2.0
@@ -48,9 +55,11 @@ class Session:
         *,
         adopts: bool = False,
         all_parts: Callable[[], list[str]] = list,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the session. `parts` returns the partitions that this worker alone reads. With `adopts` the worker can
-        read the partitions of dead members; `all_parts` returns all that some worker has to read. Raise
+        read the partitions of dead members; `all_parts` returns all that some worker has to read. `is_stalled` returns
+        whether the worker's loop stands still. Raise
         `redis.RedisError`.
         """
         self.id = ""
@@ -59,8 +68,10 @@ class Session:
         """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
         self.adopted_partitions: list[str] = []
         """The partitions of dead members that this worker has to read."""
+        self.clock_ahead_s = 0.0
+        """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
-        self._all_parts = all_parts
+        self._all_parts, self._is_stalled = all_parts, is_stalled
         self._unnamed: dict[str, float] = {}
         """The partitions that no session names, with the time since when."""
         self._claims: set[Claim] = set()
@@ -122,6 +133,8 @@ class Session:
 
     def _renew_forever(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):
+            if self._is_stalled():
+                continue  # the next renewal after that learns that the session is over
             try:
                 with self._naming:
                     self._renew_session()
@@ -131,7 +144,7 @@ class Session:
 
     def _open_session(self) -> None:
         session = f"{self._name}/{secrets.token_hex(4)}"
-        renewed = self._record.renew_session(self._stage, session)
+        renewed = self._renew_at_server(session)
         assert renewed is not None, "a new session has nothing to be compared with"
         with self._lock:
             self._lost += self._claims
@@ -141,7 +154,7 @@ class Session:
 
     def _renew_session(self) -> None:
         parts, left = self._list_read_partitions()
-        renewed = self._record.renew_session(self._stage, self.id, self._last.until_ms, parts, left)
+        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left)
         if renewed is None:
             before = self.id
             self._open_session()
@@ -166,16 +179,37 @@ class Session:
             del self._unnamed[part]
         return forgotten
 
+    def _renew_at_server(
+        self, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+    ) -> Renewed | None:
+        """Renew a session as `Record.renew_session` does, and compare the clocks."""
+        before_s = now_s()
+        renewed = self._record.renew_session(self._stage, session, until_ms, parts, left)
+        if renewed is not None:
+            was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
+            self.clock_ahead_s = (before_s + now_s()) / 2 - renewed.now_ms / 1000
+            if was_right and abs(self.clock_ahead_s) > MAX_CLOCK_ERROR_S:
+                log.warning(
+                    "this host's clock is %.1f s %s that of Redis. Deadlines go by the clock of Redis, but times in"
+                    " results and traces are wrong: set it by NTP",
+                    abs(self.clock_ahead_s), "ahead of" if self.clock_ahead_s > 0 else "behind",
+                )  # fmt: skip
+        return renewed
+
+    def server_now_s(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch."""
+        return now_s() - self.clock_ahead_s
+
     def _note_renewal(self, renewed: Renewed) -> None:
         """Note a renewal's reply. A late one shows that this worker was held up, or that the clock was put forward.
 
         Other workers may have been held up as well: for a lease their sessions get that much more time to renew.
         """
-        now_s, lease_s = time.monotonic(), self._record.lease_s
-        gap_s = max(now_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
+        monotonic_s, lease_s = time.monotonic(), self._record.lease_s
+        gap_s = max(monotonic_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
         if gap_s > lease_s / 2:
-            self._grace_s, self._grace_until_s = gap_s, now_s + lease_s
-        self._renewed_s, self._last = now_s, renewed
+            self._grace_s, self._grace_until_s = gap_s, monotonic_s + lease_s
+        self._renewed_s, self._last = monotonic_s, renewed
         if renewed.cancelled:
             with self._lock:
                 self._cancelled |= set(renewed.cancelled)
@@ -185,13 +219,15 @@ class Session:
 
         Where the group assigns a partition to another member, a lease is long enough for that member to name it.
         """
-        parts, now_s = self._parts(), time.monotonic()
+        parts, monotonic_s = self._parts(), time.monotonic()
         left = [
-            part for part, seen_s in self._named.items() if part not in parts and now_s - seen_s > self._record.lease_s
+            part
+            for part, seen_s in self._named.items()
+            if part not in parts and monotonic_s - seen_s > self._record.lease_s
         ]
         for part in left:
             self._named.pop(part, None)
-        self._named |= dict.fromkeys(parts, now_s)
+        self._named |= dict.fromkeys(parts, monotonic_s)
         return parts, left
 
     def __enter__(self) -> Self:

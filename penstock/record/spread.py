@@ -241,9 +241,10 @@ class _ServerSession(Session):
         *,
         adopts: bool = False,
         all_parts: Callable[[], list[str]] = list,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._server = server
-        super().__init__(server.record, stage, name, parts, adopts=adopts, all_parts=all_parts)
+        super().__init__(server.record, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
@@ -298,16 +299,20 @@ class Sessions:
         *,
         adopts: bool = False,
         all_parts: Callable[[], list[str]] = list,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the sessions. The one on the first server names the partitions that are read, and adopts others."""
         if not isinstance(record, _SpreadRecord):
             self._sessions = ByServer[Session](
-                [""], [Session(record, stage, name, parts, adopts=adopts, all_parts=all_parts)]
+                [""],
+                [Session(record, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)],
             )
             return
         first, *others = record.servers.parts
-        made: list[Session] = [_ServerSession(first, stage, name, parts, adopts=adopts, all_parts=all_parts)]
-        made += [_ServerSession(server, stage, name) for server in others]
+        made: list[Session] = [
+            _ServerSession(first, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)
+        ]
+        made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
         self._sessions = ByServer(record.servers.names, made)
 
     @property
@@ -332,6 +337,10 @@ class Sessions:
     def adopted_partitions(self) -> list[str]:
         """The partitions of dead members that this worker has to read."""
         return self._sessions.parts[0].adopted_partitions
+
+    def server_now_s(self) -> float:
+        """Return the time by the clock of the first server, in seconds since the epoch."""
+        return self._sessions.parts[0].server_now_s()
 
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""

@@ -6,7 +6,8 @@ A message that was delivered:
     2  a thread reads it: decodes, validates, applies the chat template, tokenizes
     3  the loop collects it, checks that the delivery is still its own, and claims the request
 
-A crash before 3, or a worker that leaves, leaves the delivery to the bus. The message of a request that was taken over
+A crash before 3, or a worker that leaves, leaves the delivery to the bus. A message that waits for long is put down for
+other workers (`penstock.worker.rescue`), also while the thread reads it. The message of a request that was taken over
 comes with the claim:
 
     1  the loop takes the request over; its session holds the claim from now on
@@ -38,8 +39,8 @@ class PendingMessage:
 
 
 class MessageReader:
-    """Reads long messages in order, on one thread. Only the loop calls its methods, but for `__len__` and
-    `pending_deliveries`.
+    """Reads long messages in order, on one thread. Only the loop calls its methods, but for `__len__`,
+    `pending_deliveries` and `unclaimed_deliveries`.
 
     `wake` is called on the thread after each message.
     """
@@ -56,6 +57,10 @@ class MessageReader:
     def pending_deliveries(self) -> list[Delivery]:
         """Return the messages that were not collected yet. Any thread may call this."""
         return [reading.delivery for reading in list(self._open)]
+
+    def unclaimed_deliveries(self) -> list[Delivery]:
+        """Return the messages that were not collected yet and are claimed once they are. Any thread may call this."""
+        return [reading.delivery for reading in list(self._open) if reading.claim is None]
 
     def submit(self, delivery: Delivery, claim: Claim | None) -> None:
         """Have a message read; `claim` where its request was taken over."""

@@ -3,7 +3,8 @@
 Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
 (on Kafka after the group's session timeout, 45 seconds by default). So, in a thread of each worker:
 
-    1  a message that its member has fetched, and that was not begun here within two leases, is put down
+    1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
+       not claimed here within two leases, is put down
     2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker
        (`penstock.record.session`). It reads them from where the group stopped, and puts down what it finds
     3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
@@ -46,7 +47,8 @@ CLOSE_TIMEOUT_S = 2.0
 class Rescuer:
     """Puts down messages for other workers, on a thread of its own.
 
-    `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any.
+    `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any;
+    `list_unclaimed` returns the messages that the worker has polled and not claimed yet.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Rescuer:
         member: Member,
         reader: OrphanReader | None,
         read: Callable[[Delivery], UnclaimedMessage | None],
+        list_unclaimed: Callable[[], list[Delivery]] = list,
     ) -> None:
         self._record, self._stage, self._session, self._member, self._read = record, stage, session, member, read
-        self._reader = reader
+        self._reader, self._list_unclaimed = reader, list_unclaimed
         self._since: dict[tuple[str, str], float] = {}
         """By offset, since when a message waits; `inf` once it is put down."""
         self._found: list[Delivery] = []
@@ -92,7 +95,8 @@ class Rescuer:
     def put_down_waiting(self) -> None:
         """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
         known, now_s = self._since, time.monotonic()
-        waiting = [delivery for delivery in self._member.list_prefetched() if delivery.klass == "interactive"]
+        mine = [*self._list_unclaimed(), *self._member.list_prefetched()]
+        waiting = [delivery for delivery in mine if delivery.klass == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
         near = waiting[: sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_WAITING_BYTES, sums))]
         self._since = {_offset_of(delivery): known.get(_offset_of(delivery), now_s) for delivery in near}
@@ -103,6 +107,11 @@ class Rescuer:
             left = self._put_down(portion)
             self._since |= {_offset_of(delivery): float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
+
+    def is_late(self, delivery: Delivery) -> bool:
+        """Return whether a message waits for so long that it is put down, or was. Any thread may call this."""
+        since_s = self._since.get(_offset_of(delivery), time.monotonic())
+        return since_s == float("inf") or since_s <= time.monotonic() - PATIENCE_LEASES * self._record.lease_s
 
     def read_adopted_parts(self) -> bool:
         """Put down messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or

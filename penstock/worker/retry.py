@@ -33,7 +33,6 @@ from penstock.errors import (
     RequestError,
     StoreUnreachable,
 )
-from penstock.messages import now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.redis.client import is_outage
@@ -79,18 +78,21 @@ class RetryPolicy:
         return True
 
 
-def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
+def reason_to_end(claim: Claim, deadline: float | None, now_s: float) -> RequestError | None:
     """Return the error of a request that is cancelled, tried too often or too late; None when there is work to do."""
     if claim.is_cancelled:
         return Cancelled("the request was cancelled")
     if claim.is_exhausted:
         return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
-    return deadline_error(deadline)
+    return deadline_error(deadline, now_s)
 
 
-def deadline_error(deadline: float | None) -> RequestError | None:
-    """Return `DeadlineExceeded` once the deadline (seconds since the epoch) has passed, else None."""
-    if deadline is not None and now_s() > deadline:
+def deadline_error(deadline: float | None, now_s: float) -> RequestError | None:
+    """Return `DeadlineExceeded` once the deadline (seconds since the epoch) has passed, else None.
+
+    `now_s` is the time by the clock of Redis, so that all workers go by one clock.
+    """
+    if deadline is not None and now_s > deadline:
         return DeadlineExceeded("the deadline passed before the answer was complete")
     return None
 

@@ -1,6 +1,6 @@
 """A request in a worker, and what a stage does with it."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -144,6 +144,8 @@ class Completion(NamedTuple):
     """Its dead letter, if the request's error calls for one."""
     span_attributes: dict[str, str]
     """Attributes of the settlement's span."""
+    rename: Callable[[Outgoing], Outgoing] | None = None
+    """Returns one of `outputs` under a new name, made of the message alone: it is called on the settler's thread."""
 
 
 class Role(Protocol):

@@ -81,6 +81,7 @@ from penstock.worker.retry import (
 )
 from penstock.worker.settler import Settler
 from penstock.worker.task import Completion, Role, Task
+from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +114,22 @@ class Worker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
+        watch: LoopWatch | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.create_orphan_reader()
         all_parts = list if reader is None else reader.list_partitions
+        self.watch = watch or LoopWatch()
         self.session = Sessions(
-            record, self.stage, name, member.list_partitions, adopts=reader is not None, all_parts=all_parts
+            record,
+            self.stage,
+            name,
+            member.list_partitions,
+            adopts=reader is not None,
+            all_parts=all_parts,
+            is_stalled=self.watch.is_stalled,
         )
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.engine.wake_waiter),
@@ -128,7 +137,9 @@ class Worker:
             WorkerLoad(),
         )
         self.reader = MessageReader(role.read_message, self.engine.wake_waiter)
-        self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
+        self.rescuer = Rescuer(
+            record, self.stage, self.session, member, reader, self.make_claim_request, self.reader.unclaimed_deliveries
+        )
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
         """All claimed requests that are not through with this stage, by request id."""
@@ -139,18 +150,20 @@ class Worker:
         self._sent_s = 0.0
         self._has_begun = False
         """Whether the engine's next step is begun."""
+        self._step_begun_s = 0.0
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
+        self.watch.note_turn()
         self._handle_claim_news()
         read = self._collect_events()
         self._take_over(accept=accept)
         deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
-        has_run = self._has_begun or self.engine.begin_step()
+        has_run = self._has_begun or self._begin_step()
         sampled, failed = self._finish_step() if has_run else ([], None)
         # All that follows is done while a device computes, if there is one.
-        self._has_begun = failed is None and self.engine.computes_ahead and self.engine.begin_step()
+        self._has_begun = failed is None and self.engine.computes_ahead and self._begin_step()
         self._confirm_tokens()
         if failed is not None:
             self._fail_task(failed)
@@ -329,9 +342,11 @@ class Worker:
 
         They have waited for longer than what is polled, which gets the capacity that they leave.
         """
-        capacity = max(map(self.free_capacity, CLASSES)) if accept and self.session.num_free else 0
-        if capacity <= 0:
+        if not accept or not self.session.num_free:
             return
+        capacity = max(self.free_capacity(klass) for klass in CLASSES)
+        if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
+            return  # what was put down of the reader's messages would only be read here once more, behind them
         taken = self.record.take_over_free(self.stage, self.session.id, capacity)
         self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
         for claimed in taken:
@@ -371,7 +386,7 @@ class Worker:
         if claim.is_ended:
             self._complete_task(task, now_s())
             return
-        cause = reason_to_end(claim, task.deadline)
+        cause = reason_to_end(claim, task.deadline, self.session.server_now_s())
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
             cause = task.failure  # no worker was lost
         task.error = task.error or cause
@@ -462,6 +477,11 @@ class Worker:
 
     # 3 and 7. Step.
 
+    def _begin_step(self) -> bool:
+        """Begin the engine's next step. Returns whether there is one."""
+        self._step_begun_s = time.monotonic()
+        return self.engine.begin_step()
+
     def _finish_step(self) -> tuple[list[SampledToken], SequenceFailed | None]:
         """Return the tokens that the engine's step sampled, or the sequence that made it fail."""
         sampled, failed = list[SampledToken](), None
@@ -469,6 +489,7 @@ class Worker:
             sampled += self.engine.finish_step()
         except SequenceFailed as error:
             failed = error
+        self.watch.note_step(self._step_begun_s)
         stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
         return sampled, failed
 
@@ -594,9 +615,9 @@ class Worker:
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
-        overdue = []
+        overdue, server_now_s = [], self.session.server_now_s()
         for task in self.running.values():
-            if (error := deadline_error(task.deadline)) is not None:
+            if (error := deadline_error(task.deadline, server_now_s)) is not None:
                 task.error = error
                 overdue.append(task)
                 with confine_error(task.id):
@@ -662,7 +683,7 @@ class Worker:
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, completion.outputs + completion.dead_letters)
             settling = Settling(len(completion.dead_letters), task, begun_s, completion.span_attributes)
-            again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
+            again = None if completion.rename is None else partial(_rename_outputs, task.delivery, completion)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
@@ -681,15 +702,6 @@ class Worker:
             return completion
         letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
         return Completion([self.role.build_failed_output(task)], [letter], {})
-
-    def _make_settlement_anew(self, task: Task) -> Settlement:
-        """Return the same hand-off under a new job name.
-
-        The settler's thread calls this; no other thread changes the task any more.
-        """
-        completion = self._build_completion(task)
-        assert completion is not None, "a job can always be made"
-        return Settlement(task.delivery, completion.outputs + completion.dead_letters)
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
@@ -811,6 +823,13 @@ class Worker:
         self.session.close()
         self.record.close()
         self.member.close()
+        self.watch.note_left()
+
+
+def _rename_outputs(delivery: Delivery, completion: Completion) -> Settlement:
+    """Return the same hand-off under a new job name. The settler's thread calls this."""
+    assert completion.rename is not None
+    return Settlement(delivery, [*map(completion.rename, completion.outputs), *completion.dead_letters])
 
 
 def _are_same_request(one: Task, other: Task) -> bool:

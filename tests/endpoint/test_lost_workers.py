@@ -3,7 +3,7 @@
 import pytest
 
 from sim.endpoint import CountingEndpoint, write_numbers
-from tests.endpoint.conftest import MakeEndpointPipeline
+from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline
 
 
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])
@@ -22,3 +22,21 @@ def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpo
     assert {result.id for result in results} == sent
     assert len(pipeline.read_results()) == 20
     assert {(result.text, result.error) for result in results} == {(write_numbers(20), None)}
+
+
+def test_the_requests_of_a_loop_that_stands_still_go_on_elsewhere(line: EndpointPipeline) -> None:
+    """The first worker's threads live, and nobody turns its loop."""
+    with CountingEndpoint(pause_s=0.02) as endpoint:
+        standing = line.add_worker(endpoint)
+        line.send(max_tokens=20)
+        line.run_until(lambda: any(task.log_events for task in standing.running.values()))
+        other = line.add_worker(endpoint)
+        line.workers.remove(standing)
+        standing.watch._limit_s = 0.5
+        line.run_until(lambda: other.running)
+        line.run_until(lambda: not other.running)
+        line.workers.append(standing)
+        (result,) = line.run_until_results(1)
+        line.run_until(lambda: standing.is_settled() and not standing.running)
+    assert (result.text, result.error) == (write_numbers(20), None)
+    assert len(line.read_results()) == 1

@@ -142,6 +142,41 @@ def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: InProcessPipe
     assert result.token_ids == compute_answers(work)["long"].token_ids
 
 
+@pytest.mark.in_memory
+def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
+    line: InProcessPipeline, work: list[Request]
+) -> None:
+    """The one that is being read goes on elsewhere as well. Their first worker does not take them back meanwhile."""
+    first, reader = line.prefill, slowed(line.prefill)
+    publish_long(line, work[-1])
+    turn_until(first, "long", reader)
+    for request in work[:3]:
+        publish_long(line, request)
+
+    def are_waiting() -> bool:
+        first.run_once()
+        return len(first.reader) == 4
+
+    wait_until(are_waiting, 30, "four wait to be read", 0)
+    line.add_prefill("prefill-1")
+
+    def are_answered() -> bool:
+        for worker in (first, line.prefill, line.decode):
+            worker.run_once()
+        return len(line.read_results()) == 4
+
+    wait_until(are_answered, 60, "the idle worker goes on with them", 0)
+    assert reader.begun == ["long"]
+    reader.is_let.set()
+    run_until_idle(first)
+    expected = compute_answers(work)
+    assert {one.id: one.token_ids for one in line.read_results()} == {
+        name: answer.token_ids for name, answer in expected.items()
+    }
+    assert len(line.read_results()) == 4
+    first.close()
+
+
 def taking_over(line: InProcessPipeline, request: Request) -> tuple[Worker, Reader]:
     """A silent worker, and the reader of the worker that took its request over and is reading the message."""
     publish_long(line, request)

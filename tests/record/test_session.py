@@ -17,7 +17,9 @@ from penstock.names import Pipeline
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
+from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
+from sim.memory.record import MemoryRecord, MemoryRecords
 from tests.record.play import alive, die, end, say
 
 MOMENT_S = 0.01
@@ -271,3 +273,21 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
         wait_soon(lambda: other.adopted_partitions == ["topic:1"], "another reads it")
         parts.append("topic:1")
         wait_soon(lambda: other.adopted_partitions == [], "it reads again")
+
+
+@pytest.mark.parametrize(("by_s", "said"), [(900.0, "ahead of"), (-60.0, "behind"), (1.0, "")])
+def test_time_goes_by_the_servers_clock(
+    by_s: float, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A deadline in ten minutes has not passed for a worker whose clock is fifteen minutes ahead."""
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() + by_s)
+    record = MemoryRecord(MemoryRecords(), RecordSettings())  # its clock is `time.time_ns`
+    with Session(record, "decode", "d1") as made:
+        assert abs(made.clock_ahead_s - by_s) < 30
+        assert abs(made.server_now_s() - true_time()) < 30
+        assert deadline_error(true_time() + 600, made.server_now_s()) is None
+        assert deadline_error(true_time() - 600, made.server_now_s()) is not None
+    warnings = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
+    assert len(warnings) == bool(said)
+    assert all(said in one for one in warnings)

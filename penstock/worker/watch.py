@@ -1,0 +1,117 @@
+"""The watch of a worker's loop: a loop that stands still holds its requests no longer than a limit.
+
+A kernel, a driver, a tokenizer or a grammar that does not return stops the loop, while the worker's other threads go
+on. The loop notes each turn and the length of each engine step. When one turn lasts longer than the limit, then
+
+    1  the session is not renewed any more (`penstock.record.session`): a lease later other workers have its requests
+    2  the process logs where the loop stands, and ends itself. Whatever restarts workers starts it again
+
+What a crash costs: it does what 2 does. Writes of a loop that goes on after 1 are refused, as after any lost session.
+A call that holds Python's global lock stops the watch as well, but also the session: 1 happens, 2 does not.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Self
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STALL_LIMIT_S = 60.0
+LIMIT_IN_STEPS = 20
+"""A turn may always last as long as so many of the longest steps that this process has had."""
+STALLED_EXIT_CODE = 70
+"""How a process ends whose loop stands still: `EX_SOFTWARE` of sysexits.h, which nothing else here uses."""
+LOG_TIMEOUT_S = 5.0
+"""The process ends after this time also where its log cannot be written."""
+
+
+class LoopWatch:
+    """The watch of the one loop of a process. As a context it ends a process whose loop stands still."""
+
+    def __init__(self, limit_s: float = DEFAULT_STALL_LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._longest_step_s = 0.0
+        self._num_turns = 0
+        self._thread_id: int | None = None
+        """The thread that runs the loop; None while there is no loop, as its worker left or is being made."""
+        self._lock = threading.Lock()
+        """Guards the looks, which several threads take."""
+        self._seen_turns, self._stood_s, self._looked_s = 0, 0.0, time.monotonic()
+        self._stop = threading.Event()
+
+    @property
+    def limit_s(self) -> float:
+        """How long a turn may last."""
+        return max(self._limit_s, LIMIT_IN_STEPS * self._longest_step_s)
+
+    def note_turn(self) -> None:
+        """Note that the loop begins a turn."""
+        self._num_turns += 1
+        self._thread_id = threading.get_ident()
+
+    def note_step(self, begun_s: float) -> None:
+        """Note that a step of the engine ended now which began at `begun_s`, by the monotonic clock."""
+        # A step that was longer than the limit was none of the engine's doing: the whole process was stopped.
+        self._longest_step_s = max(self._longest_step_s, min(time.monotonic() - begun_s, self._limit_s))
+
+    def note_left(self) -> None:
+        """Note that the loop's worker has left: until the next turn no time counts."""
+        self._num_turns += 1
+        self._thread_id = None
+
+    def is_stalled(self) -> bool:
+        """Return whether the loop's turn has lasted for longer than the limit. Any thread may call this, often.
+
+        What counts is the time between calls that found the same turn, each at most a quarter of the limit: a process
+        that was stopped as a whole, and goes on, has not stood still.
+        """
+        with self._lock:
+            now_s, turns = time.monotonic(), self._num_turns
+            if turns != self._seen_turns or self._thread_id is None:
+                self._seen_turns, self._stood_s = turns, 0.0
+            else:
+                self._stood_s += min(now_s - self._looked_s, self._limit_s / 4)
+            self._looked_s = now_s
+            return self._stood_s > self.limit_s
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._look_forever, name="penstock-watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+
+    def _look_forever(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit_s / 8)):
+            if self.is_stalled():
+                self._end_process()
+
+    def _end_process(self) -> None:
+        # Standard error may be a pipe that is not read, and its lock may be held by the loop that stands still.
+        timer = threading.Timer(LOG_TIMEOUT_S, os._exit, [STALLED_EXIT_CODE])
+        timer.daemon = True
+        timer.start()
+        try:
+            place, stack = self._describe_place()
+            log.critical(
+                "the loop has stood still for more than %.0f s at %s: this process ends itself with code %d, and other"
+                " workers go on with its requests\n%s",
+                self.limit_s, place, STALLED_EXIT_CODE, stack,
+            )  # fmt: skip
+        finally:
+            os._exit(STALLED_EXIT_CODE)
+
+    def _describe_place(self) -> tuple[str, str]:
+        """Return where the loop's thread is, and how it got there."""
+        frame = sys._current_frames().get(self._thread_id or 0)  # noqa: SLF001  # the documented way
+        if frame is None:
+            return "an unknown place", ""
+        code = frame.f_code
+        return f"{code.co_filename}:{frame.f_lineno} {code.co_name}", "".join(traceback.format_stack(frame))
