@@ -103,6 +103,11 @@ they compute is compared with the original at load, and stays only if it is the 
 as they are packed, so that memory never holds the model twice; that holds for unpacked checkpoints, too. In bfloat16
 tokens do not depend on the batch, the chunks or the number of threads.
 
+With latent attention (DeepSeek, Kimi, GLM-4.7-Flash) that holds for the experts alone: PyTorch computes the attention,
+and its sums may depend on the chunks in which a prompt is read. In bfloat16 a token may therefore depend on the chunks,
+and on how much of the prompt was found in the store; in float32 tokens are those of `generate()`. Blocks with tokens of
+an answer are not found by the next turn's prompt in bfloat16, as answers attend to latents and prompts to K and V.
+
 Not so for `dbrx`, `jetmoe` and `llama4_text`, whose experts have forms of their own: they run on PyTorch's operators.
 In float32 their tokens are those of `generate()`; in bfloat16 a token of theirs may depend on the batch.
 """

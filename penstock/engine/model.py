@@ -8,6 +8,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.fingerprint import add_arithmetic
+from penstock.engine.latent import LatentHeads
 from penstock.engine.runner import ModelRunner
 from penstock.engine.storage import KVLayout, KVStorage
 from penstock.engine.weights import MappedWeights
@@ -83,14 +84,27 @@ class LoadedModel:
 
     @property
     def names_answers_apart(self) -> bool:
-        """Whether a token's KV depends on whether it is the prompt's or the answer's."""
-        return self.stage_forms is not None
+        """Whether a token's KV depends on whether it is the prompt's or the answer's.
+
+        Weights in another form compute another KV. Attention to latents rounds otherwise than attention to the K and V
+        made of them, which only in float32 is too little to change a token.
+        """
+        return self.stage_forms is not None or (
+            self._is_rounded and any(isinstance(part, LatentHeads) for part in self.module.modules())
+        )
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether small differences of sums become large ones: in 16 bits, and where numbers become integers."""
+        return bool(
+            self.dtype != torch.float32 or self.layout.is_int8 or self.weight_form or self.stage_forms is not None
+        )
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of content, form of weights and backend: if equal, KV blocks can be exchanged.
 
-        The backend counts in 16 bits, and where numbers become integers: both round small differences to large ones.
+        The backend counts where small differences become large ones (`_is_rounded`).
         """
         name = self.content_fingerprint
         if self.stage_forms is not None:
@@ -98,5 +112,4 @@ class LoadedModel:
             name = add_arithmetic(name, f"prompts {prompts}, answers {answers} {QUANTIZATION_VERSION}")
         elif self.weight_form:
             name = add_arithmetic(name, f"{self.weight_form} {QUANTIZATION_VERSION}")
-        is_rounded = self.dtype != torch.float32 or self.layout.is_int8 or self.weight_form or self.stage_forms
-        return add_arithmetic(name, self.backend.name) if is_rounded else name
+        return add_arithmetic(name, self.backend.name) if self._is_rounded else name

@@ -222,8 +222,9 @@ class BlockHasher:
     def name_answers_apart(self, num_prompt_tokens: int) -> None:
         """Give the blocks that will hold tokens of the answer other keys than if all their tokens were the prompt's.
 
-        Where prompts and answers are computed with other weights, the same token has another KV in each. The full
-        blocks of the prompt have their keys already, and a partial one has the key that `hash_tail_block` returned.
+        Where prompts and answers are computed with other weights, or by another attention, the same token has another
+        KV in each. The full blocks of the prompt have their keys already, and a partial one has the key that
+        `hash_tail_block` returned.
         """
         self._first_answer_block, self.num_prompt_tokens = len(self.keys), num_prompt_tokens
 

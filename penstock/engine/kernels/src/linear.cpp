@@ -162,12 +162,13 @@ struct Ahead {
 
 template <class T, int ROWS, bool ONCE>
 void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, float* c, Ahead ahead) {
-  f32x16 left[ROWS], right[ROWS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) {
-    left[r] = begins ? f32x16{} : load(c + r * kColumns);
-    right[r] = begins ? f32x16{} : load(c + r * kColumns + 16);
-  }
+  constexpr int kVectors = kColumns / kLanes;  // of a row's sums
+  f32xn sums[ROWS * kVectors];
+  unroll<ROWS * kVectors>([&](int i) INLINED { sums[i] = begins ? f32xn{} : *(const f32xn_any*)(c + i * kLanes); });
+  auto weights = [&](int v) INLINED -> u32xn { return *(const u32xn_any*)(w + v * kLanes); };
+  auto add = [&](int r, int v, u32xn a, u32xn both) INLINED {
+    sums[r * kVectors + v] = madd<T>(a, both, sums[r * kVectors + v]);
+  };
   for (int u = 0; u < units; u++) {
     if (ONCE) {
       prefetch_far(ahead.address);
@@ -176,21 +177,26 @@ void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, floa
       prefetch(ahead.address);
     }
     ahead.address += ahead.step;
-    u32x16 a = load(w), b = load(w + 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      u32x16 both = all(x[r]);
-      left[r] = Unit<T>::madd(a, both, left[r]);
-      right[r] = Unit<T>::madd(b, both, right[r]);
+    // What there is less of, vectors of weights or rows of inputs, is held in registers beside the sums.
+    if constexpr (kVectors == 2) {
+      const u32xn a = weights(0), b = weights(1);
+      unroll<ROWS>([&](int r) INLINED {
+        const u32xn both = u32xn{} + x[r];
+        add(r, 0, a, both);
+        add(r, 1, b, both);
+      });
+    } else {
+      u32xn both[ROWS];
+      unroll<ROWS>([&](int r) INLINED { both[r] = u32xn{} + x[r]; });
+      unroll<kVectors>([&](int v) INLINED {
+        const u32xn a = weights(v);
+        unroll<ROWS>([&](int r) INLINED { add(r, v, a, both[r]); });
+      });
     }
     w += kColumns;
     x += 16;
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) {
-    store(c + r * kColumns, left[r]);
-    store(c + r * kColumns + 16, right[r]);
-  }
+  unroll<ROWS * kVectors>([&](int i) INLINED { *(f32xn_any*)(c + i * kLanes) = sums[i]; });
 }
 
 #if defined(__AMX_BF16__)

@@ -6,11 +6,13 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
 
 namespace ISA {
 
@@ -128,6 +130,42 @@ template <> struct Unit<bf16> {
 #endif
   }
 };
+
+// Vectors as wide as the instruction set's own, for sums that are to stay in registers: GCC keeps wider ones in memory.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+typedef f32x16 f32xn;
+typedef u32x16 u32xn;
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) { return Unit<T>::madd(a, b, c); }
+#else
+#if defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float f32xn __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
+
+INLINE f32xn multiply_add(f32xn a, f32xn b, f32xn c) {
+#if defined(__FMA__)
+  return (f32xn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) {
+  if constexpr (Unit<T>::width == 1) return multiply_add((f32xn)a, (f32xn)b, c);
+  f32xn odd = multiply_add((f32xn)(a & 0xffff0000u), (f32xn)(b & 0xffff0000u), c);
+  return multiply_add((f32xn)(a << 16), (f32xn)(b << 16), odd);
+}
+#endif
+typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
+typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
+
+// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
+template <int N, class F> INLINE void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+}
 
 // Units at any address: a row of bf16 may begin between two of them.
 INLINE u32x16 load_units(const void* p) {

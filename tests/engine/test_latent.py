@@ -1,0 +1,76 @@
+"""Latent attention across turns: an answer that becomes the next prompt gives the same tokens, stored or computed."""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from penstock.config.settings import EngineSettings, KVSettings
+from penstock.engine.accelerate import accelerate_model
+from penstock.engine.engine import Engine
+from penstock.engine.kernels.library import load_library
+from penstock.engine.model import LoadedModel
+from penstock.engine.probe import probe_layout
+from penstock.engine.serving import ServingEngine
+from penstock.engine.tiny import build_tiny_model
+from penstock.kvstore.store import KVLayout, KVStore
+from penstock.messages import Sampling
+from tests.engine_contract.engines import Caller
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
+
+NUM_TOKENS = 1037
+NUM_CONVERSATIONS = 3
+CONFIG = transformers.DeepseekV3Config(
+    vocab_size=NUM_TOKENS, hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=6, max_position_embeddings=512, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12,
+    qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=6, n_group=2, topk_group=1, num_experts_per_tok=2,
+    moe_intermediate_size=32, first_k_dense_replace=2, n_shared_experts=1,
+)  # fmt: skip
+
+
+def make_model(dtype: torch.dtype) -> LoadedModel:
+    """Return a random model with latent attention on the native kernels."""
+    cpu = torch.device("cpu")
+    module = build_tiny_model(transformers.DeepseekV3ForCausalLM, CONFIG, 1, cpu).to(dtype)
+    return accelerate_model(
+        LoadedModel(
+            name="latents", config=CONFIG, tokenizer=None, response_template=None, context_length=512,
+            eos_token_ids=frozenset(), dtype=dtype, device=cpu, content_fingerprint="5a" * 32, module=module,
+            layout=probe_layout(module, 16, dtype, cpu), vocab_size=NUM_TOKENS, stock_attention="sdpa",
+        ),
+        "bf16",
+    )  # fmt: skip
+
+
+def answer(model: LoadedModel, folder: Path, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
+    """Return a new worker's answer over the store in a folder, and how many blocks it read from there."""
+    folder.mkdir(exist_ok=True)
+    settings = EngineSettings(pool_mb=16, max_step_tokens=64, speculate=False)
+    with ExitStack() as stack:
+        store = KVStore.open(
+            KVLayout.from_model(model), KVSettings(shared_mb=16, shared_dir=str(folder), redis_mb=0), "", "latents"
+        )
+        stack.callback(store.close)
+        caller = Caller(stack.enter_context(closing(ServingEngine(Engine(model, settings), store))))
+        caller.add("turn", prompt, Sampling(temperature=0, ignore_eos=True, max_tokens=num_tokens))
+        tokens = caller.run_to_end()["turn"]
+        return tokens, sum(tier.counters.hits for tier in store.tiers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_next_turn_is_the_same_with_and_without_the_stored_answer(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model(dtype)
+    assert model.names_answers_apart == (dtype != torch.float32)
+    for number in range(NUM_CONVERSATIONS):
+        # The prompt is shorter than a block, so that all blocks that a next turn could find have tokens of the answer.
+        prompt = torch.randint(NUM_TOKENS, (10,), generator=torch.Generator().manual_seed(number)).tolist()
+        stored, empty = tmp_path / f"stored {number}", tmp_path / f"empty {number}"
+        first, _ = answer(model, stored, prompt, 118)
+        turn = [*prompt, *first, 5, 6, 7]
+        found, num_read = answer(model, stored, turn, 40)
+        computed, num_read_of_nothing = answer(model, empty, turn, 40)
+        assert found == computed
+        assert (num_read > 0, num_read_of_nothing) == (not model.names_answers_apart, 0)
