@@ -76,18 +76,19 @@ def main() -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (64, 1, 2, 3.0), (4, 1, 1, 0.5))
+    count = given.choose_size(NUM_STREAMS, NUM_STREAMS, NUM_WARM_STREAMS)
     with run_stack(_LARGE_ENVIRONMENT) as stack:
         run_round(stack, NUM_WARM_STREAMS, tokens)
         rss_kb = read_resident_kb(stack)
-        seen = [run_round(stack, NUM_STREAMS, tokens) for _ in range(rounds)]
+        seen = [run_round(stack, count, tokens) for _ in range(rounds)]
     with run_stack({}) as stack:
         windows = alternate_windows("gateway", GatewaySide(stack.gateway_url), pairs, seconds)
-    print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams of {tokens} tokens")
+    print(f"\n{describe_machine()}; demo model, float32, {count} streams of {tokens} tokens")
     if given.is_full:
         draw_plot(seen, windows)
     return {
         "sse_streams_ok": min(one.num_ok for one in seen),
-        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / NUM_STREAMS,
+        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / count,
         "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
         "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
         "batch_interference_itl_p99_ratio": statistics.median(windows.compute_ratios(99)),

@@ -68,6 +68,8 @@ class Watch:
 def compute_growth(values: Sequence[float]) -> float:
     """Return the mean of the last quarter less that of the second one; the first is left out as a warm-up."""
     quarter = len(values) // 4
+    if not quarter:
+        return 0.0
     return statistics.mean(values[3 * quarter :]) - statistics.mean(values[quarter : 2 * quarter])
 
 

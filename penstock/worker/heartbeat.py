@@ -19,7 +19,7 @@ import redis
 
 from penstock.errors import NameTaken, PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.redis.client import redis_client
+from penstock.redis.client import is_away, redis_client
 from penstock.redis.scripts import load_script
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Heartbeat:
         lives, and `redis.RedisError`.
         """
         base, _, number = self.name.rpartition("-")
+        self._wait_for_redis()
         holder = self._try_name()  # 1
         last_ms = holder.lease_ms if holder else 0
         while holder is not None and 0 <= holder.lease_ms <= last_ms:  # 2
@@ -115,6 +116,21 @@ class Heartbeat:
             self._set_name(f"{base}-{slot}")
             holder = self._try_name()
         return self.name
+
+    def _wait_for_redis(self) -> None:
+        """Return when Redis answers: a worker may be started before its servers."""
+        is_told = False
+        while True:
+            try:
+                self._redis.ping()
+                return
+            except redis.RedisError as error:
+                if not is_away(error):
+                    raise
+                if not is_told:
+                    log.warning("waiting: %s", error)
+                is_told = True
+                time.sleep(TAKE_PAUSE_S)
 
     def write_beat(self) -> None:
         """Write a beat now. Raises `redis.RedisError`, and `NameTaken` if another process has the name by now."""

@@ -18,7 +18,7 @@ from penstock.engine.loading import load_model
 from penstock.engine.memory import count_available_bytes
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
-from penstock.local.processes import find_free_port
+from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 
 WEIGHTS = "model.safetensors"
@@ -297,10 +297,10 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
 # The command line
 
 
-def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path) -> None:
+def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
     os.truncate(copy / WEIGHTS, 5000)
-    nobody = f"redis://127.0.0.1:{find_free_port()}/0"
-    given = {**os.environ, "PENSTOCK_STREAM_URL": nobody, "PENSTOCK_ENGINE_MODEL": str(copy)}
+    addresses = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
+    given = {**os.environ, **addresses, "PENSTOCK_ENGINE_MODEL": str(copy)}
     child = fork_process("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
     assert child.wait(90) == 1
     assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
