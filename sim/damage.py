@@ -1,6 +1,7 @@
 """Damages messages: a seeded grammar of what broken senders write."""
 
 import json
+import os
 import random
 from typing import Any
 
@@ -10,6 +11,9 @@ VALUES: tuple[Any, ...] = (
     float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
 DEPTH = 3000
+
+NUM_DAMAGED = int(os.environ.get("TEST_NUM_DAMAGED", "1000"))
+"""How many damaged replies or messages a test sends; 20,000 take an hour."""
 
 
 class Damage:

@@ -1,5 +1,6 @@
 """Each benchmark runs to its end in a size of seconds, and writes its figures."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -43,4 +44,4 @@ def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
 def list_numbers(figures: dict[str, Any]) -> list[float]:
     """Return all numbers; the benchmark of GPUs has its figures by part."""
     inner = [list_numbers(value) for value in figures.values() if isinstance(value, dict)]
-    return [value for value in figures.values() if isinstance(value, int | float)] + sum(inner, [])
+    return [value for value in figures.values() if isinstance(value, int | float)] + [*itertools.chain(*inner)]

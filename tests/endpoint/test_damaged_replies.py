@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.endpoint_worker import endpoints
-from sim.damage import Damage
+from sim.damage import NUM_DAMAGED, Damage
 from sim.endpoint import CountingEndpoint, write_numbers
 from tests.endpoint.conftest import EndpointPipeline
 
@@ -29,9 +29,7 @@ PIECES = [
 ERROR = {"error": {"message": "the prompt is no good", "type": "BadRequestError", "param": None, "code": 400}}
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(1_000), pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
-)
+@pytest.mark.parametrize("count", [NUM_DAMAGED])
 def test_no_reply_of_an_endpoint_ends_a_worker(
     count: int, line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.worker import EndpointWorker
 from penstock.messages import Job, Request, Sampling
 from penstock.worker.loop import run_until_idle
-from sim.damage import Damage
+from sim.damage import NUM_DAMAGED, Damage
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.line import InProcessPipeline
 from sim.memory.bus import MemoryBus
@@ -22,7 +22,7 @@ from sim.memory.bus import MemoryBus
 pytestmark = pytest.mark.in_memory
 
 ROUND = 100
-COUNTS = [pytest.param(1_000), pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+COUNTS = [NUM_DAMAGED]
 SAMPLING = Sampling(max_tokens=2, temperature=0, ignore_eos=True)
 HEADERS: dict[str, bytes] = {
     names.VERSION_HEADER: b"1",
