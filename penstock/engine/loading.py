@@ -57,7 +57,7 @@ from penstock.engine.response_template import find_response_template
 from penstock.engine.storage import KVLayout
 from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
-from penstock.errors import EngineCheckFailed, ModelLoadError
+from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError
 
 log = logging.getLogger("penstock.engine")
 
@@ -73,7 +73,8 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs. Raises
-    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
+    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
+    an instruction set that this machine lacks.
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
     begun_s = time.perf_counter()
@@ -227,6 +228,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     with phases.measure("description"):
         prepare_transformers()
         torch.set_num_threads(settings.threads)
+        _select_isa(settings.isa)
         directory = find_model(settings.model, report)
         files = find_weight_files(directory)
         stats = stat_files([directory / "config.json", *files])
@@ -245,6 +247,15 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         settings, report, notes, directory, files, stats, device, config, quantization, tokenizer, context_length,
         dtype, skeleton,
     )  # fmt: skip
+
+
+def _select_isa(isa: str) -> None:
+    """Let the kernels run on the instruction set that a setting names. Raises `SettingsError` if that cannot be."""
+    native = load_library()
+    if native is not None:
+        native.select_isa("" if isa == "auto" else isa)
+    elif isa != "auto":
+        raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
 
 
 def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
@@ -451,8 +462,8 @@ def as_load_errors(name: str) -> Iterator[None]:
     """Raise a `ModelLoadError` for whatever transformers, safetensors or tokenizers raise within the context."""
     try:
         yield
-    except EngineCheckFailed:
-        raise  # it says which model, and it was loaded
+    except (EngineCheckFailed, SettingsError):
+        raise  # the first says which model, which was loaded; the second is not about the model
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
     except Exception as error:
