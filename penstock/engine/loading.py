@@ -239,6 +239,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     with phases.measure("tokenizer"):
         tokenizer = load_tokenizer(directory)
         context_length = find_context_length(config, tokenizer)
+        _report_short_context(settings.model, config, context_length)
     with phases.measure("skeleton"):
         dtype = choose_dtype(settings.dtype, config, device)
         skeleton = build_skeleton(config, dtype)
@@ -520,6 +521,19 @@ def find_context_length(config: Any, tokenizer: Any) -> int:
     if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
         return int(tokenizer.model_max_length)
     raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
+
+
+def _report_short_context(name: str, config: Any, context_length: int) -> None:
+    """Log that a model is served with fewer tokens than its configuration has, and why."""
+    full = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if full > context_length:
+        log.warning(
+            "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences, "
+            "which transformers would take for all sequences of a batch: tokens would depend on their neighbours",
+            name,
+            context_length,
+            full,
+        )
 
 
 def find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
