@@ -127,6 +127,14 @@ def test_forms_of_weights_are_refused_for_other_engines(monkeypatch: pytest.Monk
         load_settings(EngineSettings)
 
 
+def test_the_instruction_set_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENGINE_ISA", "avx2")
+    assert load_settings(EngineSettings).isa == "avx2"
+    monkeypatch.setenv("PENSTOCK_ENGINE_ISA", "sse9")
+    with pytest.raises(SettingsError, match=r"PENSTOCK_ENGINE_ISA: .*'avx2'.*'sse9'"):
+        load_settings(EngineSettings)
+
+
 def test_an_unknown_name_given_in_code_is_an_error() -> None:
     with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
         load_settings(Addresses, pipelin="demo")

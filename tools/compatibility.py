@@ -64,6 +64,16 @@ _CPU = torch.device("cpu")
 WORKS = "Work:"
 WORKS_AS_DECODER = "Work as decoders, if their configuration says `is_decoder`:"
 
+CONTEXT = """\
+## Context
+
+A model is served with the context of its configuration. Not so where a rotary embedding has other frequencies once a
+sequence is longer than its original context (`longrope`, `dynamic`): transformers then takes these for all sequences
+of a batch, and a sequence's cached keys would have those of its beginning. Such a model is served up to its original
+context, and the load logs both numbers: Phi-3.5-mini and Phi-4-mini have 4,096 of their 131,072 tokens.
+"""
+"""The page's section about models that are served with a part of their context."""
+
 QUANTISED = """\
 ## Quantised weights
 
@@ -340,6 +350,7 @@ with where it was read. One with * was rebuilt from the model's report and trans
 {make_usage_table(checkpoints)}
 ## Published checkpoints
 {make_rows(checkpoints)}
+{CONTEXT}
 {QUANTISED}
 {MIXTURES}
 {STATES}

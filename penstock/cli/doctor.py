@@ -23,7 +23,14 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
-from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer, StateMismatch
+from penstock.errors import (
+    BusUnavailable,
+    DependencyMissing,
+    PenstockError,
+    ServersDiffer,
+    SettingsError,
+    StateMismatch,
+)
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
@@ -158,7 +165,9 @@ def _check_kernels() -> Iterator[Finding]:
 
     try:
         native = library.load_library()
-    except DependencyMissing as error:
+        if native is not None and (isa := load_settings(EngineSettings).isa) != "auto":
+            native.select_isa(isa)
+    except (DependencyMissing, SettingsError) as error:
         yield Finding("fail", "native kernels", str(error))
         return
     if native is not None:

@@ -143,6 +143,9 @@ class EngineSettings(BaseSettings):
     """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
     head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
     pipeline."""
+    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain"] = "auto"
+    """The instruction set of the native kernels on a CPU. `auto`: the best that the processor has. In 16 bits, and with
+    integers, each has tokens and KV blocks of its own: where processors differ, name one that all workers have."""
     packed: str = ""
     """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
     worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where
@@ -175,9 +178,10 @@ class EngineSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_forms(self) -> Self:
-        if self.kind != "own" and (self.weights != "auto" or self.prefill_weights or self.kv_dtype != "auto"):
+        given = {self.weights, self.prefill_weights, self.kv_dtype, self.isa}
+        if self.kind != "own" and given - {"auto", ""}:
             raise ValueError(
-                f"PENSTOCK_ENGINE_WEIGHTS, …_PREFILL_WEIGHTS and …_KV_DTYPE are for Penstock's own engine, and "
+                f"PENSTOCK_ENGINE_WEIGHTS, …_PREFILL_WEIGHTS, …_KV_DTYPE and …_ISA are for Penstock's own engine, and "
                 f"PENSTOCK_ENGINE_KIND is {self.kind}: leave them out"
             )
         return self

@@ -57,7 +57,7 @@ from penstock.engine.response_template import find_response_template
 from penstock.engine.storage import KVLayout
 from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
-from penstock.errors import EngineCheckFailed, ModelLoadError
+from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError
 
 log = logging.getLogger("penstock.engine")
 
@@ -73,7 +73,8 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     """Load the model, prove that the engine gives its tokens, and return the engine after it measured its speed.
 
     With `only_prompts` it computes prompts and the token after them, and has only the weights that this needs. Raises
-    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
+    `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s. Raises `SettingsError` for
+    an instruction set that this machine lacks.
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
     begun_s = time.perf_counter()
@@ -227,6 +228,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     with phases.measure("description"):
         prepare_transformers()
         torch.set_num_threads(settings.threads)
+        _select_isa(settings.isa)
         directory = find_model(settings.model, report)
         files = find_weight_files(directory)
         stats = stat_files([directory / "config.json", *files])
@@ -237,6 +239,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     with phases.measure("tokenizer"):
         tokenizer = load_tokenizer(directory)
         context_length = find_context_length(config, tokenizer)
+        _report_short_context(settings.model, config, context_length)
     with phases.measure("skeleton"):
         dtype = choose_dtype(settings.dtype, config, device)
         skeleton = build_skeleton(config, dtype)
@@ -245,6 +248,15 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         settings, report, notes, directory, files, stats, device, config, quantization, tokenizer, context_length,
         dtype, skeleton,
     )  # fmt: skip
+
+
+def _select_isa(isa: str) -> None:
+    """Let the kernels run on the instruction set that a setting names. Raises `SettingsError` if that cannot be."""
+    native = load_library()
+    if native is not None:
+        native.select_isa("" if isa == "auto" else isa)
+    elif isa != "auto":
+        raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
 
 
 def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
@@ -451,8 +463,8 @@ def as_load_errors(name: str) -> Iterator[None]:
     """Raise a `ModelLoadError` for whatever transformers, safetensors or tokenizers raise within the context."""
     try:
         yield
-    except EngineCheckFailed:
-        raise  # it says which model, and it was loaded
+    except (EngineCheckFailed, SettingsError):
+        raise  # the first says which model, which was loaded; the second is not about the model
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
     except Exception as error:
@@ -509,6 +521,19 @@ def find_context_length(config: Any, tokenizer: Any) -> int:
     if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
         return int(tokenizer.model_max_length)
     raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
+
+
+def _report_short_context(name: str, config: Any, context_length: int) -> None:
+    """Log that a model is served with fewer tokens than its configuration has, and why."""
+    full = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if full > context_length:
+        log.warning(
+            "%s is served with %d of its %d tokens: its rotary embedding has other frequencies for longer sequences, "
+            "which transformers would take for all sequences of a batch: tokens would depend on their neighbours",
+            name,
+            context_length,
+            full,
+        )
 
 
 def find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -156,18 +156,25 @@ def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) ->
         prove_model(_load(tmp_path, kind, extra), EngineSettings())
 
 
-def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Path) -> None:
+def test_rope_that_changes_with_the_longest_sequence_is_not_reached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = _load(
         tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
     )
     assert model.context_length == 64
+    (line,) = [record.getMessage() for record in caplog.records if "is served with" in record.getMessage()]
+    assert line.startswith(
+        f"{tmp_path} is served with 64 of its 256 tokens: its rotary embedding has other frequencies"
+    )
     prove_model(model, EngineSettings())
 
 
-def test_the_demo_model_passes() -> None:
+def test_the_demo_model_passes(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
     engine = open_engine(EngineSettings(pool_mb=8), lambda what, done: seen.append(what))
     assert "checking the engine" in seen
+    assert "is served with" not in caplog.text
     assert run_sequences(engine, [sequence([5, 6, 7])])
 
 

@@ -5,16 +5,19 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
+from penstock.engine.loading import load_model
 from penstock.errors import SettingsError
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"
@@ -189,6 +192,30 @@ def test_two_callers_at_once_both_get_their_results(built: Library) -> None:
         caller.join()
     built.set_threads(1)
     assert not wrong
+
+
+def test_the_setting_chooses_the_instruction_set(built: Library) -> None:
+    assert {"auto", *build.X86, "plain"} == set(get_args(EngineSettings.model_fields["isa"].annotation))
+    best = _here(built)[0]
+    try:
+        load_model(EngineSettings(isa="plain"))
+        assert built.isa == "plain"
+    finally:
+        load_model(EngineSettings())
+    assert built.isa == best
+
+
+def test_an_instruction_set_that_is_not_here_is_an_error_of_the_setting(
+    built: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = built.isa
+    monkeypatch.setattr(built, "_select", lambda isa: None)
+    with pytest.raises(SettingsError, match=r"^PENSTOCK_ENGINE_ISA=amx: this processor .* set `auto`"):
+        load_model(EngineSettings(isa="amx"))
+    assert built.isa == used
+    monkeypatch.setattr("penstock.engine.loading.load_library", lambda: None)
+    with pytest.raises(SettingsError, match=r"^PENSTOCK_ENGINE_ISA=amx needs the native kernels"):
+        load_model(EngineSettings(isa="amx"))
 
 
 def test_an_unknown_instruction_set_is_an_error(built: Library) -> None:

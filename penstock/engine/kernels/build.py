@@ -20,7 +20,7 @@ LIBRARY = HERE / "libpenstock.so"
 
 _FLAGS = [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, "-ffp-contract=off", "-fno-math-errno"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
-_X86: dict[str, list[str]] = {
+X86: dict[str, list[str]] = {
     "amx": [*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
     "avx512_bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": _AVX512,
@@ -31,7 +31,7 @@ _SHARED = ("api", "pool")
 
 def instruction_sets() -> dict[str, list[str]]:
     """Name and compiler flags of each that this kind of machine may have, the best first."""
-    return {**(_X86 if platform.machine() in ("x86_64", "AMD64") else {}), "plain": []}
+    return {**(X86 if platform.machine() in ("x86_64", "AMD64") else {}), "plain": []}
 
 
 def interface_mark() -> bytes:

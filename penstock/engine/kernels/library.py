@@ -18,9 +18,6 @@ from penstock.errors import DependencyMissing, SettingsError
 
 log = logging.getLogger("penstock.engine")
 
-ISA_VARIABLE = "PENSTOCK_ENGINE_ISA"
-"""Names the instruction set to use instead of the best one: for tests, and for fleets of unlike processors."""
-
 
 class Packed(Structure):
     """A packed group of linear layers."""
@@ -258,7 +255,7 @@ class Library:
         self._set_threads = handle.penstock_set_threads
         self._select = handle.penstock_select
         self.isa = ""
-        self.select_isa(os.environ.get(ISA_VARIABLE, ""))
+        self.select_isa("")
 
     def set_threads(self, count: int) -> None:
         """Compute on so many threads from now on, the caller's included. A forked child starts with that one alone."""
@@ -273,7 +270,7 @@ class Library:
         """
         name = self._select(isa.encode())
         if name is None:
-            raise SettingsError(f"{ISA_VARIABLE}={isa}: this processor or this build does not have it")
+            raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa}: this processor or this build does not have it: set `auto`")
         self.isa = name.decode()
 
 
