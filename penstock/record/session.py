@@ -68,6 +68,7 @@ class Session:
         """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
         self.adopted_partitions: list[str] = []
         """The partitions of dead members that this worker has to read."""
+        self._server_offset_s = 0.0
         self.clock_ahead_s = 0.0
         """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
@@ -183,10 +184,12 @@ class Session:
         self, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
-        before_s = now_s()
+        before_s, begun_s = now_s(), time.monotonic()
         renewed = self._record.renew_session(self._stage, session, until_ms, parts, left)
         if renewed is not None:
             was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
+            # Monotonic, as the host's clock may be set between two renewals.
+            self._server_offset_s = renewed.now_ms / 1000 - (begun_s + time.monotonic()) / 2
             self.clock_ahead_s = (before_s + now_s()) / 2 - renewed.now_ms / 1000
             if was_right and abs(self.clock_ahead_s) > MAX_CLOCK_ERROR_S:
                 log.warning(
@@ -198,7 +201,7 @@ class Session:
 
     def server_now_s(self) -> float:
         """Return the time by the server's clock, in seconds since the epoch."""
-        return now_s() - self.clock_ahead_s
+        return time.monotonic() + self._server_offset_s
 
     def _note_renewal(self, renewed: Renewed) -> None:
         """Note a renewal's reply. A late one shows that this worker was held up, or that the clock was put forward.
