@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -57,7 +57,7 @@ def pause_process(pid: int) -> None:
     """Send SIGSTOP to a process and wait until none of its threads runs. On a busy machine that takes a moment."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
-    wait_until(lambda: all(map(_is_paused, threads.glob("*/stat"))), 10, f"process {pid} stands still")
+    wait_for(lambda: all(map(_is_paused, threads.glob("*/stat"))), f"process {pid} stands still")
 
 
 def _is_paused(stat: Path) -> bool:

@@ -20,9 +20,9 @@ from subprocess import TimeoutExpired
 from typing import Any, cast
 
 from penstock.local.processes import Child, start_child
-from penstock.waiting import wait_until
 from sim.chaos import clock
 from sim.chaos.disk import SmallDisk, simulate_full_disk
+from sim.waiting import wait_for
 
 
 class ForkServer:
@@ -35,7 +35,7 @@ class ForkServer:
         """The disk that all its workers share."""
         command = self.disk.wrap_command([sys.executable, "-m", "sim.chaos.fork_server", str(path)])
         self._process = start_child(command, name="fork-server", log=directory / "fork-server.log")
-        wait_until(lambda: path.exists() or not self._process.is_alive(), 120, "the fork server is ready")
+        wait_for(lambda: path.exists() or not self._process.is_alive(), "the fork server is ready")
         self.disk.view_through(self._process.pid)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))

@@ -26,7 +26,6 @@ from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline, Stage, parse_event_id
 from penstock.record.log import RequestStatus, TokenLog
-from penstock.waiting import wait_until
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask
 from sim.chaos.faults import ANY_TIME, Bus, KillPlan
@@ -35,6 +34,7 @@ from sim.chaos.history import History, read_history
 from sim.chaos.ownership import read_members, read_owned_requests
 from sim.chaos.runner import Progress, record_topics, wait_until_calm
 from sim.chaos.system import ChaosStack, Servers
+from sim.waiting import wait_for
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 NUM_DISTINCT_REQUESTS = 6
@@ -152,7 +152,7 @@ def _tend_until(stack: ChaosStack, condition: Callable[[], bool], what: str, eve
         stack.restart_dead()
         return condition()
 
-    wait_until(has_recovered, MAX_WAIT_S, what, every_s=every_s)
+    wait_for(has_recovered, what, every_s=every_s)
 
 
 def _make_task(plan: RecoveryPlan, wave: int, number: int) -> ClientTask:
@@ -178,13 +178,13 @@ class _Wave:
     def kill_workers(self, progress: Progress) -> None:
         """Kill the worker with the most requests, wait until they all go on, and repeat."""
         if self._plan.stage == "decode":
-            wait_until(self._all_decoding, MAX_WAIT_S, "all streams are in decode", every_s=0.02)
+            wait_for(self._all_decoding, "all streams are in decode", every_s=0.02)
         for _ in range(self._plan.kills):
             if not (name := self._find_victim()):
                 return
             before = self._kill_worker(name)
             progress(f"wave {self._number + 1}, {len(before)} requests of {name} go on", self._found.kills)
-            wait_until(partial(self._have_progressed, before), MAX_WAIT_S, f"what {name} had goes on", every_s=0.02)
+            wait_for(partial(self._have_progressed, before), f"what {name} had goes on", every_s=0.02)
 
     def _read_states(self) -> dict[str, RequestStatus]:
         self._stack.restart_dead()

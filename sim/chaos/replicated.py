@@ -12,8 +12,8 @@ from confluent_kafka.admin import AdminClient
 
 from penstock.local.kafka import KafkaCluster, KafkaServer
 from penstock.local.valkey import ReplicatedValkey, ValkeySentinel, ValkeyServer
-from penstock.waiting import wait_until
 from sim.chaos.system import Servers
+from sim.waiting import wait_for
 
 FAILOVER_TIMEOUT_S = 60.0
 
@@ -45,7 +45,7 @@ class ReplicatedServers(Servers):
             return
         master = self.replicated.master
         master.kill()
-        wait_until(lambda: self.replicated.master is not master, FAILOVER_TIMEOUT_S, "the copy is the master")
+        wait_for(lambda: self.replicated.master is not master, "the copy is the master")
         time.sleep(down_s)
         master.start()
         self.replicated.wait_until_replicated()
