@@ -19,8 +19,8 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
 from sim.servers import serve_server
+from sim.waiting import wait_for
 from tests.bus.buses import CAPACITY, make_settlement, take_deliveries
 
 RETENTION = {"log.retention.check.interval.ms": "500", "log.initial.task.delay.ms": "500"}
@@ -53,7 +53,7 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
         places, earliest = list_partitions(admin, topics), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
         return set(read_log_offsets(admin, places, earliest, IsolationLevel.READ_UNCOMMITTED).values())
 
-    wait_until(lambda: first_offsets(control) == {2}, 60, "what is as old is deleted", every_s=0.1)
+    wait_for(lambda: first_offsets(control) == {2}, "what is as old is deleted", every_s=0.1)
     assert first_offsets(topic) == {0}
     with bus.join_group("prefill", "a") as member:
         assert len(take_deliveries(member, 2)) == 2

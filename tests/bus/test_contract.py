@@ -27,10 +27,10 @@ from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from penstock.ops import lag
-from penstock.waiting import wait_until
 from sim.forked import fork_process
 from sim.memory.bus import MemoryBus
 from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from tests.bus import worker_process
 from tests.bus.buses import (
     CAPACITY,
@@ -247,7 +247,7 @@ def test_redelivery_after_a_crash(
 ) -> None:
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     victim = spawn("victim", "hold")
-    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.read_log_tail()}")
+    wait_for((tmp_path / "held").exists, f"the worker holds it: {victim.read_log_tail()}")
     with bus.join_group("decode", "b") as member:
         assert member.poll(0.0, CAPACITY) == []
         victim.kill()
@@ -261,13 +261,13 @@ def test_who_slept_too_long_cannot_settle(
 ) -> None:
     publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 1))
     sleeper = spawn("sleeper", "hold")
-    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.read_log_tail()}")
+    wait_for((tmp_path / "held").exists, f"the worker holds it: {sleeper.read_log_tail()}")
     sleeper.send_signal(signal.SIGSTOP)
     with bus.join_group("decode", "b") as member:
         (d,) = take_deliveries(member, 1)
         (tmp_path / "go").touch()
         sleeper.send_signal(signal.SIGCONT)
-        wait_until((tmp_path / "outcome").exists, 30.0, "the sleeper tried to settle")
+        wait_for((tmp_path / "outcome").exists, "the sleeper tried to settle")
         assert (tmp_path / "outcome").read_text() == "DeliveryLost"
         member.settle([make_settlement(pipeline, d)])
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0"]
@@ -282,15 +282,14 @@ def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pip
     found: list[bytes] = []
     with bus.join_group("decode", "a") as stayer:
         assert isinstance(stayer, KafkaMember)
-        wait_until(
+        wait_for(
             lambda: len(stayer.list_prefetched()) >= MAX_BUFFERED_MESSAGES,
-            30,
             "its class is full: it pauses both partitions",
         )
         with bus.join_group("decode", "b") as leaver:
-            wait_until(lambda: len(leaver.list_partitions()) == len(stayer.list_partitions()) == 1, 30, "each has one")
-            wait_until(lambda: not work_off(stayer, found), 30, "what it kept is worked off, and the other is not full")
-        wait_until(lambda: work_off(stayer, found) and len(found) == total, 30, "what came back is read")
+            wait_for(lambda: len(leaver.list_partitions()) == len(stayer.list_partitions()) == 1, "each has one")
+            wait_for(lambda: not work_off(stayer, found), "what it kept is worked off, and the other is not full")
+        wait_for(lambda: work_off(stayer, found) and len(found) == total, "what came back is read")
     assert sorted(map(int, found)) == list(range(total))
 
 
@@ -331,13 +330,13 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     try:
         first.start()
         victim = spawn("victim", "work")
-        wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.2)
+        wait_for(lambda: num_answers() > 10 or failures, "work begins", every_s=0.2)
         second.start()
         publish_messages(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
-        wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.2)
+        wait_for(lambda: num_answers() > total // 3 or failures, "work goes on", every_s=0.2)
         os.kill(victim.pid, signal.SIGKILL)
         leave.set()
-        wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.2)
+        wait_for(lambda: num_answers() >= total or failures, "all is answered", every_s=0.2)
     finally:  # else the threads work for ever, and the test's process with them
         leave.set()
         stop.set()
@@ -426,7 +425,7 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
                     continue
             return len(bus.read_all(pipeline.results_topic)) == 3
 
-        wait_until(settled, 60.0, "all is settled")
+        wait_for(settled, "all is settled")
         assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
 
 
@@ -449,7 +448,7 @@ def test_a_killed_broker_ends_open_transactions_for_readers_too(pipeline: Pipeli
         producers.clear()
         server.start()
         publish_messages(bus, [Outgoing(pipeline.results_topic, b"later", f"k{number}") for number in range(8)])
-        wait_until(lambda: len(bus.read_all(pipeline.results_topic)) == 8, 30.0, "readers see what is committed")
+        wait_for(lambda: len(bus.read_all(pipeline.results_topic)) == 8, "readers see what is committed")
 
 
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline) -> None:

@@ -15,8 +15,8 @@ from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
-from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
+from sim.waiting import wait_for
 from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
 
 NUM_GOOD = 40
@@ -158,7 +158,7 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(kafka_bus: KafkaBu
         reasons = [letter.headers[REASON_HEADER] for letter in letters]
         assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
         member.settle([make_settlement(pipeline, delivery) for delivery in taken])
-    wait_until(lambda: not kafka_bus.count_unsettled()[topic], 10, "the group is behind them")
+    wait_for(lambda: not kafka_bus.count_unsettled()[topic], "the group is behind them")
     with kafka_bus.join_group("prefill", "b") as member:
         assert member.poll(0.5, CAPACITY) == []
     assert len(kafka_bus.read_all(pipeline.dead_letter_topic)) == 3
@@ -176,7 +176,7 @@ def test_who_follows_or_reads_all_passes_a_batch_that_cannot_be_unpacked(
             found.extend(follower.read_messages(0.5))
             return len(found) > 1
 
-        wait_until(has_read, 30, "both messages")
+        wait_for(has_read, "both messages")
     assert [(one.offset, one.message and one.message.value) for one in found] == [("0", b"before"), ("4", b"behind")]
     assert list_values(kafka_bus.read_all(pipeline.results_topic)) == [b"before", b"behind"]
 

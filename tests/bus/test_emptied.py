@@ -14,7 +14,7 @@ from penstock.config.settings import BusSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 
 
 @pytest.mark.parametrize("is_reclaiming", [False, True])
@@ -68,6 +68,6 @@ def test_a_member_whose_lease_is_not_renewed_any_more_says_so(
     monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", BrokenScript())
     with bus.join_group("prefill", "a") as member:
         assert isinstance(member, StreamsMember)
-        wait_until(lambda: not member._heart.is_alive(), 20, "the thread has ended")
+        wait_for(lambda: not member._heart.is_alive(), "the thread has ended")
         with pytest.raises(ZeroDivisionError):
             member.poll(0.0, {"interactive": 1})

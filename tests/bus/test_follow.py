@@ -12,7 +12,7 @@ from penstock.bus.kafka.client import producer_settings
 from penstock.bus.streams import bus as streams
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
 
@@ -23,7 +23,7 @@ def read(follower: Follower, count: int, most: int = 500) -> list[FollowedMessag
         found.extend(follower.read_messages(0.2, most))
         return len(found) >= count
 
-    wait_until(is_there, 30, f"{count} messages")
+    wait_for(is_there, f"{count} messages")
     return found
 
 
@@ -107,9 +107,8 @@ def test_partitions_that_are_added_are_followed(
     admin = AdminClient(logs.clients)
     admin.create_partitions([NewPartitions(pipeline.results_topic, 2)])[pipeline.results_topic].result(30)
     producer = Producer(producer_settings(logs.clients))
-    wait_until(
+    wait_for(
         lambda: len(producer.list_topics(pipeline.results_topic, 5).topics[pipeline.results_topic].partitions) == 2,
-        30,
         "two",
     )
     producer.produce(pipeline.results_topic, b"added", partition=1)

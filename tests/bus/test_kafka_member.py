@@ -23,7 +23,7 @@ from penstock.bus.kafka.position_lookup import FetchAttempts, PositionLookup, Re
 from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import CAPACITY
 from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 
@@ -222,7 +222,7 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
         bus.goes_on.clear()
         thread = threading.Thread(target=member.settle, args=([Settlement(delivery)],))
         thread.start()
-        wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
+        wait_for(lambda: member._settling_since is not None, "it is being settled")
         member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
         bus.goes_on.set()
         thread.join()
@@ -305,7 +305,7 @@ def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyP
         outcomes: list[BaseException] = []
         thread = threading.Thread(target=settle, args=(member, delivery, outcomes))
         thread.start()
-        wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
+        wait_for(lambda: member._settling_since is not None, "it is being settled")
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
@@ -330,17 +330,17 @@ def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: p
         bus.turn_until(member.list_partitions, "it is read")
         monkeypatch.setattr(kafka_member, "MAX_POLLER_PAUSE_S", 0.1)
         bus.goes_on.clear()  # the next poll does not come back
-        wait_until(lambda: "nothing was read" in member.current_problem, PATIENCE_S, "it is noticed")
+        wait_for(lambda: "nothing was read" in member.current_problem, "it is noticed")
         assert member.list_partitions() == []
         with pytest.raises(BusUnavailable, match="made anew"):
-            wait_until(lambda: member.poll(0.0, CAPACITY), PATIENCE_S, "a poll raises")
+            wait_for(lambda: member.poll(0.0, CAPACITY), "a poll raises")
 
 
 def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     with joined(DoubleBus()) as member:
         with member._time_settlement():
-            wait_until(lambda: "a settlement takes" in member.current_problem, PATIENCE_S, "it is noticed")
+            wait_for(lambda: "a settlement takes" in member.current_problem, "it is noticed")
         assert member.current_problem == ""
 
 
@@ -448,7 +448,7 @@ def test_a_partition_whose_committed_offset_is_not_known_is_told(monkeypatch: py
     with joined(bus) as member:
         bus.give(ONE)
         what = f"{ONE[0]} partition 0 is not read, its committed offset is not known: "
-        wait_until(lambda: what in member.current_problem, PATIENCE_S, "it is told")
+        wait_for(lambda: what in member.current_problem, "it is told")
         assert member.list_partitions() == []
         bus.commit_error = None
         bus.turn_until(member.list_partitions, "it is begun")
@@ -489,7 +489,7 @@ def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
         del bus.logs[ONE][1:]
         assert bus.reader is not None
         bus.reader.free()
-        wait_until(lambda: member._failure is not None, PATIENCE_S, "it is noticed")
+        wait_for(lambda: member._failure is not None, "it is noticed")
         with pytest.raises(BusUnavailable, match="lost its tail"):
             member.poll(0.0, CAPACITY)
 

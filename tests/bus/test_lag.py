@@ -8,7 +8,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import (
     CAPACITY,
     list_values,
@@ -22,9 +22,7 @@ from tests.bus.buses import (
 
 def wait_for_lag(bus: Bus, topic: str, count: int) -> None:
     """Wait until `count` messages of a topic are unsettled: a transaction is seen a moment after its commit."""
-    wait_until(
-        lambda: bus.count_unsettled()[topic] == count, 30, f"{count} in {topic}, not {bus.count_unsettled()[topic]}"
-    )
+    wait_for(lambda: bus.count_unsettled()[topic] == count, f"{count} in {topic}, not {bus.count_unsettled()[topic]}")
 
 
 def test_what_is_not_settled_counts_with_and_without_a_holder(bus: Bus, pipeline: Pipeline) -> None:
@@ -48,7 +46,7 @@ def test_what_is_not_settled_counts_with_and_without_a_holder(bus: Bus, pipeline
             assert decode.poll(0.0, {"interactive": 1, "batch": 1}) == []
             return set(bus.count_unsettled().values()) == {0}
 
-        wait_until(is_empty, 30, f"nothing is left: {bus.count_unsettled()}")
+        wait_for(is_empty, f"nothing is left: {bus.count_unsettled()}")
 
 
 def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest, redis_url: str, kafka: str) -> None:

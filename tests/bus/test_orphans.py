@@ -9,7 +9,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
 
@@ -51,9 +51,8 @@ def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) 
     with bus.join_group("prefill", "a") as one, bus.join_group("prefill", "b") as other:
         topic = pipeline.request_topic("interactive")
         halves = [[f"{topic}:0", f"{topic}:1"], [f"{topic}:2", f"{topic}:3"]]
-        wait_until(
+        wait_for(
             lambda: sorted([sorted(one.list_partitions()), sorted(other.list_partitions())]) == halves,
-            30,
             "each has half",
         )
 
@@ -69,7 +68,7 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
         taken = take_deliveries(member, 10)
         order = list_numbers(taken)  # what is published at once may change places where a part is sent again
         member.settle([make_settlement(pipeline, taken[number]) for number in (0, 1, 4, 5)])
-        wait_until(lambda: kafka_bus.count_unsettled()[topic] == 6, 30, "that is committed")
+        wait_for(lambda: kafka_bus.count_unsettled()[topic] == 6, "that is committed")
         first = read(reader, part, 3, most=3)
         assert list_numbers(first) == [order[place] for place in (2, 3, 6)]
         assert list_numbers(read(reader, part, 3)) == order[7:]

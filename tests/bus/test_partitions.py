@@ -22,7 +22,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
 NUM = 4
@@ -110,7 +110,7 @@ def test_partitions_that_are_added_are_used(
             seen.update(partition(d) for d in member.poll(0.5, {"interactive": 100}))
             return NUM in seen
 
-        wait_until(arrived, 30, "the new partition is used")
+        wait_for(arrived, "the new partition is used")
 
 
 class Brokers:
@@ -169,9 +169,9 @@ def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypa
 
     assert used() == 2
     brokers.leaders[2] = -1
-    wait_until(lambda: used() != 2, 30, "the other partitions are used")
+    wait_for(lambda: used() != 2, "the other partitions are used")
     brokers.leaders[2] = 2
-    wait_until(lambda: used() == 2, 30, "their own partition is used again")
+    wait_for(lambda: used() == 2, "their own partition is used again")
 
 
 def test_a_message_that_the_brokers_refuse_fails_alone(

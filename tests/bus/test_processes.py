@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local.processes import start_child
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 
 PARENT = """
 import sys, threading
@@ -32,12 +32,12 @@ def is_running(pid: int) -> bool:
 def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     parent = start_child([sys.executable, "-c", PARENT, str(pid_file)], name="parent", log=tmp_path / "log")
-    wait_until(lambda: pid_file.exists() and pid_file.read_text(), 20.0, "the child runs")
+    wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the child runs")
     pid = int(pid_file.read_text())
     assert is_running(pid)
     assert parent.is_alive()
     parent.kill()
-    wait_until(lambda: not is_running(pid), 30, "the child ended too")
+    wait_for(lambda: not is_running(pid), "the child ended too")
 
 
 def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
     polite = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="polite")
     assert polite.stop(10.0) == -signal.SIGTERM
     child = start_child([sys.executable, "-c", stubborn], name="stubborn", log=tmp_path / "log")
-    wait_until(lambda: child.read_log_tail() == "up", 30, "it ignores the signal")
+    wait_for(lambda: child.read_log_tail() == "up", "it ignores the signal")
     with pytest.raises(TimeoutError, match="stubborn"):
         child.wait(0.01)
     assert child.stop(0.1) == -signal.SIGKILL

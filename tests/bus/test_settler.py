@@ -8,8 +8,8 @@ import pytest
 from penstock.bus.contract import Bus, Member, Outgoing, Settlement
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
 from penstock.worker.settler import Settler
+from sim.waiting import wait_for
 from tests.bus.buses import list_values, publish_messages, take_deliveries
 
 
@@ -48,8 +48,8 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
             outcomes.extend(settler.collect())
             return bool(outcomes)
 
-        wait_until(has_ended, 10, "the settlement's end")
-        wait_until(lambda: not settler.trouble, 10, "nothing is tried any more, so nothing is wrong")
+        wait_for(has_ended, "the settlement's end")
+        wait_for(lambda: not settler.trouble, "nothing is tried any more, so nothing is wrong")
         settler.close()
         assert list_values(bus.read_all(jobs)) == [b"first", b"second"][: 1 + is_again]
         assert outcomes == [(None, is_again)]  # the next holder settles a lost delivery from the record

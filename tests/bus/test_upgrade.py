@@ -16,7 +16,7 @@ from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
 from penstock.config.settings import BusSettings
 from penstock.errors import UpgradeNeeded
 from penstock.names import ATTEMPT_HEADER, ORIGIN_HEADER, REASON_HEADER, STACK_HEADER, TENANT_HEADER, Pipeline, Stage
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
 
@@ -54,7 +54,7 @@ def test_what_waits_goes_back_once_and_no_worker_starts_before(old_bus: Bus, pip
     waiting = [put_off(str(n).encode(), pipeline.request_topic("interactive"), quick) for n in range(250)]
     waiting += [put_off(b"job", pipeline.job_topic("batch"), slow), put_off(b"?", "elsewhere", slow)]
     publish_messages(bus, waiting)
-    wait_until(lambda: bus.count_old_retries() == len(waiting), 30, "all are counted")
+    wait_for(lambda: bus.count_old_retries() == len(waiting), "all are counted")
     with pytest.raises(UpgradeNeeded, match="penstock topics create"):
         check_upgraded(bus)
     assert bus.move_old_retries() == len(waiting)
@@ -74,14 +74,14 @@ def test_what_waits_goes_back_once_and_no_worker_starts_before(old_bus: Bus, pip
 def test_nothing_is_moved_beside_a_worker_that_runs(old_bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
     bus = old_bus
     publish_messages(bus, [put_off(b"x", pipeline.input_topics(stage)["batch"], pipeline.old_retry_topics()[1])])
-    wait_until(bus.count_old_retries, 30, "it is counted")
+    wait_for(bus.count_old_retries, "it is counted")
     with bus.join_group(stage, "a") as member:
         publish_messages(bus, make_messages(pipeline.input_topics(stage)["interactive"], 1))
         take_deliveries(member, 1)
         with pytest.raises(UpgradeNeeded, match="stop all workers"):
             bus.move_old_retries()
     assert len(bus.read_all(pipeline.input_topics(stage)["batch"])) == 0
-    wait_until(lambda: bus.move_old_retries() == 1, 30, "it has left")
+    wait_for(lambda: bus.move_old_retries() == 1, "it has left")
 
 
 def test_what_the_groups_had_settled_is_left(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError
 from penstock.names import Pipeline, PriorityClass
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.bus.buses import SHORT_TIMEOUT_SETTINGS, make_bus
 
 CAPACITY: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
@@ -31,7 +31,7 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
     while not taken:
         taken = member.poll(1.0, {"interactive": 1})
     Path(folder, "held").touch()
-    wait_until(Path(folder, "go").exists, 60.0, "the test gives leave")
+    wait_for(Path(folder, "go").exists, "the test gives leave")
     outcome = "settled"
     try:
         member.settle([Settlement(taken[0], [Outgoing(pipeline.results_topic, b"from the worker")])])

@@ -8,7 +8,7 @@ from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage, compute_body_hash
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.record.play import alive, die, end, prefill, say
 
 
@@ -107,7 +107,7 @@ def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> N
 def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> None:
     """The one who gets the delivery has a lease's time to claim it, and may die in it."""
     assert hasty.release_claim(claim_with_message(hasty, "prefill"))
-    wait_until(lambda: hasty.count_free("prefill") == 1, 10, "a lease is over", 0.01)
+    wait_for(lambda: hasty.count_free("prefill") == 1, "a lease is over", 0.01)
     (taken,) = hasty.take_over_free("prefill", alive(hasty, "prefill", "w2"), 9)
     assert (taken.claim.attempts, taken.message) == (1, b"message")
 

@@ -9,8 +9,8 @@ import redis
 from penstock.bus.contract import Delivery
 from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, UnclaimedMessage
-from penstock.waiting import wait_until
 from penstock.worker.rescue import MAX_BATCH_BYTES, Rescuer
+from sim.waiting import wait_for
 
 
 def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -> Delivery:
@@ -61,7 +61,7 @@ def session(hasty: Record) -> Iterator[Session]:
 def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
     with start_rescuer(hasty, session, member) as rescuer:
-        wait_until(lambda: hasty.count_free("prefill") == 2, 20, "both are free")
+        wait_for(lambda: hasty.count_free("prefill") == 2, "both are free")
         assert hasty.read_status("b1") is None
         assert {taken.claim.id for taken in hasty.take_over_free("prefill", session.id, 9)} == {"r1", "r2"}
         rescuer.put_down_waiting()
@@ -101,10 +101,10 @@ def test_messages_of_a_server_that_is_away_are_put_down_when_it_answers(
     record = Half(client, pipeline, hasty.settings)
     member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
     with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
-        wait_until(lambda: record.count_free("prefill") == 2, 20, "those of the other server are free")
+        wait_for(lambda: record.count_free("prefill") == 2, "those of the other server are free")
         assert {taken.claim.id for taken in record.take_over_free("prefill", session.id, 9)} == {"r2", "r4"}
         record.is_away = False
-        wait_until(lambda: record.count_free("prefill") == 2, 20, "these are free, too")
+        wait_for(lambda: record.count_free("prefill") == 2, "these are free, too")
 
 
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
@@ -117,7 +117,7 @@ def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
     record = Full(client, pipeline, hasty.settings)
     member = Member([], {"topic:0": others})
     with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
-        wait_until(lambda: record.count_free("prefill") == 4, 20, "all are free")
+        wait_for(lambda: record.count_free("prefill") == 4, "all are free")
         assert not record.failures
     record.close()
 
@@ -126,7 +126,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
     with start_rescuer(hasty, session, member) as rescuer:
-        wait_until(lambda: rescuer._thread.failure is not None, 20, "it fails")
+        wait_for(lambda: rescuer._thread.failure is not None, "it fails")
         with pytest.raises(ZeroDivisionError):
             rescuer.raise_failure()
 
@@ -139,5 +139,5 @@ def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Sess
 
     member = Member([delivery("r1"), delivery("r2")], {})
     with start_rescuer(hasty, session, member, read) as rescuer:
-        wait_until(lambda: hasty.count_free("prefill") == 1, 20, "the other is free")
+        wait_for(lambda: hasty.count_free("prefill") == 1, "the other is free")
         rescuer.raise_failure()

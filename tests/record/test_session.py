@@ -16,10 +16,10 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
 from sim.memory.record import MemoryRecord, MemoryRecords
+from sim.waiting import wait_for
 from tests.record.play import alive, die, end, say
 
 MOMENT_S = 0.01
@@ -44,7 +44,7 @@ def list_living(client: "redis.Redis", pipeline: Pipeline) -> set[str]:
 
 
 def wait_soon(condition: Callable[[], bool], what: str) -> None:
-    wait_until(condition, 20, what, MOMENT_S)
+    wait_for(condition, what, MOMENT_S)
 
 
 def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None:

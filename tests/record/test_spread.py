@@ -21,7 +21,7 @@ from penstock.record import (
     open_record,
 )
 from penstock.redis.servers import choose_server
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.pipeline.site import hanging
 from tests.record.play import end, say
 
@@ -79,11 +79,11 @@ def test_what_is_free_is_taken_from_all(spread: Record, sessions: Sessions) -> N
     waiting = [UnclaimedMessage(name, "", "j1", b"message") for name in LEFT[2:5] + RIGHT[2:5]]
     assert spread.put_down("decode", waiting) == []
     assert spread.count_free("decode") == 6
-    wait_until(lambda: sessions.num_free == 6, 20, "the sessions hear of them")
+    wait_for(lambda: sessions.num_free == 6, "the sessions hear of them")
     taken = spread.take_over_free("decode", sessions.id, 4)
     sessions.num_free -= 4
     # A renewal between the two lines above has counted what was taken already, and the next one counts anew.
-    wait_until(lambda: sessions.num_free == 2, 20, "the sessions hear of what is left")
+    wait_for(lambda: sessions.num_free == 2, "the sessions hear of what is left")
     taken += spread.take_over_free("decode", sessions.id, 9)
     assert sorted(one.claim.id for one in taken) == sorted(one.id for one in waiting)
 
@@ -120,7 +120,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         server.kill()
         use_both()
         server.start()
-    wait_until(lambda: not spread.current_problem, 20, "it answers again")
+    wait_for(lambda: not spread.current_problem, "it answers again")
     again = claimed(spread, sessions, RIGHT[6])
     assert (again.num_tokens, again.epoch > others.epoch) == (2, True) or how == "hangs"
     assert again.num_tokens >= 2
@@ -138,7 +138,7 @@ def test_a_worker_begins_while_one_is_away(servers: tuple[ValkeyServer, ValkeySe
     assert isinstance(spread.claim_decode(RIGHT[8], sessions.id, "j1"), Busy)
     before = sessions.id
     servers[1].start()
-    wait_until(lambda: not spread.current_problem, 20, "it answers")
+    wait_for(lambda: not spread.current_problem, "it answers")
     assert isinstance(spread.claim_decode(RIGHT[8], before, "j1"), Busy)
     assert isinstance(spread.claim_prefill(RIGHT[9], before, "b"), Busy)
     claimed(spread, sessions, RIGHT[8])
