@@ -14,13 +14,13 @@ from penstock.errors import DeadlineExceeded
 from penstock.kvstore.tiers.host import HostTier
 from penstock.local.stack import WorkerSlot
 from penstock.messages import now_s
-from penstock.waiting import wait_until
 from sim.chaos import clock
 from sim.chaos.disk import SmallDisk, simulate_full_disk
 from sim.chaos.faults import ANY_TIME, KillPlan
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History
 from sim.chaos.system import ChaosStack, Servers
+from sim.waiting import wait_for
 from tests.kvstore.blocks import make_form, new_names, put
 
 TOKENS = list(range(10, 110))
@@ -47,7 +47,7 @@ def stack(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
             away={"decode-1"},
         )
         with made:
-            wait_until(lambda: all_ready(made), 120, "both workers are ready")
+            wait_for(lambda: all_ready(made), "both workers are ready")
             yield made
 
 
@@ -76,7 +76,7 @@ def test_a_full_disk_takes_no_block_and_does_no_harm(stack: ChaosStack) -> None:
     disk.free_space()
 
     others = itertools.count(10)
-    wait_until(lambda: ask(stack, next(others)) and disk.count_blocks() > 0, 30, "blocks are on the disk again")
+    wait_for(lambda: ask(stack, next(others)) and disk.count_blocks() > 0, "blocks are on the disk again")
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -107,21 +107,21 @@ def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatc
 
 def test_a_freeze_stops_every_worker_until_it_is_over(stack: ChaosStack, fork_server: ForkServer) -> None:
     pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
-    stack.freeze_all(lambda: wait_until(lambda: all(map(fork_server.is_stopped, pids)), 20, "all are stopped"))
+    stack.freeze_all(lambda: wait_for(lambda: all(map(fork_server.is_stopped, pids)), "all are stopped"))
     assert ask(stack, 4)
     assert [worker.child.pid for worker in stack.workers if worker.child is not None] == pids
 
 
 def test_a_worker_comes_and_leaves(stack: ChaosStack) -> None:
     stack.absent.discard("decode-1")
-    wait_until(lambda: all_ready(stack), 60, "it serves")
+    wait_for(lambda: all_ready(stack), "it serves")
     stack.absent.add("decode-1")
 
     def is_gone() -> bool:
         stack.restart_dead()
         return stack.get_child("decode-1") is None
 
-    wait_until(is_gone, 60, "it has left")
+    wait_for(is_gone, "it has left")
     assert stack.counts.crashes == []
 
 
@@ -137,5 +137,5 @@ def test_a_worker_follows_one_whose_clock_was_ahead(stack: ChaosStack) -> None:
         clock.set_clock(stack.clocks[worker.name], by_s)
         stack.kill_worker(worker)
         stack.restart_dead()
-        wait_until(serves, 60, "the next one serves")
+        wait_for(serves, "the next one serves")
     assert ask(stack, 3)

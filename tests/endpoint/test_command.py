@@ -13,10 +13,10 @@ from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.errors import SettingsError
 from penstock.local.processes import find_free_port, start_child
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import StopSignal
 from sim.endpoint import MODEL, CountingEndpoint
+from sim.waiting import wait_for
 from tests.commands import Terminal
 
 
@@ -64,7 +64,7 @@ def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: C
     ]  # fmt: skip
     child = start_child(command, name="up", log=tmp_path / "up.log")
     try:
-        wait_until(lambda: "Or:" in (tmp_path / "up.log").read_text(), 90, "it is up")
+        wait_for(lambda: "Or:" in (tmp_path / "up.log").read_text(), "it is up")
         said = (tmp_path / "up.log").read_text()
         assert f'"model": "{MODEL}"' in said
         body = b'{"model": "counting", "prompt": "x|", "max_tokens": 3}'

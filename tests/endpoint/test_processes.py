@@ -18,9 +18,9 @@ from penstock.local.processes import Child, find_free_port, start_child
 from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from sim.endpoint import MODEL, CountingEndpoint, write_numbers
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.gateways import EventSource
 
 CHOICES = ("continue", "restart-if-unseen", "fail")
@@ -74,7 +74,7 @@ def test_a_worker_is_killed_in_the_middle_of_an_answer(
         stack.wait_until_ready(60)
         slow.gate.clear()
         unseen = client.submit("count|", max_tokens=10)
-        wait_until(lambda: slow.num_under_way > 0, 30, "it is asked")
+        wait_for(lambda: slow.num_under_way > 0, "it is asked")
         kill_holder(stack, unseen)
         slow.gate.set()
         if choice == "fail":

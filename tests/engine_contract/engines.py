@@ -18,7 +18,7 @@ from penstock.engine.serving import ServingEngine
 from penstock.errors import RequestError, SequenceFailed
 from penstock.kvstore.store import KVLayout, KVStore
 from penstock.messages import Sampling
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Caller:
             self.run_once()
             return bool(condition())
 
-        wait_until(holds, 60, what, every_s=0)
+        wait_for(holds, what, every_s=0)
 
     def run_to_end(self) -> dict[str, list[int]]:
         """Run until all requests are through and no block is on its way. Returns their tokens."""

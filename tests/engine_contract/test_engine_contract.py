@@ -11,8 +11,8 @@ from penstock.engine.contract import Loaded, Stored
 from penstock.errors import InvalidRequest, PromptTooLong
 from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import GrammarSpec, Request, Sampling
-from penstock.waiting import wait_until
 from sim.kv_faults import overwrite_block
+from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests, start_grammar
 from tests.engine_contract.engines import BLOCK, ENGINES, Caller, EngineUnderTest
 
@@ -236,7 +236,7 @@ def test_a_jobs_blocks_are_leased_until_it_ends(under_test: EngineUnderTest, cal
     (tier,) = under_test.store.tiers
     assert tier.read_usage().leased == len(request.blocks.prompt_keys()) == 4
     under_test.engine.release_leases(request.lease_owner, request.blocks)
-    wait_until(lambda: tier.read_usage().leased == 0, 20, "the leases end")
+    wait_for(lambda: tier.read_usage().leased == 0, "the leases end")
 
 
 def test_closing_writes_the_blocks_that_jobs_wait_for(under_test: EngineUnderTest, caller: Caller) -> None:

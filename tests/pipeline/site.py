@@ -24,9 +24,9 @@ from penstock.messages import Request, Result
 from penstock.ops.status import read_worker_status
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import REDIS_TIMEOUT_S
-from penstock.waiting import wait_until
 from sim.forked import ForkedStack, pause_process
 from sim.servers import Server, serve_server
+from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, load_demo_model, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 
@@ -87,7 +87,7 @@ class Site:
             return self.states() == ["ready", "ready"]
 
         try:
-            wait_until(are_ready, 90, "both workers are ready", every_s=0.05)
+            wait_for(are_ready, "both workers are ready", every_s=0.05)
         except TimeoutError as error:
             gone = [child.read_log_tail() for child in self._children() if not child.is_alive()]
             raise TimeoutError(f"{error}: {gone}, {read_worker_status(self.stack.addresses)}") from None
@@ -167,7 +167,7 @@ def streaming(site: Site) -> Iterator[Streams]:
         streams = Streams(client, asked)
         for request in asked:
             submit(client, request)
-        wait_until(lambda: all(len(seen) > 3 for seen in streams.events.values()), 60, "the first tokens")
+        wait_for(lambda: all(len(seen) > 3 for seen in streams.events.values()), "the first tokens")
         yield streams
         streams.finish()
     check_streams(streams, expected)
@@ -181,7 +181,7 @@ def wait_for_results(addresses: Addresses, expected: Collection[str]) -> list[Re
     def are_there() -> bool:
         return set(expected) <= {result.id for result in results_of(addresses)}
 
-    wait_until(are_there, 90, "a result for each request", every_s=0.2)
+    wait_for(are_there, "a result for each request", every_s=0.2)
     return results_of(addresses)
 
 

@@ -22,11 +22,11 @@ from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, compute_body_hash
-from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from sim.forked import fork_process
 from sim.line import InProcessPipeline, core_of, serving_engine
+from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests
 from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
@@ -141,7 +141,7 @@ def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> Non
         line.prefill.run_once()
         return bool(line.read_dead_letters())
 
-    wait_until(is_dead, 30, "a dead letter", 0)
+    wait_for(is_dead, "a dead letter", 0)
     (dead,) = line.run_until_dead(1)
     assert dead.headers[names.REASON_HEADER].startswith("model_error")
     run_until_idle(silent)
@@ -164,7 +164,7 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(
         line.prefill.run_once()
         return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
 
-    wait_until(is_left_alone, 20, "it failed, and is given back", 0)
+    wait_for(is_left_alone, "it failed, and is given back", 0)
     assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
     assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
     silent.close()
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: InProcessP
         line.decode.run_once()
         return bool(record.read_log("bad")) and attempts("other") == 2
 
-    wait_until(is_tried, 30, "both are taken over", 0)
+    wait_for(is_tried, "both are taken over", 0)
     (end,) = record.read_log("bad")
     assert isinstance(end, EndEvent)
     assert end.error is not None
@@ -238,7 +238,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
         line.prefill.run_once()
         return bool(line.bus.read_all(line.pipeline.job_topic("interactive")))
 
-    wait_until(is_handed_off, 30, "its job", 0)
+    wait_for(is_handed_off, "its job", 0)
     (result,) = line.run_until_results(1)
     assert (result.id, result.error) == (GOOD.id, None)
 
@@ -256,14 +256,14 @@ def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipe
             assert isinstance(claim, Claim)
             line.prefill.record.release_claim(claim, failed=True)
         line.send_requests(request)
-        wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
+        wait_for(partial(keeps, line, number + 1), "it is kept", 0)
         busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
         assert isinstance(busy, Busy)
         waits.append(busy.wait_s)
     assert waits == pytest.approx([2, 6, 10], abs=1.5)
     assert line.prefill.member.count_held() == 3
     line.send_requests(GOOD)
-    wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
+    wait_for(partial(hands_off, line, GOOD.id), "what is kept holds up nobody", 0)
 
 
 def hands_off(line: InProcessPipeline, request_id: str) -> bool:
@@ -280,7 +280,7 @@ def test_what_failed_waits_through_its_workers_death(line: InProcessPipeline) ->
     """Its attempts count in the record, and whoever is left tries again."""
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
     line.send_requests(poison())
-    wait_until(partial(keeps, line, 1), 30, "it failed", 0)
+    wait_for(partial(keeps, line, 1), "it failed", 0)
     line.prefill.abandon()
     line.add_prefill("prefill-1")
     (result,) = line.run_until_results(1)
@@ -320,7 +320,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
         assert len(suspects) <= 1
         return most > 0 and not worker.running and worker.is_settled()
 
-    wait_until(is_through, 40, "all through", 0)
+    wait_for(is_through, "all through", 0)
     check(line, work, line.run_until_results(4), num_errors=0)
     assert line.read_dead_letters() == []
 
@@ -362,9 +362,7 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     with contextlib.closing(bus.create_publisher()) as publisher:
         publisher.publish([Outgoing(pipeline.request_topic("interactive"), one.encode(), one.id) for one in everything])
     with deadly_workers(addresses, tmp_path) as logs:
-        wait_until(
-            lambda: len(bus.read_all(pipeline.results_topic)) >= len(everything), 90, "every answer", every_s=0.05
-        )
+        wait_for(lambda: len(bus.read_all(pipeline.results_topic)) >= len(everything), "every answer", every_s=0.05)
         deaths = {stage: log.read_text().count("died of signal -11") for stage, log in logs.items()}
     found = {result.id: result for result in results_of(addresses)}
     expected = compute_answers(work)

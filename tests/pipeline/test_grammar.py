@@ -19,9 +19,9 @@ from penstock.grammar.state import GrammarState
 from penstock.messages import GrammarSpec, Request, Sampling, TokenEvent
 from penstock.names import Pipeline
 from penstock.record import Record
-from penstock.waiting import wait_until
 from penstock.worker.grammars import GrammarCompiler
 from sim.line import InProcessPipeline
+from sim.waiting import wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
 from tests.pipeline.checks import results_of
 from tests.pipeline.workers import wait_for_kill, worker_process
@@ -154,7 +154,7 @@ def test_workers_that_are_killed_in_the_middle_of_answers_change_no_byte(
             if len(cut_inside) >= 3:
                 break
         with worker_process("decode", addresses, tmp_path):
-            wait_until(lambda: len(results_of(addresses)) == len(work), 60, "every answer", every_s=0.1)
+            wait_for(lambda: len(results_of(addresses)) == len(work), "every answer", every_s=0.1)
     expected = compute_answers(work)
     for result in results_of(addresses):
         answer = expected[result.id]

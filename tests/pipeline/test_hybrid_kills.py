@@ -22,7 +22,7 @@ from penstock.messages import Request, Sampling, TokenEvent
 from penstock.names import Pipeline
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.record import Record
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.engine.helpers import run_sequences, sequence
 from tests.pipeline.checks import results_of
 from tests.pipeline.workers import wait_for_kill, worker_process
@@ -103,9 +103,8 @@ def test_answers_are_those_of_workers_that_live(
     with worker_process("prefill", addresses, tmp_path, settings=settings):
         for point in cycle(POINTS):
             with worker_process("decode", addresses, tmp_path, f"{point}=kill@{KILL_EVERY}", settings) as worker:
-                wait_until(
+                wait_for(
                     lambda: not worker.is_alive() or len(results_of(addresses)) == len(work),
-                    60,
                     "the worker is killed, or all answers end",
                     every_s=0.05,
                 )

@@ -18,6 +18,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.names import Pipeline
 from penstock.ops.status import check_health, read_worker_status
 from penstock.waiting import wait_until
+from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.checks import results_of
 from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, hanging, leave, site_on, streaming, submit, work
 
@@ -32,7 +33,7 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
     assert on_kafka.kafka is not None
     with streaming(on_kafka) as streams:
         on_kafka.kafka.kill()
-        wait_until(lambda: on_kafka.states() == ["degraded", "degraded"], 30, "both workers say so", every_s=0.1)
+        wait_for(lambda: on_kafka.states() == ["degraded", "degraded"], "both workers say so", every_s=0.1)
         assert "Kafka" in read_worker_status(on_kafka.stack.addresses)[0]["reason"]
         streams.wait_for(NUM_REQUESTS)
         on_kafka.kafka.start()
@@ -75,11 +76,11 @@ def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site,
             return True
 
         try:
-            wait_until(is_decided, 10, "it is settled or refused", every_s=0.1)
+            wait_until(is_decided, 10.0, "it is settled or refused")
         except TimeoutError:  # the broker named no broker for a moment: its worker makes a new member then
             member.close()
             with bus.join_group("prefill", "a") as anew:
-                anew.settle([Settlement(delivery) for delivery in anew.poll(15.0, {"interactive": 2})])
+                anew.settle([Settlement(delivery) for delivery in anew.poll(PATIENCE_S, {"interactive": 2})])
 
 
 def test_redis_comes_back_empty(on_kafka: Site) -> None:
@@ -112,7 +113,7 @@ def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> N
                 assert worker.child is not None
                 assert worker.child.stop(timeout_s=60.0) == 0
                 on_kafka.wait_ready(tend=True)
-            wait_until(lambda: len(asked) > 20, 60, "requests enough")
+            wait_for(lambda: len(asked) > 20, "requests enough")
         finally:
             over.set()
             asking.join()

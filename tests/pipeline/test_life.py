@@ -12,9 +12,9 @@ from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.record import compute_body_hash
-from penstock.waiting import wait_until
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline, core_of
+from sim.waiting import wait_for
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -209,7 +209,7 @@ def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -
         prefill._end_overdue()
         return not prefill.running
 
-    wait_until(has_ended, 30, "the end")
+    wait_for(has_ended, "the end")
     (result,) = line.run_until_results(1)
     run_until_idle(prefill)
     assert core_of(prefill).num_free_blocks == core_of(prefill).pool.num_blocks

@@ -12,10 +12,10 @@ from penstock.names import Pipeline
 from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Session
-from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
+from sim.waiting import wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
 
 
@@ -68,7 +68,7 @@ def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
         worker.run_once()
         return request_id in reader.begun
 
-    wait_until(has_begun, 30, f"{request_id} is being read", 0)
+    wait_for(has_begun, f"{request_id} is being read", 0)
 
 
 @pytest.mark.in_memory
@@ -82,7 +82,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
         line.prefill.run_once()
         return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 3
 
-    wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
+    wait_for(are_handed_off, "the neighbours' jobs", 0)
     assert line.prefill.record.read_status("long") is None, "it is claimed once it is read"
     reader.is_let.set()
     expected = compute_answers(work)
@@ -101,7 +101,7 @@ def test_who_has_read_a_message_waits_for_no_other(
     publish_long(line, work[-1])
     turn_until(worker, "long", reader)
     reader.is_let.set()
-    wait_until(worker.reader._open[0].task.done, 30, "it is read")
+    wait_for(worker.reader._open[0].task.done, "it is read")
     poll = worker.queue.poll
 
     def note_wait(*args: int, is_idle: bool, wait_s: float) -> list[Delivery]:
@@ -157,7 +157,7 @@ def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
         first.run_once()
         return len(first.reader) == 4
 
-    wait_until(are_waiting, 30, "four wait to be read", 0)
+    wait_for(are_waiting, "four wait to be read", 0)
     line.add_prefill("prefill-1")
 
     def are_answered() -> bool:
@@ -165,7 +165,7 @@ def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
             worker.run_once()
         return len(line.read_results()) == 4
 
-    wait_until(are_answered, 60, "the idle worker goes on with them", 0)
+    wait_for(are_answered, "the idle worker goes on with them", 0)
     assert reader.begun == ["long"]
     reader.is_let.set()
     run_until_idle(first)
@@ -194,7 +194,7 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProces
         return float(line.client.zscore(sessions, session) or 0)
 
     begun_ms = lasts_until_ms()
-    wait_until(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, 30, "more than a lease")
+    wait_for(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, "more than a lease")
     with Session(line.prefill.record, "prefill", "a-third") as third:
         assert line.prefill.record.take_over_free("prefill", third.id, 10) == []
     reader.is_let.set()

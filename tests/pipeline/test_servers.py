@@ -1,7 +1,7 @@
 """Two stream servers, one of which is away while real worker processes answer: its requests wait, the others go on."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.servers import ByServer, choose_server, store_server_lists
 from penstock.telemetry.timeline import read_timeline
-from penstock.waiting import wait_until
+from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.checks import Streams, check_results, check_streams
 from tests.pipeline.site import Site, answers, hanging, site_on, submit, wait_for_results, work
 
@@ -63,12 +63,12 @@ def test_requests_of_the_other_server_go_on(
         streams = Streams(client, [*asked, *later])
         for request in asked:
             submit(client, request)
-        wait_until(lambda: all(len(streams.events[one.id]) > 3 for one in asked), 60, "the first tokens")
+        wait_for(lambda: all(len(streams.events[one.id]) > 3 for one in asked), "the first tokens")
         with away(two):
             for request in later:
                 submit(client, request)
             streams.wait_for(len(on_left))
-            wait_until(lambda: two.states() == ["degraded", "degraded"], 20, "both workers tell of it")
+            wait_for(lambda: two.states() == ["degraded", "degraded"], "both workers tell of it")
             assert all("right is away" in status["reason"] for status in read_worker_status(addresses))
         streams.finish()
     check_streams(streams, expected)
@@ -87,25 +87,24 @@ def test_the_spans_of_a_request_are_on_its_server(two: TwoServers) -> None:
     two.wait_ready()
     pipeline = Pipeline(two.stack.addresses.pipeline)
     servers = ByServer.from_urls(two.stack.addresses.stream_url, redis_client)
+    asked: list[str] = []
     found: list[str] = []
+
+    def is_told(request_id: str) -> bool:
+        timeline = read_timeline(servers[request_id], pipeline, request_id)
+        return timeline is not None and timeline.answered_s is not None
 
     def ask_until_told() -> bool:
         """Ask for one more answer: spans of the seconds after an outage are not kept."""
         request = work()[0]
         submit(client, request)
-        client.result(request.id)
-
-        def is_told() -> bool:
-            timeline = read_timeline(servers[request.id], pipeline, request.id)
-            return timeline is not None and timeline.answered_s is not None
-
-        with suppress(TimeoutError):
-            wait_until(is_told, 3, "its end is in its timeline")
-            found.append(request.id)
+        client.result(request.id, timeout_s=PATIENCE_S)
+        asked.append(request.id)
+        found[:] = filter(is_told, asked)
         return bool(found)
 
     with Client(two.stack.addresses) as client:
-        wait_until(ask_until_told, 60, "the end of a request is in its timeline")
+        wait_for(ask_until_told, "the end of a request is in its timeline", every_s=1.0)
     (other,) = (server for server in servers.parts if server is not servers[found[0]])
     assert read_timeline(other, pipeline, found[0]) is None
     for server in servers.parts:

@@ -12,11 +12,11 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Sampling
 from penstock.names import Stage
-from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.watch import LIMIT_IN_STEPS, STALLED_EXIT_CODE, LoopWatch
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, run_until_running
+from sim.waiting import wait_for
 from sim.workload import compute_answers
 from tests.pipeline.workers import worker_process
 
@@ -72,7 +72,7 @@ def test_a_long_step_loses_nothing(line: InProcessPipeline, stage: Stage, monkey
     held, looks, is_stalled = HeldStep(worker, stage), list[bool](), worker.watch.is_stalled
     session = worker.session._sessions.parts[0]
     monkeypatch.setattr(session, "_is_stalled", lambda: looks.append(is_stalled()))
-    wait_until(lambda: len(looks) > 12, 60, "four leases of renewals")
+    wait_for(lambda: len(looks) > 12, "four leases of renewals")
     (line.add_prefill if stage == "prefill" else line.add_decode)("another")
     other = line.prefill if stage == "prefill" else line.decode
     assert other.record.take_over_free(stage, other.session.id, 9) == []
@@ -97,7 +97,7 @@ def test_a_step_that_does_not_return_keeps_no_request(line: InProcessPipeline, s
         other.run_once()
         return bool(other.running)
 
-    wait_until(has_taken, 60, "another worker goes on", 0)
+    wait_for(has_taken, "another worker goes on", 0)
     expected = compute_answers([REQUEST])["a"].token_ids
 
     def has_ended() -> bool:
@@ -105,7 +105,7 @@ def test_a_step_that_does_not_return_keeps_no_request(line: InProcessPipeline, s
         line.decode.run_once()
         return is_ended(other)
 
-    wait_until(has_ended, 60, "the answer's end", 0)
+    wait_for(has_ended, "the answer's end", 0)
     held.let_go()
     while not line.read_results():
         worker.run_once()
@@ -131,7 +131,7 @@ def test_a_process_whose_loop_stands_ends_itself_and_says_where(
         Client(addresses) as client,
     ):
         client.submit("In the beginning", id="a", **REQUEST.sampling.model_dump())
-        wait_until(lambda: not held.is_alive(), 120, "the process ends itself")
+        wait_for(lambda: not held.is_alive(), "the process ends itself")
         assert held.returncode == STALLED_EXIT_CODE
         log = held.read_log_tail(80)
         assert "the loop has stood still for more than" in log

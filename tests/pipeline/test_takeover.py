@@ -15,12 +15,12 @@ from penstock.local.kafka import KafkaServer
 from penstock.messages import Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
-from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 LEASE_S = 0.4
@@ -55,7 +55,7 @@ def read_tokens(line: InProcessPipeline, request_id: str, *workers: Worker) -> l
             worker.run_once()
         return not reader.is_alive()
 
-    wait_until(has_ended, 60, "the stream's end", 0)
+    wait_for(has_ended, "the stream's end", 0)
     return tokens
 
 
@@ -144,7 +144,7 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(
         line.decode.run_once()
         return [result.id for result in line.read_results()] == ["new"]
 
-    wait_until(has_answered, 30, "the new request's result", 0)
+    wait_for(has_answered, "the new request's result", 0)
     assert len(heir.running) == len(line.decode.queue) == 2
     heir.close()
 
@@ -185,7 +185,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
                 name for name, status in found.items() if status and status.stage == stage and not status.worker_name
             ]
 
-        wait_until(lambda: len(waiting()) > 2, 60, "some are put down")
+        wait_for(lambda: len(waiting()) > 2, "some are put down")
         victim.kill()
         left = waiting()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
@@ -199,7 +199,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
             ended.update(name for name, status in found.items() if status and status.stage == "end")
             return len(ended) == len(left)
 
-        wait_until(all_ended, 90, "those that had waited have their answers", 0)
+        wait_for(all_ended, "those that had waited have their answers", 0)
         expected = compute_answers([request for request in work if request.id in left[:4]])
         for name in expected:
             events = line.prefill.record.read_log(name)
@@ -218,7 +218,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
         victim = fork_process(
             "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=make_environment(addresses)
         )
-        wait_until(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
+        wait_for(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, "it reads them all")
         victim.kill()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
         line.send_requests(*work)

@@ -19,8 +19,8 @@ from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from sim.conversations import Body, make_chat_bodies
+from sim.waiting import wait_for
 from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 from tests.pipeline.workers import worker_process
@@ -73,7 +73,7 @@ def list_calls(events: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def gateway(addresses: Addresses, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway before a prefill worker of the tool model."""
     with worker_process("prefill", addresses, tmp_path, settings=SETTINGS), GatewayProcess(addresses, tmp_path) as one:
-        wait_until(lambda: httpx.get(f"{one.url}/v1/models").json()["data"], 60, "the model is served")
+        wait_for(lambda: httpx.get(f"{one.url}/v1/models").json()["data"], "the model is served")
         yield one
 
 
@@ -95,14 +95,13 @@ def check_kills(gateway: GatewayProcess, addresses: Addresses, tmp_path: Path, h
         with worker_process("decode", addresses, tmp_path, settings=settings):
             expected = [reader.read_events() for reader in [Reader(pool, gateway.url, body) for body in bodies]]
         readers = [Reader(pool, gateway.url, body) for body in bodies]
-        wait_until(lambda: all(reader.request_id for reader in readers), PATIENCE_S, "all are accepted")
+        wait_for(lambda: all(reader.request_id for reader in readers), "all are accepted")
         num_kills = 0
         while not all(reader.is_done for reader in readers):
             order = f"{POINTS[num_kills % len(POINTS)]}=kill@{KILL_EVERY}"
             with worker_process("decode", addresses, tmp_path, order, settings) as worker:
-                wait_until(
+                wait_for(
                     lambda: not worker.is_alive() or all(reader.is_done for reader in readers),
-                    PATIENCE_S,
                     "the worker is killed, or all answers end",
                     every_s=0.02,
                 )

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from penstock.config.addresses import Addresses
 from penstock.local.processes import Child
 from penstock.names import Stage
-from penstock.waiting import wait_until
 from sim.forked import fork_process, run_penstock
+from sim.waiting import wait_for
 
 
 @contextmanager
@@ -46,5 +46,5 @@ def worker_process(
 
 def wait_for_kill(worker: Child) -> None:
     """Wait until a worker has killed itself at its failpoint."""
-    wait_until(lambda: not worker.is_alive(), 60, "the worker is killed", every_s=0.05)
+    wait_for(lambda: not worker.is_alive(), "the worker is killed", every_s=0.05)
     assert worker.returncode == -signal.SIGKILL, worker.read_log_tail()

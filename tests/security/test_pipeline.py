@@ -16,9 +16,9 @@ from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.record import Record
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
+from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.commands import Terminal
 from tests.gateways import GatewayProcess
@@ -129,15 +129,15 @@ def test_the_processes(
 
     with servers.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
         admin.acl_log_reset()
-        wait_until(lambda: are_ready(addresses), 120, "both workers are ready", every_s=0.05)
+        wait_for(lambda: are_ready(addresses), "both workers are ready", every_s=0.05)
         ask_gateway(terminal, tmp_path, addresses, access["penstock-gateway"])
         assert admin.acl_log() == [], "every right that is used is given"
         change("another")
         try:
-            wait_until(lambda: not read_worker_status(addresses), 30, "no heartbeat is written", every_s=0.05)
+            wait_for(lambda: not read_worker_status(addresses), "no heartbeat is written", every_s=0.05)
         finally:
             change(WORDS["WORKER_PASSWORD"])
-        wait_until(lambda: are_ready(addresses), 60, "both workers are ready again", every_s=0.05)
+        wait_for(lambda: are_ready(addresses), "both workers are ready again", every_s=0.05)
         with Client(addresses) as client:
             assert list(client.generate("And God said", max_tokens=4))
         assert all(child.is_alive() for child in children)

@@ -27,7 +27,7 @@ from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.recent import RecentTotals, estimate_quantile, sum_buckets, summarize_percentiles
 from penstock.telemetry.stage import StageMetrics
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
@@ -231,7 +231,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Receiver) -> None:
     assert otlp.is_configured("metrics")
     with otlp.push_metrics(meters, Resource.create({"service.name": "penstock-test"})):
-        wait_until(lambda: len(receiver.posted) > 1, 30, "metrics come again and again")
+        wait_for(lambda: len(receiver.posted) > 1, "metrics come again and again")
     found = receiver.metrics("penstock-test")
     assert found.keys() == {metric.name for metric in catalog.CATALOG}
     assert {found[metric.name].unit for metric in catalog.CATALOG} == {metric.unit for metric in catalog.CATALOG}

@@ -24,8 +24,8 @@ from penstock.redis.client import redis_client
 from penstock.telemetry import catalog, tracing
 from penstock.telemetry.spans import MAX_SPANS_PER_REQUEST, RedisSpanExporter
 from penstock.telemetry.timeline import UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
-from penstock.waiting import wait_until
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
@@ -68,7 +68,7 @@ class ObservedStack:
                 names = {span["name"] for span in found.spans} if found else set()
                 return found if names >= {"settle", "hand_off", "prefill"} else None
 
-            wait_until(lambda: read_whole() is not None, 60, "its spans are kept")
+            wait_for(lambda: read_whole() is not None, "its spans are kept")
             found = read_whole()
         assert found is not None
         return found
@@ -98,7 +98,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
 def test_both_workers_are_scraped(observed: ObservedStack) -> None:
     before = [observed.scrape(0), observed.scrape(1)]
     observed.generate(24)
-    wait_until(lambda: observed.scrape(1).get("penstock_requests_total", 0) > 0, 30, "the end was counted")
+    wait_for(lambda: observed.scrape(1).get("penstock_requests_total", 0) > 0, "the end was counted")
     prefill, decode = observed.scrape(0), observed.scrape(1)
     assert prefill["gen_ai_server_time_to_first_token_seconds_count"] == 1 + before[0].get(
         "gen_ai_server_time_to_first_token_seconds_count", 0
@@ -115,10 +115,10 @@ def test_both_workers_are_scraped(observed: ObservedStack) -> None:
 
 def test_both_send_otlp(observed: ObservedStack) -> None:
     name = observed.generate(4)
-    wait_until(lambda: {"penstock-prefill", "penstock-decode"} <= services(observed.receiver, name), 30, "spans")
-    wait_until(lambda: "penstock.itl" in observed.receiver.metrics("penstock-decode"), 30, "figures")
+    wait_for(lambda: {"penstock-prefill", "penstock-decode"} <= services(observed.receiver, name), "spans")
+    wait_for(lambda: "penstock.itl" in observed.receiver.metrics("penstock-decode"), "figures")
     first_token = "gen_ai.server.time_to_first_token"
-    wait_until(lambda: first_token in observed.receiver.metrics("penstock-prefill"), 30, "figures of prefill")
+    wait_for(lambda: first_token in observed.receiver.metrics("penstock-prefill"), "figures of prefill")
 
 
 def services(receiver: Receiver, request_id: str) -> set[str]:
@@ -175,7 +175,7 @@ def test_the_live_view_shows_work_and_a_killed_worker(observed: ObservedStack) -
     watch = LiveWatch(observed.stack.addresses, BusSettings())
 
     def until(what: str, is_so: Callable[[Json], object]) -> Json:
-        wait_until(lambda: is_so(watch.read_latest()), 90, what)
+        wait_for(lambda: is_so(watch.read_latest()), what)
         return watch.read_latest()
 
     observed.generate(24)
