@@ -18,9 +18,9 @@ from penstock.local.processes import find_free_port
 from penstock.messages import Request, decode_message
 from penstock.names import Pipeline, PriorityClass
 from penstock.record import Record
-from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import fork_process, run_penstock
+from sim.waiting import wait_for
 
 
 class GatewayProcess:
@@ -41,7 +41,7 @@ class GatewayProcess:
         arguments = ("gateway", "--port", str(self.port))
         self.log = folder / f"gateway-{self.port}.log"
         self.process = fork_process("gateway", self.log, main, *arguments, environment=environment)
-        wait_until(lambda: not self.process.is_alive() or self.is_ready(), 60, "the gateway is ready", every_s=0.05)
+        wait_for(lambda: not self.process.is_alive() or self.is_ready(), "the gateway is ready", every_s=0.05)
         assert self.process.is_alive(), self.process.read_log_tail()
 
     def is_ready(self) -> bool:

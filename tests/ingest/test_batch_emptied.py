@@ -12,8 +12,8 @@ import pytest
 from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from sim.forked import fork_process
+from sim.waiting import wait_for
 from tests.gateways import GatewayProcess
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.impatient import penstock
@@ -70,7 +70,7 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     said = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
 
     running = start(line, tmp_path, "batch", "run", str(source), "-o", str(output))
-    wait_until(output.exists, 60, "the command begins")
+    wait_for(output.exists, "the command begins")
     file = own.files.create(file=("in.jsonl", source.read_bytes()), purpose="batch")
     made = own.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     ours, theirs = f"chatcmpl-{run_of(output)}-", f"chatcmpl-{made.id.removeprefix('batch_')}-"
@@ -78,14 +78,14 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     def is_over() -> bool:
         return own.batches.retrieve(made.id).status == "completed"
 
-    wait_until(lambda: result_ids(line, ours) and result_ids(line, theirs), 60, "some results")
+    wait_for(lambda: result_ids(line, ours) and result_ids(line, theirs), "some results")
     assert running.is_alive()
     assert not is_over()
     emptied(line)
-    wait_until(lambda: result_ids(line, theirs) or is_over(), 60, "more results")
+    wait_for(lambda: result_ids(line, theirs) or is_over(), "more results")
     restarted_empty(line)
 
-    wait_until(is_over, 60, "the batch's end", every_s=0.1)
+    wait_for(is_over, "the batch's end", every_s=0.1)
     batch = own.batches.retrieve(made.id)
     assert batch.error_file_id is None
     assert each_once(read(own.files.content(batch.output_file_id or "").read()), ROWS)

@@ -12,7 +12,7 @@ from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of
 
 
@@ -40,7 +40,7 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
     child = start(stack, tmp_path)
-    wait_until(lambda: more_than(output, 20), 60, "some rows")
+    wait_for(lambda: more_than(output, 20), "some rows")
     child.kill()
     killed_at = finished(output)
     assert killed_at < count
@@ -50,7 +50,7 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
         file.write(b'{"ok": [1, 2')
 
     child = start(stack, tmp_path)
-    wait_until(lambda: finished(output) > killed_at or not child.is_alive(), 60, "more rows")
+    wait_for(lambda: finished(output) > killed_at or not child.is_alive(), "more rows")
     child.send_signal(signal.SIGINT)
     assert child.wait(60) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
 

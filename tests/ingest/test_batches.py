@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.ingest.batch_files import each_once, lines, read, result_ids, row
 
 
@@ -15,7 +15,7 @@ def make(sdk: openai.OpenAI, content: bytes) -> openai.types.Batch:
 
 def ended(sdk: openai.OpenAI, batch_id: str) -> openai.types.Batch:
     over = ("completed", "failed", "cancelled", "expired")
-    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 500, "the batch's end", every_s=0.1)
+    wait_for(lambda: sdk.batches.retrieve(batch_id).status in over, "the batch's end", every_s=0.1)
     return sdk.batches.retrieve(batch_id)
 
 
@@ -95,7 +95,7 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     count = 250
     made = make(sdk, lines([row(number, 16) for number in range(count)]))
     asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
-    wait_until(lambda: len(result_ids(line, asked)) > 40, 60, "some results")
+    wait_for(lambda: len(result_ids(line, asked)) > 40, "some results")
     gateway = line.gateway
     assert gateway is not None
     assert gateway.child is not None
@@ -114,7 +114,7 @@ def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk:
     made = make(sdk, lines([row(number, 1) for number in range(count)]))
     asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
     for enough in (count // 5, 2 * count // 5, 3 * count // 5):
-        wait_until(lambda enough=enough: len(result_ids(line, asked)) > enough, 300, "some results")  # type: ignore[misc]
+        wait_for(lambda enough=enough: len(result_ids(line, asked)) > enough, "some results")  # type: ignore[misc]
         gateway = line.gateway
         assert gateway is not None
         assert gateway.child is not None

@@ -15,9 +15,9 @@ from penstock.config.addresses import Addresses
 from penstock.local.processes import Child, start_child
 from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
-from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline
+from sim.waiting import wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -85,7 +85,7 @@ class Backend:
             run_until_idle(self.line.decode)
             return not process.is_alive()
 
-        wait_until(step, 90, "the backend has its answers")
+        wait_for(step, "the backend has its answers")
         assert process.returncode == 0, process.read_log_tail()
 
 
@@ -114,7 +114,7 @@ def line(kafka: str, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPi
 def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProcessPipeline, tmp_path: Path) -> None:
     backend = Backend(LANGUAGES[language](tmp_path), line, tmp_path)
     process = backend.start()
-    wait_until(lambda: len(backend.rows()) == 3 or not process.is_alive(), 60, "the questions are in the table")
+    wait_for(lambda: len(backend.rows()) == 3 or not process.is_alive(), "the questions are in the table")
     false_results = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]
     write_results(line, false_results, committed=False)
     write_results(line, [Result(id="somebody-elses", finish_reason="stop")], committed=True)

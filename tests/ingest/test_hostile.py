@@ -18,7 +18,7 @@ from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import TenantEntry, make_key
 from penstock.messages import Request, Result, Usage
 from penstock.names import Pipeline
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import GatewayProcess, ScriptedPipeline
 
 MB = 2**20
@@ -206,7 +206,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(gateway: GuardedGateway) -> None
         def is_cut() -> bool:  # without reading: 7 is CLOSE, after a reset
             return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == b"\x07"
 
-        wait_until(is_cut, 30, "the gateway ends it")
+        wait_for(is_cut, "the gateway ends it")
 
 
 # Size.
@@ -392,7 +392,7 @@ def test_usage_is_ones_own(gateway: GuardedGateway) -> None:
         found: dict[str, Any] = json.loads(gateway.ask("GET", "/v1/usage?days=2").raw.partition(b"\r\n\r\n")[2])
         return found
 
-    wait_until(lambda: read_usage()["total"] == expected, 30, "it is counted", every_s=0.1)
+    wait_for(lambda: read_usage()["total"] == expected, "it is counted", every_s=0.1)
     found = read_usage()
     assert found["tenant"] == "acme"
     assert [{**day, "day": ""} for day in found["data"]] == [{"day": "", **expected}]

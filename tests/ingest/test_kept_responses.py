@@ -23,7 +23,7 @@ from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
 from penstock.names import card_key
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
 from tests.record.play import decode, end, say
@@ -493,7 +493,7 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         rest = list(EventSource(f"{url}?stream=true&starting_after={after}").connect())
         assert read_text([*seen, *rest]) == "<0><1><2>"
         key = scripted.pipeline.responses_key
-        wait_until(lambda: not scripted.server.exists(key), 60, "it is in the object store")
+        wait_for(lambda: not scripted.server.exists(key), "it is in the object store")
         scripted.server.delete(card_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name))
         assert httpx.get(url).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
 

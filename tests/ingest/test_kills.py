@@ -15,7 +15,7 @@ from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 
 ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
@@ -89,7 +89,7 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     name = httpx.post(responses, json=asked | {"background": True}).json()["id"]
     with redis_client(line.addresses.stream_url) as server:
         log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
-        wait_until(lambda: len(log.read_events(name)) > 20, 60, "it is under way", every_s=0.005)
+        wait_for(lambda: len(log.read_events(name)) > 20, "it is under way", every_s=0.005)
         status = log.read_status(name)
     assert status is not None
     assert status.stage == "decode"
@@ -97,5 +97,5 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     assert holder.child is not None
     holder.child.kill()
     line.restart_dead()
-    wait_until(lambda: httpx.get(f"{responses}/{name}").json()["status"] == "incomplete", 60, "it has ended")
+    wait_for(lambda: httpx.get(f"{responses}/{name}").json()["status"] == "incomplete", "it has ended")
     assert httpx.get(f"{responses}/{name}").json()["output"][0]["content"] == expected

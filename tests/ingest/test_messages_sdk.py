@@ -13,7 +13,7 @@ from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, ErrorInfo, Usage
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.test_messages import ASKED as PLAIN
 from tests.ingest.test_messages import REFUSED
@@ -206,7 +206,7 @@ def test_a_stream_goes_on_where_its_gateway_was_killed(scripted: ScriptedPipelin
         source = EventSource(f"{first.url}/v1/messages")
         events = source.connect({"model": scripted.model, "messages": SUM, "max_tokens": 9, "stream": True})
         seen = [next(events)]
-        wait_until(lambda: bool(scripted.read_requests()), 30, "the request is published")
+        wait_for(lambda: bool(scripted.read_requests()), "the request is published")
         (request,) = scripted.read_requests()
         claim = decode(scripted.record, request.id)
         say(scripted.record, claim, range(2))

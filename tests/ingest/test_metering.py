@@ -24,8 +24,8 @@ from penstock.local.processes import Child
 from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from penstock.waiting import wait_until
 from sim.forked import fork_process
+from sim.waiting import wait_for
 from tests.commands import Terminal
 from tests.ingest import meter_process
 
@@ -96,7 +96,7 @@ def count_all(results: PublishedResults, meter: UsageMeter | None = None) -> Non
         with closing(UsageMeter(results.addresses, BusSettings())) as made:
             return count_all(results, made)
     results.free_lease()
-    wait_until(lambda: not meter.count_once(0.3), 60, "nothing more to count")
+    wait_for(lambda: not meter.count_once(0.3), "nothing more to count")
     return None
 
 
@@ -132,7 +132,7 @@ def test_two_that_count_at_once_count_once(results: PublishedResults) -> None:
             found.append(meter.count_once(0.3))
         return found == [0, 0] and results.num_counted() == 900
 
-    wait_until(both, 60, "nothing more to count")
+    wait_for(both, "nothing more to count")
     assert results.read_sums() == results.used
     assert meters[0].count_once(0) is None  # the other one has the lease
     for meter in meters:
@@ -168,9 +168,7 @@ def test_a_log_that_lost_its_end_is_not_counted_again(results: PublishedResults)
     results.client.delete(results.pipeline.meter_key("seen"))  # longer ago than the window
     results.free_lease()
     meter = UsageMeter(results.addresses, BusSettings())
-    wait_until(
-        lambda: meter.count_once(0.3) is not None and results.client.hgetall(places) == stored, 30, "the logs' ends"
-    )
+    wait_for(lambda: meter.count_once(0.3) is not None and results.client.hgetall(places) == stored, "the logs' ends")
     results.publish(10)
     count_all(results, meter)
     meter.close()

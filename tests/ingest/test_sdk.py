@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from penstock.local.stack import Stack
 from penstock.messages import Request, Sampling
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from sim.workload import compute_answers, load_demo_model
 from tests.ingest.batch_files import result_ids
 
@@ -141,7 +141,7 @@ def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: openai.Op
     asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
     posted = sdk.responses.create(input="In the beginning", background=True, **asked)
     assert posted.status in ("queued", "in_progress", "incomplete")
-    wait_until(lambda: sdk.responses.retrieve(posted.id).status == "incomplete", 60, "it has ended")
+    wait_for(lambda: sdk.responses.retrieve(posted.id).status == "incomplete", "it has ended")
     first = sdk.responses.retrieve(posted.id)
     assert (first.background, len(first.output)) == (True, 1)
     events = list(sdk.responses.retrieve(posted.id, stream=True))
@@ -198,7 +198,7 @@ def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) 
             extra_body={"ignore_eos": True}, extra_headers={"x-penstock-deadline-s": "0.05"},
         )  # fmt: skip
     assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
-    wait_until(lambda: len(result_ids(line, "cmpl-")) > before, 60, "its result")
+    wait_for(lambda: len(result_ids(line, "cmpl-")) > before, "its result")
     assert len(result_ids(line, "cmpl-")) == before + 1
 
 

@@ -22,7 +22,7 @@ from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import GatewayProcess
 
 PER_MIN, HAS = 60_000, 5_000
@@ -128,7 +128,7 @@ def left_unheard(http: httpx.Client, bucket: Bucket, body: dict[str, Any]) -> No
     connection = HTTPConnection(http.base_url.host, http.base_url.port)
     headers = {"authorization": http.headers["authorization"], "content-type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    wait_until(lambda: bucket.counts() or bucket.used() is not None, 60, "it is accepted")
+    wait_for(lambda: bucket.counts() or bucket.used() is not None, "it is accepted")
     connection.close()
 
 
@@ -147,10 +147,10 @@ def test_the_estimate_gives_way_to_what_was_used(
 ) -> None:
     body = ASKED | more
     ask(http, bucket, body)
-    wait_until(lambda: bucket.used() is not None, 60, "its result")
+    wait_for(lambda: bucket.used() is not None, "its result")
     assert bucket.used() != estimate(body)
-    wait_until(lambda: bucket.taken() == bucket.used(), 60, "its settlement")
-    wait_until(lambda: not bucket.counts(), 60, "its place is free")
+    wait_for(lambda: bucket.taken() == bucket.used(), "its settlement")
+    wait_for(lambda: not bucket.counts(), "its place is free")
 
 
 async def test_what_a_killed_gateway_took_is_back_within_a_minute(
@@ -161,7 +161,7 @@ async def test_what_a_killed_gateway_took_is_back_within_a_minute(
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
         gateway.process.kill()
-    wait_until(lambda: bucket.used() is not None, 60, "its result")
+    wait_for(lambda: bucket.used() is not None, "its result")
     assert bucket.taken() == estimate(body)
     assert bucket.counts()
     assert 0 < bucket.server.ttl(rate_key(TENANT)) <= 61

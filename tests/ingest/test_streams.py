@@ -14,7 +14,7 @@ import pytest
 from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.record.play import decode, end, say
 
@@ -207,13 +207,13 @@ def test_who_leaves_cancels_only_where_that_was_asked_for(streams: StreamPipelin
     headers = {"x-penstock-cancel-on-disconnect": wish, "Idempotency-Key": f"leaves-{stream}-{wish}"}
     known = {request.id for request in streams.read_requests()}
     connection = open_request(streams, headers, BODY | {"stream": stream})
-    wait_until(lambda: {one.id for one in streams.read_requests()} - known, 20, "it is accepted")
+    wait_for(lambda: {one.id for one in streams.read_requests()} - known, "it is accepted")
     (request_id,) = {request.id for request in streams.read_requests()} - known
-    wait_until(lambda: streams.is_read(request_id), 20, "it is read")
+    wait_for(lambda: streams.is_read(request_id), "it is read")
     connection.close()
-    wait_until(lambda: streams.is_read(request_id, by=0), 20, "it is left")
+    wait_for(lambda: streams.is_read(request_id, by=0), "it is left")
     if cancels:
-        wait_until(lambda: streams.is_cancelled(request_id), 20, "it is cancelled")
+        wait_for(lambda: streams.is_cancelled(request_id), "it is cancelled")
     else:
         assert not streams.is_cancelled(request_id)
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from penstock.waiting import wait_until
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
@@ -332,7 +332,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
     ]
     file = sdk.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     made = sdk.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
-    wait_until(lambda: sdk.batches.retrieve(made.id).status == "completed", 120, "the batch is done")
+    wait_for(lambda: sdk.batches.retrieve(made.id).status == "completed", "the batch is done")
     ended = sdk.batches.retrieve(made.id)
     assert ended.output_file_id is not None
     assert ended.error_file_id is not None

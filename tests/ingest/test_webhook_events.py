@@ -24,7 +24,7 @@ from penstock.messages import EndEvent
 from penstock.names import WEBHOOKS_KEY, card_key, webhook_events_key
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import ScriptedClient, create_batch, lines, row
 from tests.ingest.webhook_receiver import HANGS, SECRET, WebhookReceiver, receive_webhooks
@@ -112,10 +112,10 @@ def test_a_response_that_is_not_in_the_background_has_no_event(site: Site, recei
         with httpx.stream("POST", f"{gateway.url}/v1/responses", json=body, headers=headers, timeout=30) as stream:
             name = stream.headers["x-request-id"]
         site.finish(name, end())
-        wait_until(lambda: site.scripted.server.exists(card_key(name)) and not site.has_mark(name), 60, "it has moved")
+        wait_for(lambda: site.scripted.server.exists(card_key(name)) and not site.has_mark(name), "it has moved")
         told = site.ask(gateway)
         site.finish(told, end())
-        wait_until(lambda: receiver.posted, 60, "the other one is told")
+        wait_for(lambda: receiver.posted, "the other one is told")
     assert [event.data.id for event in receiver.unwrap(site.secret)] == [told]
 
 
@@ -128,10 +128,10 @@ def test_each_end_of_a_background_response_is_told(site: Site, receiver: Webhook
         names = {kind: site.ask(gateway) for kind in endings}
         for kind, ending in endings.items():
             site.finish(names[kind], ending)
-        wait_until(lambda: len(receiver.posted) >= 4, 60, "all are told")
-        wait_until(lambda: not site.read_waiting(), 10, "none waits")
+        wait_for(lambda: len(receiver.posted) >= 4, "all are told")
+        wait_for(lambda: not site.read_waiting(), "none waits")
         status = {name: site.request(gateway, "GET", f"responses/{name}")["status"] for name in names.values()}
-        wait_until(lambda: "penstock_webhook_waiting 0" in site.read_metrics(gateway), 30, "the next look finds none")
+        wait_for(lambda: "penstock_webhook_waiting 0" in site.read_metrics(gateway), "the next look finds none")
         metrics = site.read_metrics(gateway)
     told = {event.type: event.data.id for event in receiver.unwrap(site.secret)}
     assert told == names
@@ -149,13 +149,13 @@ def test_an_event_is_told_after_its_gateway_was_killed_before_it_was_delivered(
     with site.start() as gateway:
         name = site.ask(gateway)
         site.finish(name, end())
-        wait_until(lambda: receiver.posted and not site.has_mark(name), 60, "it was settled, and tried")
+        wait_for(lambda: receiver.posted and not site.has_mark(name), "it was settled, and tried")
         gateway.process.kill()
     assert len(site.read_waiting()) == 1
     receiver.default = 200
     site.hurry()
     with site.start():
-        wait_until(lambda: not site.read_waiting(), 60, "it is delivered")
+        wait_for(lambda: not site.read_waiting(), "it is delivered")
     assert {event.data.id for event in receiver.unwrap(site.secret)} == {name}
     assert len(set(receiver.ids)) == 1
 
@@ -166,11 +166,11 @@ def test_an_event_is_told_again_with_its_id_after_its_gateway_was_killed_while_t
     receiver.answers = [HANGS]
     with site.start() as gateway:
         site.finish(site.ask(gateway), end())
-        wait_until(lambda: receiver.posted, 60, "it is being delivered")
+        wait_for(lambda: receiver.posted, "it is being delivered")
         gateway.process.kill()
     site.hurry()
     with site.start():
-        wait_until(lambda: not site.read_waiting(), 60, "it is delivered")
+        wait_for(lambda: not site.read_waiting(), "it is delivered")
     assert len(receiver.posted) == 2
     assert len(set(receiver.ids)) == 1
     assert len(receiver.unwrap(site.secret)) == 2
@@ -186,7 +186,7 @@ def test_batches_that_fail_or_are_cancelled_are_told(site: Site, receiver: Webho
             asked["input_file_id"] = site.request(gateway, "POST", "files", **form)["id"]
             names[f"batch.{kind}"] = site.request(gateway, "POST", "batches", json=asked)["id"]
         site.request(gateway, "POST", f"batches/{names['batch.cancelled']}/cancel")
-        wait_until(lambda: len(receiver.posted) >= 2, 60, "both are told")
+        wait_for(lambda: len(receiver.posted) >= 2, "both are told")
     assert {event.type: event.data.id for event in receiver.unwrap(site.secret)} == names
 
 

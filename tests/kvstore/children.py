@@ -7,8 +7,8 @@ from pathlib import Path
 
 from penstock import failpoints
 from penstock.local.processes import Child
-from penstock.waiting import wait_until
 from sim.forked import fork_process
+from sim.waiting import wait_for
 
 Main = Callable[..., int]
 
@@ -22,7 +22,7 @@ def start(main: Main, directory: Path, *what: str) -> Child:
 def halted(main: Main, directory: Path, tier: str, step: str) -> Iterator[Child]:
     """One that stands still at a step of a tier."""
     child = start(main, directory, "halt", tier, step)
-    wait_until((directory / "halted").exists, 60, "the child comes to the step")
+    wait_for((directory / "halted").exists, "the child comes to the step")
     yield child
     if child.is_alive():
         child.kill()

@@ -17,8 +17,8 @@ from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
-from penstock.waiting import wait_until
 from sim.small_disk import fill_disk
+from sim.waiting import wait_for
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt
 
@@ -118,7 +118,7 @@ def wait(directory: Path) -> None:
     assert is_here(tier, NAMES[:2]) == [False, False]
     assert tier.read_usage().blocks == 0
     other.unlink()
-    wait_until(lambda: put(tier, NAMES[:2], FORM) == [True, True], 30, "there is room")
+    wait_for(lambda: put(tier, NAMES[:2], FORM) == [True, True], "there is room")
     assert read(again, NAMES[:2], FORM) == [content(name, FORM) for name in NAMES[:2]]
     assert tier.check_integrity() == []
     tier.close()

@@ -15,8 +15,8 @@ from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
-from penstock.waiting import wait_until
 from sim.small_disk import run_on_small_disk
+from sim.waiting import wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 
 NUM_SLOTS = 8
@@ -277,7 +277,7 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(tier: HostTier, mon
         assert tier.remove_blocks(keys_of(kept[:1])) == 1
         assert tier.counters.errors == 2, "it may come back"
     monkeypatch.setattr(host, "WRITE_PAUSE_S", 0.0)
-    wait_until(lambda: put(tier, lost) == [True] * 3, 30, "it takes blocks again")
+    wait_for(lambda: put(tier, lost) == [True] * 3, "it takes blocks again")
     assert tier.read_usage().blocks == 4
     assert tier.check_integrity() == []
 

@@ -14,7 +14,7 @@ from penstock.kvstore.tiers import address as redis_address
 from penstock.kvstore.tiers import index as redis_index
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.names import KV_INDEX, kv_key
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES
 
@@ -68,9 +68,9 @@ def test_a_lease_outlives_a_block_s_time(client: redis.Redis, kv_url: str) -> No
     put(tier, names)
     tier.lease_blocks("a job", keys_of(names[:1]), 600)
     assert client.pttl(kv_key(names[0].hash)) > 500_000
-    wait_until(lambda: not client.exists(kv_key(names[1].hash)), 30, "the other one's time is over")
+    wait_for(lambda: not client.exists(kv_key(names[1].hash)), "the other one's time is over")
     assert is_here(tier, names) == [True, False]
-    wait_until(lambda: put(tier, new_names(1)) and tier.read_usage().blocks <= 2, 30, "its entry is gone as well")
+    wait_for(lambda: put(tier, new_names(1)) and tier.read_usage().blocks <= 2, "its entry is gone as well")
     assert tier.counters.evictions == 0
     assert tier.check_integrity() == []
 

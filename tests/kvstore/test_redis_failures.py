@@ -14,7 +14,7 @@ from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
 from tests.kvstore.redis_servers import Proxy
@@ -53,7 +53,7 @@ def test_a_server_is_asked_again_however_often_it_was_away(
         for _ in range(110):  # as a server does to clients that are idle for long
             (idle,) = tier._nodes[0]._server._idle
             client.client_kill_filter(_type="normal", skipme=True)
-            wait_until(lambda wire=idle: not wire.is_quiet(), 30, "the connection is closed")  # type: ignore[misc]
+            wait_for(lambda wire=idle: not wire.is_quiet(), "the connection is closed")  # type: ignore[misc]
             assert read(tier, names) == [content(names[0])]
     assert tier.counters.errors == 110
     tier.close()
@@ -66,7 +66,7 @@ def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monke
     own_server.kill()
     check_away(tier)
     own_server.start()
-    wait_until(lambda: put(tier, names[:1]) == [True], 30, "the server is asked again")
+    wait_for(lambda: put(tier, names[:1]) == [True], "the server is asked again")
     assert read(tier, names) == [content(names[0]), None, None]
     assert tier.check_integrity() == []
     tier.close()

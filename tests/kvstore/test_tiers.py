@@ -9,7 +9,7 @@ import pytest
 
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.kvstore.blocks import (
     FORM,
     NUM_TOKENS,
@@ -351,7 +351,7 @@ def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
     tier.lease_blocks("a job", keys_of(names), 0.05)
-    wait_until(lambda: tier.read_usage().leased == 0, 30, "leases run out")
+    wait_for(lambda: tier.read_usage().leased == 0, "leases run out")
     assert put(tier, new_names(2)) == [True, True]
     assert tier.counters.refused == 0
 
@@ -363,7 +363,7 @@ def test_a_second_lease_of_the_same_owner_moves_the_end(make_tier: MakeTier) -> 
     tier.lease_blocks("a job", [longer.hash], 600)
     tier.lease_blocks("a job", [shorter.hash], 600)
     tier.lease_blocks("a job", [shorter.hash], 0.05)
-    wait_until(lambda: tier.read_usage().leased == 1, 30, "the shorter lease runs out")
+    wait_for(lambda: tier.read_usage().leased == 1, "the shorter lease runs out")
     assert {entry.key: entry.leases for entry in tier.list_entries()} == {longer.hash: 1, shorter.hash: 0}
     tier.release_leases("a job", [longer.hash])
     assert tier.read_usage().leased == 0

@@ -10,7 +10,7 @@ import pytest
 from penstock.config.settings import KVSettings
 from penstock.kvstore.store import KVStore
 from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
 
@@ -76,7 +76,7 @@ def collected(transfers: Transfers, count: int = 1) -> list[LoadOperation | Stor
         done.extend(transfers.collect_finished())
         return len(done) >= count
 
-    wait_until(enough, 20, "the transfers")
+    wait_for(enough, "the transfers")
     assert len(transfers) == 0
     return done
 
@@ -86,7 +86,7 @@ def all_back(transfers: Transfers, pool: Pool) -> None:
         list(transfers.collect_finished())
         return len(pool.returned) == len(pool.lent)
 
-    wait_until(done, 20, "all is given back")
+    wait_for(done, "all is given back")
     assert set(pool.returned) == set(pool.lent)
 
 
