@@ -12,7 +12,7 @@ from penstock.prefill_worker.backpressure import (
     DecodeBackpressure,
     has_enough_queued,
 )
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 from tests.test_lag import heartbeat, lag_of
 
 HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
@@ -61,14 +61,14 @@ def test_the_lag_is_read_when_batch_work_comes_and_until_decode_wants_more(monke
         assert not ahead.is_active
         assert lag.num_reads == 0
         ahead.note_batch_admitted()
-        wait_until(lambda: ahead.is_active, 20, "it was seen that decode has enough")
+        wait_for(lambda: ahead.is_active, "it was seen that decode has enough")
         lag.messages = 8
-        wait_until(lambda: not ahead.is_active, 20, "it was seen that decode wants more")
+        wait_for(lambda: not ahead.is_active, "it was seen that decode wants more")
         lag.messages = 1000
         ahead.note_batch_admitted()
-        wait_until(lambda: ahead.is_active, 20, "it was seen again")
+        wait_for(lambda: ahead.is_active, "it was seen again")
         lag.messages = None
-        wait_until(lambda: not ahead.is_active, 20, "servers that are away hold up nothing")
+        wait_for(lambda: not ahead.is_active, "servers that are away hold up nothing")
 
 
 def test_an_error_that_is_no_outage_does_not_hold_batch_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +89,5 @@ def test_an_error_that_is_no_outage_does_not_hold_batch_work_back(monkeypatch: p
     with DecodeBackpressure(look) as ahead:
         for num_errors in (1, 2):
             ahead.note_batch_admitted()
-            wait_until(partial(has_looked, 2 * num_errors), 20, "the error is met")
-            wait_until(lambda: not ahead.is_active, 20, "batch requests are admitted again")
+            wait_for(partial(has_looked, 2 * num_errors), "the error is met")
+            wait_for(lambda: not ahead.is_active, "batch requests are admitted again")

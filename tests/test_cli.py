@@ -31,9 +31,9 @@ from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline, Stage
 from penstock.ops.status import read_worker_status
-from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.commands import HERE, Terminal, penstock
 
 
@@ -246,7 +246,7 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     monkeypatch.setattr("penstock.cli.generate.SILENCE_BEFORE_REASONS_S", 0.0)
     addresses, output = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
     with explain_waiting(StreamPosition("x", None), addresses, "interactive", Console(file=output, width=500)):
-        wait_until(output.getvalue, 30, "the reason")
+        wait_for(output.getvalue, "the reason")
     assert output.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
     for stage in STAGES:
         beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
@@ -272,7 +272,7 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     log = tmp_path / "up.log"
     child = start_up(port, tmp_path / "data", log)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
-    wait_until(lambda: log.exists() and "Or:  curl" in log.read_text(), 120, "penstock up", every_s=0.1)
+    wait_for(lambda: log.exists() and "Or:  curl" in log.read_text(), "penstock up", every_s=0.1)
     states = read_worker_status(addresses)
     assert {status["state"] for status in states} == {"ready"}
     assert "prefill-0 starting, decode-0 starting, gateway starting\n" in log.read_text()
@@ -284,7 +284,7 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert "4 tokens, first after" in done.stderr
     decode = next(status["pid"] for status in states if status["stage"] == "decode")
     os.kill(decode, signal.SIGKILL)
-    wait_until(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), 60, "it is said")
+    wait_for(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), "it is said")
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 0
 
@@ -294,7 +294,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     shared.mkdir()
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
     child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
-    wait_until((tmp_path / "prefill-0.log").exists, 60, "the first worker was started")
+    wait_for((tmp_path / "prefill-0.log").exists, "the first worker was started")
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 0, child.read_log_tail()
     assert "Penstock is up" not in child.read_log_tail()

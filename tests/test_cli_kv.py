@@ -23,9 +23,9 @@ from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
-from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from sim.servers import serve_address
+from sim.waiting import wait_for
 from tests.commands import HERE, Terminal, penstock
 from tests.kvstore import children, host_child
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
@@ -123,7 +123,7 @@ def test_stats_of_the_workers_are_summed_by_stage(host: Host) -> None:
             beat = stack.enter_context(Heartbeat(host.url, pipeline, stage, name, 0.5))
             beat.set_load_source(lambda load=load: load)  # type: ignore[misc]
         addresses = Addresses(stream_url=host.url, pipeline=pipeline.name)
-        wait_until(lambda: sum("kv" in status for status in read_worker_status(addresses)) == 4, 30, "they say it")
+        wait_for(lambda: sum("kv" in status for status in read_worker_status(addresses)) == 4, "they say it")
         stats = json.loads(host.kv("stats", "--json", PENSTOCK_PIPELINE=pipeline.name))
         shown = host.kv("stats", PENSTOCK_PIPELINE=pipeline.name)
     prefill, decode = stats["workers"]["prefill"], stats["workers"]["decode"]

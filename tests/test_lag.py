@@ -18,11 +18,11 @@ from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, compute_lag
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.running_mean import RunningMean
-from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import MEAN_MESSAGES, Throughput
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, serving_engine
+from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests
 from tests.commands import Terminal
 
@@ -188,7 +188,7 @@ def run_until(worker: Worker, until: Callable[[], object], what: str) -> None:
         worker.run_once()
         return until()
 
-    wait_until(now, 60.0, what, every_s=0)
+    wait_for(now, what, every_s=0)
 
 
 def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
@@ -205,7 +205,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert client.estimated_wait("batch") is None
         line.run_until_results(6)
         report(line)
-        wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 30, "nothing lags")
+        wait_for(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), "nothing lags")
         assert client.estimated_wait("batch") == 0.0
 
         send(line, [ask(f"b{n}", 50, 8, "batch") for n in range(40)])
@@ -225,7 +225,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert (decode.output_tokens or 0) >= 20 * 8
         line.run_until_results(46)
         report(line)
-        wait_until(lambda: client.estimated_wait("batch") == 0.0, 30, "nothing lags")
+        wait_for(lambda: client.estimated_wait("batch") == 0.0, "nothing lags")
 
         async def awaited() -> tuple[PipelineLag, float | None]:
             async with AsyncClient(addresses) as other:
@@ -275,7 +275,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
             held.append(line.prefill.engine.count_waiting_tokens("interactive", 200))
             return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
-        wait_until(done, 60.0, "all prompts are handed off", every_s=0)
+        wait_for(done, "all prompts are handed off", every_s=0)
         assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
         assert {result.error for result in line.run_until_results(14)} == {None}
 
@@ -300,7 +300,7 @@ def test_no_more_is_taken_over_than_has_capacity(
         worker.run_once()
         return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
-    wait_until(done, 60.0, "all prompts are handed off", every_s=0)
+    wait_for(done, "all prompts are handed off", every_s=0)
     assert max(taken_ahead) == 2, "a waiting prompt counts for half of the four steps"
 
 
@@ -336,7 +336,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
             most_waiting = max(most_waiting, core_of(line.decode).num_waiting)
             return len(line.read_results()) == 14
 
-        wait_until(done, 90.0, "all are answered", every_s=0)
+        wait_for(done, "all are answered", every_s=0)
         assert most_held <= 12
         assert most_waiting <= 6
         assert core_of(line.decode).scheduler.num_preemptions <= 3

@@ -25,9 +25,9 @@ from penstock.record.live import LiveFeed
 from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
 from penstock.redis.urls import hide_password, hide_passwords, split_urls
-from penstock.waiting import wait_until
 from sim.forked import pause_process
 from sim.servers import serve_server
+from sim.waiting import wait_for
 from tests.kvstore.blocks import FORM, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE
 
@@ -161,7 +161,7 @@ def test_every_kind_of_connection_finds_the_next_master(group: ReplicatedValkey)
     assert client.get("here") == b"before"
     bus.set("here", "after")
     assert client.get("here") == b"after"
-    wait_until(lambda: None not in read(tier, names), 30, "the blocks are read from the replica that took over")
+    wait_for(lambda: None not in read(tier, names), "the blocks are read from the replica that took over")
     tier.close()
     for one in (client, bus):
         one.close()

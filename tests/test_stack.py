@@ -13,7 +13,7 @@ from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 
 OWNER = """
 import sys, time
@@ -55,7 +55,7 @@ def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(
 ) -> None:
     (shared / "penstock-kv-arena").touch()
     owners = [start_child([sys.executable, "-c", OWNER, str(shared)], name="owner") for _ in range(2)]
-    wait_until(lambda: len(list(shared.glob("*/arena"))) == 2, 20.0, "both have their memory")
+    wait_for(lambda: len(list(shared.glob("*/arena"))) == 2, "both have their memory")
     owners[0].kill()
     assert len(list(shared.glob("*/arena"))) == 2
     with a_stack(tmp_path, redis_url, pipeline):
@@ -100,7 +100,7 @@ def kill_and_wait_for_restart(stack: Stack) -> None:
         found = read_worker_status(stack.addresses)
         return any(worker.child is not None and status["pid"] == worker.child.pid for status in found)
 
-    wait_until(is_back, 120, "it is back")
+    wait_for(is_back, "it is back")
 
 
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
@@ -121,5 +121,5 @@ def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url
             kill_and_wait_for_restart(second)
             assert list_names() == ["prefill-0", "prefill-1"], "it waited for its own lease to end"
         # A worker that is stopped while it loads says no goodbye: its lease runs out.
-        wait_until(lambda: "prefill-1" not in list_names(), 60, "the second stack's worker is gone")
+        wait_for(lambda: "prefill-1" not in list_names(), "the second stack's worker is gone")
         assert list_names() == ["prefill-0"], "the first stack's worker is still seen"

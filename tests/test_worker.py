@@ -22,11 +22,11 @@ from penstock.messages import Result, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import check_health, read_worker_status
 from penstock.redis.client import is_outage
-from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.settler import Settler
+from sim.waiting import wait_for
 
 Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
@@ -153,10 +153,10 @@ def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
 
     monkeypatch.setattr(member, "settle", settle)
     settler.settle(Settlement(delivery))
-    wait_until(settler.collect, 30, "the second attempt settles it")
+    wait_for(settler.collect, "the second attempt settles it")
     settler.raise_failure()
     settler.settle(Settlement(delivery))
-    wait_until(lambda: bool(raised_by(settler)), 30, "the second failure of one settlement ends the worker")
+    wait_for(lambda: bool(raised_by(settler)), "the second failure of one settlement ends the worker")
     assert isinstance(raised_by(settler), BusUnavailable)
     assert attempts == [0, 1, 2, 3]
 
@@ -307,15 +307,13 @@ def test_an_error_in_a_figure_does_not_end_the_heartbeats(addresses: Addresses, 
 
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         beat.set_load_source(load)
-        wait_until(lambda: num_calls > 2, 20, "it goes on after the error")
-        wait_until(
-            lambda: any(worker.get("running", 0) > 2 for worker in read_worker_status(addresses)), 20, "it is written"
-        )
+        wait_for(lambda: num_calls > 2, "it goes on after the error")
+        wait_for(lambda: any(worker.get("running", 0) > 2 for worker in read_worker_status(addresses)), "it is written")
 
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        wait_for(lambda: read_worker_status(addresses), "the first beat")
         (status,) = read_worker_status(addresses)
         assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
         assert status["pid"] == os.getpid()
@@ -326,7 +324,7 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         def ready() -> bool:
             return [(s["state"], s.get("running")) for s in read_worker_status(addresses)] == [("ready", 3)]
 
-        wait_until(ready, 10, "the new state")
+        wait_for(ready, "the new state")
         with redis.Redis.from_url(addresses.stream_url) as client:
             assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 200
     assert read_worker_status(addresses) == []
@@ -336,7 +334,7 @@ def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pip
     with redis.Redis.from_url(addresses.stream_url) as client:
         client.sadd(WORKERS_KEY, pipeline.worker_key("prefill", "gone"))
         with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05):
-            wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+            wait_for(lambda: read_worker_status(addresses), "the first beat")
         assert read_worker_status(addresses) == []
         assert not [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]
 
@@ -351,7 +349,7 @@ def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Address
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         beat.update_status(state="ready")
         beat.set_load_source(lambda: {"reason": "Kafka: away"})
-        wait_until(lambda: [s["state"] for s in read_worker_status(addresses)] == ["degraded"], 10, "it says so")
+        wait_for(lambda: [s["state"] for s in read_worker_status(addresses)] == ["degraded"], "it says so")
         found = check_health(addresses, BusSettings())
         assert found.state == "degraded"
         assert "prefill worker p-0: Kafka: away" in found.reasons
@@ -423,7 +421,7 @@ def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: 
 def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: Addresses, pipeline: Pipeline) -> None:
     """It was stopped for so long that its lease ended, and goes on now."""
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        wait_for(lambda: read_worker_status(addresses), "the first beat")
         # In a container beside it, which has the same host name and process id.
         newer = {**read_worker_status(addresses)[0], "token": "another", "host": "there", "pid": 77}
         key = pipeline.worker_key("prefill", "p-0")
@@ -432,7 +430,7 @@ def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: A
             reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
             with pytest.raises(NameTaken, match=r"p-0 .* on there with pid 77"):
                 reconnector.run_until_stopped(StopSignal(), 0.0)
-            wait_until(lambda: raises_failure(beat), 10, "its thread finds it too")
+            wait_for(lambda: raises_failure(beat), "its thread finds it too")
     with redis.Redis.from_url(addresses.stream_url) as client:
         assert json.loads(client.get(key) or b"") == newer, "it says no goodbye for the other"
         assert not client.exists(pipeline.left_key("prefill", "p-0"))
@@ -449,7 +447,7 @@ def raises_failure(beat: Heartbeat) -> bool:
 def test_a_worker_that_lost_its_name_ends_while_it_runs(addresses: Addresses, pipeline: Pipeline) -> None:
     """The loop looks at the heartbeat in each turn."""
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        wait_for(lambda: read_worker_status(addresses), "the first beat")
         with redis.Redis.from_url(addresses.stream_url) as client:
             client.set(pipeline.worker_key("prefill", "p-0"), json.dumps({"token": "x", "host": "there", "pid": 7}))
         with pytest.raises(NameTaken):

@@ -13,8 +13,8 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # t
 from penstock.local import kafka, valkey
 from penstock.local.kafka import BROKER_SETTINGS, KafkaServer
 from penstock.local.processes import find_free_port, start_child
-from penstock.waiting import wait_until
 from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from tests.commands import Terminal
 from tests.docker.files import GIVEN, check_settings, compose, megabytes, seconds
 
@@ -122,7 +122,7 @@ def test_a_real_redis_takes_its_command(service: str, scripts: Path, tmp_path: P
                 except redis.ConnectionError:
                     return False
 
-            wait_until(answers, 30.0, "it answers")
+            wait_for(answers, "it answers")
             found: dict[str, str] = client.config_get("*")
         with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()

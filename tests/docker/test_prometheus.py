@@ -14,8 +14,8 @@ import yaml
 
 from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.docker.files import DOCKER, HERE, program, run
 from tests.docker.queries import dashboard_queries, rules, scaling_queries
 
@@ -107,18 +107,18 @@ def test_prometheus_scrapes_a_running_pipeline_and_every_panel_has_something_to_
 
 def check_panels(stack: Stack, prometheus: Prometheus) -> None:
     generate_answers(stack.gateway_url)
-    wait_until(lambda: prometheus.up() == prometheus.jobs, 60.0, "all targets are up", every_s=0.1)
+    wait_for(lambda: prometheus.up() == prometheus.jobs, "all targets are up", every_s=0.1)
     alerts = [rule["name"] for group in prometheus.ask("rules", type="alert")["groups"] for rule in group["rules"]]
     assert {*alerts} == ALERTS
     counted = 'sum(penstock_requests_total{stage="decode", outcome=~"stop|length"}) >= 3'
-    wait_until(lambda: prometheus.query(counted), 30.0, "what was answered is counted", every_s=0.1)
+    wait_for(lambda: prometheus.query(counted), "what was answered is counted", every_s=0.1)
     generate_answers(stack.gateway_url)
 
     def list_empty() -> set[str]:
         found = {title for title, query in dashboard_queries() if not prometheus.query(query)}
         return found - MAY_BE_EMPTY | {query for query in scaling_queries() if not prometheus.query(query)}
 
-    wait_until(lambda: not list_empty(), 60.0, "every panel and every scaler has something", every_s=0.5)
+    wait_for(lambda: not list_empty(), "every panel and every scaler has something", every_s=0.5)
     every = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in every} == {"ok"}
 
@@ -139,7 +139,7 @@ def check_probes(ports: dict[str, int]) -> None:
 
 def check_probes_without_redis(ports: dict[str, int]) -> None:
     for port in ports.values():
-        wait_until(lambda port=port: fetch_status(port, "readyz") == 503, 60.0, "it is not ready", every_s=0.1)  # type: ignore[misc]
+        wait_for(lambda port=port: fetch_status(port, "readyz") == 503, "it is not ready", every_s=0.1)  # type: ignore[misc]
         assert fetch_status(port, "healthz") == 200, "to be started again would not help it"
 
 

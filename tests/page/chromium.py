@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, sync_playwright
 
 from penstock.errors import DependencyMissing
-from penstock.waiting import wait_until
+from sim.waiting import wait_for
 
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -91,4 +91,4 @@ def number(page: Page, selector: str) -> int:
 
 def wait_for_tokens(page: Page, least: int) -> None:
     """Until so much of the answer is there."""
-    wait_until(lambda: number(page, "#tokens") >= least, 120, f"{least} tokens are shown", every_s=0.05)
+    wait_for(lambda: number(page, "#tokens") >= least, f"{least} tokens are shown", every_s=0.05)

@@ -18,8 +18,8 @@ from playwright.sync_api import Page, ViewportSize
 
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
 from sim.chaos.proxy import Proxy
+from sim.waiting import wait_for
 from tests.page.chromium import PHONE, Tabs, ask, chromium, wait_for_tokens
 
 PROMPT = "Tell me of the waters above the firmament."
@@ -68,7 +68,7 @@ def answer(page: Page, proxy: Proxy) -> None:
 def seen_for(page: Page, seconds: int) -> None:
     """Until the lines are that long."""
     oldest = page.locator("[data-spark=decode] .oldest")
-    wait_until(lambda: int(oldest.inner_text().partition(" ")[0] or 0) >= seconds, 600, "lines are long", every_s=0.2)
+    wait_for(lambda: int(oldest.inner_text().partition(" ")[0] or 0) >= seconds, "lines are long", every_s=0.2)
 
 
 def saved(picture: Image.Image, file: Path) -> None:

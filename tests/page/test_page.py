@@ -14,9 +14,9 @@ from penstock.ingest.keys import KeyBook
 from penstock.ingest.tenants import make_key
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
-from penstock.waiting import wait_until
 from sim.chaos.proxy import Proxy
 from sim.forked import ForkedStack
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess
 from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
@@ -270,5 +270,5 @@ def test_a_killed_worker_is_shown_as_lost(tabs: Tabs, line: Stack) -> None:
         line.restart_dead()  # one that lived only for a short time is started by a later call
         return victim.child is not None and victim.child.is_alive()
 
-    wait_until(is_started_again, 60, "it is started again", 0.2)
+    wait_for(is_started_again, "it is started again", 0.2)
     expect(row).to_have_attribute("data-state", "ready", timeout=120_000)

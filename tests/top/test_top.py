@@ -18,8 +18,8 @@ from penstock.local.valkey import ValkeyServer
 from penstock.ops.live import LiveWatch
 from penstock.top.app import TopApp
 from penstock.top.panels import Snapshot
-from penstock.waiting import wait_until
 from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from tests.commands import Terminal
 from tests.top import busy
 from tests.top.screenshot import without_fonts
@@ -177,7 +177,7 @@ def test_plan_asks_the_workers_that_run(stack: Stack, terminal: Terminal, tmp_pa
         printed[:] = [done.stdout]
         return done.returncode == 0
 
-    wait_until(has_plan, 60, "both stages have measured themselves", every_s=0.1)
+    wait_for(has_plan, "both stages have measured themselves", every_s=0.1)
     made: dict[str, Any] = json.loads(printed[0])
     assert made["rates"]["pool_blocks"] == 341
     assert made["rates"]["prefill_tokens_per_s"] > 0
