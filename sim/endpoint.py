@@ -108,7 +108,6 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 60
     server: _Server
 
     def log_message(self, *_: object) -> None:
@@ -172,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.kind == "error":
             self._send_event({"error": {"message": fault.message, "code": fault.status}})
         elif fault.kind == "hang":
-            self.connection.settimeout(60)
+            self.connection.settimeout(None)
             with contextlib.suppress(OSError):
                 self.connection.recv(1)  # until the reader closes it
 

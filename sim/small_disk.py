@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local.processes import Child, start_child
+from sim.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 UNSHARE_COMMAND = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -23,7 +24,7 @@ def run_on_small_disk(directory: Path, num_pages: int, module: str, what: str) -
         pytest.skip("file systems cannot be mounted here, not even for a process alone")
     command = [*UNSHARE_COMMAND, f'{mount} exec "$@"', *arguments, sys.executable, "-m", module, str(disk), what]
     child = start_child(command, name=what, directory=ROOT, log=directory / "log")
-    child.wait(60)
+    child.wait(PATIENCE_S)
     return child
 
 

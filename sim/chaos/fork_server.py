@@ -22,7 +22,7 @@ from typing import Any, cast
 from penstock.local.processes import Child, start_child
 from sim.chaos import clock
 from sim.chaos.disk import SmallDisk, simulate_full_disk
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 
 class ForkServer:
@@ -52,7 +52,7 @@ class ForkServer:
         order["full"] = "" if self.disk.is_real else str(self.disk.path)
         with self._lock:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
-            if not self._lock.wait_for(lambda: self._new_pids, 60):
+            if not self._lock.wait_for(lambda: self._new_pids, PATIENCE_S):
                 raise TimeoutError("the fork server forks nothing; its log ends:\n" + self._process.read_log_tail())
             pid = self._new_pids.pop()
         return Child(name, cast(Any, ForkedWorker(self, pid)), log)

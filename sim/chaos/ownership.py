@@ -60,7 +60,7 @@ def _list_partitions(addresses: Addresses, group: str, topic: str, name: str) ->
 
 def _describe_members(addresses: Addresses, group: str) -> list[Any]:
     admin = AdminClient({"bootstrap.servers": addresses.kafka, "log_level": 0})
-    return list(admin.describe_consumer_groups([group])[group].result(30).members)
+    return list(admin.describe_consumer_groups([group])[group].result().members)
 
 
 def _extract_ids(values: Iterable[bytes]) -> set[str]:

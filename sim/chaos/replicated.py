@@ -13,9 +13,7 @@ from confluent_kafka.admin import AdminClient
 from penstock.local.kafka import KafkaCluster, KafkaServer
 from penstock.local.valkey import ReplicatedValkey, ValkeySentinel, ValkeyServer
 from sim.chaos.system import Servers
-from sim.waiting import wait_for
-
-FAILOVER_TIMEOUT_S = 60.0
+from sim.waiting import PATIENCE_S, wait_for
 
 
 class ReplicatedServers(Servers):
@@ -70,8 +68,9 @@ class ReplicatedServers(Servers):
 
     def _leading_broker(self) -> KafkaServer:
         """Return the broker that leads most partitions."""
-        topics = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0}).list_topics(timeout=15).topics
-        leaders = Counter(one.leader for topic in topics.values() for one in topic.partitions.values())
+        admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        topics = admin.list_topics(timeout=PATIENCE_S).topics.values()
+        leaders = Counter(one.leader for topic in topics for one in topic.partitions.values())
         return self.cluster.servers[leaders.most_common(1)[0][0]]
 
     def __enter__(self) -> Self:
