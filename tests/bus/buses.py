@@ -1,6 +1,5 @@
 """Both buses, made in the same way in tests and in their child processes."""
 
-import time
 from collections.abc import Callable, Mapping
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
@@ -8,6 +7,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline, PriorityClass
+from sim.waiting import wait_for
 
 SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=30.0)
 """The transaction timeout is long, as the broker fences a member that is slow on a loaded machine."""
@@ -22,18 +22,19 @@ def make_bus(kind: str, pipeline: Pipeline, address: str, settings: BusSettings 
     return StreamsBus(pipeline, address, settings)
 
 
-def take_deliveries(
-    member: Member, count: int, room: Mapping[PriorityClass, int] = CAPACITY, timeout_s: float = 30.0
-) -> list[Delivery]:
+def take_deliveries(member: Member, count: int, room: Mapping[PriorityClass, int] = CAPACITY) -> list[Delivery]:
     """Poll until there are `count` deliveries."""
-    end = time.monotonic() + timeout_s
     taken: list[Delivery] = []
-    while len(taken) < count:
-        assert time.monotonic() < end, f"{len(taken)} of {count} deliveries within {timeout_s} s"
+
+    def are_there() -> bool:
         left: dict[PriorityClass, int] = {
             klass: num - sum(d.klass == klass for d in taken) for klass, num in room.items()
         }
-        taken += member.poll(0.5, left)
+        taken.extend(member.poll(0.5, left))
+        return len(taken) >= count
+
+    if count:
+        wait_for(are_there, f"{count} deliveries", every_s=0)
     return taken
 
 

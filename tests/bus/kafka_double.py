@@ -19,8 +19,8 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.offsets import Partition
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
+from sim.waiting import PATIENCE_S
 
-PATIENCE_S = 10.0
 EPOCH = 3
 """Of all leaders."""
 Rebalance = Callable[["DoubleConsumer", list[TopicPartition]], None]

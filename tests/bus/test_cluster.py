@@ -20,7 +20,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
 from penstock.names import Pipeline
 from sim.servers import serve_server
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import CAPACITY, make_settlement, take_deliveries
 
 RETENTION = {"log.retention.check.interval.ms": "500", "log.initial.task.delay.ms": "500"}
@@ -42,12 +42,12 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
     bus.create_topics()
     admin, control, topic = AdminClient(bus.clients), f"{pipeline.name}-control", pipeline.request_topic("interactive")
     wanted = bus.topic_settings(topic) | {"message.timestamp.type": "CreateTime"}
-    admin.create_topics([NewTopic(control, 1, 3, config=wanted)])[control].result(15)
+    admin.create_topics([NewTopic(control, 1, 3, config=wanted)])[control].result()
     producer = Producer(bus.clients)
     for timestamp_ms in OLD_MS:
         producer.produce(topic, b"x", timestamp=timestamp_ms)
         producer.produce(control, b"x", timestamp=timestamp_ms)
-    assert producer.flush(15) == 0
+    assert producer.flush() == 0
 
     def first_offsets(*topics: str) -> set[int]:
         places, earliest = list_partitions(admin, topics), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
 
 def leader_of(bus: KafkaBus, topic: str) -> int:
     """The broker that leads its first partition."""
-    leader: int = AdminClient(bus.clients).list_topics(topic, 15).topics[topic].partitions[0].leader
+    leader: int = AdminClient(bus.clients).list_topics(topic, PATIENCE_S).topics[topic].partitions[0].leader
     return leader
 
 

@@ -30,7 +30,7 @@ from penstock.ops import lag
 from sim.forked import fork_process
 from sim.memory.bus import MemoryBus
 from sim.servers import start_or_skip
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus import worker_process
 from tests.bus.buses import (
     CAPACITY,
@@ -127,9 +127,9 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
         first, large, last = publisher.send_messages(
             [Outgoing(topic, b"first"), Outgoing(topic, b"z" * (MAX_MESSAGE_BYTES + 1)), Outgoing(topic, b"last")]
         )
-        assert (first.result(30), last.result(30)) == (None, None)
+        assert (first.result(), last.result()) == (None, None)
         with pytest.raises(RequestTooLarge):
-            large.result(30)
+            large.result()
     assert list_values(bus.read_all(topic)) == [b"first", b"last"]
 
 
@@ -439,11 +439,11 @@ def test_a_killed_broker_ends_open_transactions_for_readers_too(pipeline: Pipeli
         short = {"transaction.timeout.ms": 1000, "socket.timeout.ms": 1000}
         producers = [Producer(bus.clients | short | {"transactional.id": f"killed-{one}"}) for one in range(4)]
         for producer in producers:
-            producer.init_transactions(15)
+            producer.init_transactions(PATIENCE_S)
             producer.begin_transaction()
             for partition in range(SHORT_TIMEOUT_SETTINGS.partitions):
                 producer.produce(pipeline.results_topic, b"not committed", partition=partition)
-            assert producer.flush(15) == 0
+            assert producer.flush() == 0
         server.kill()
         producers.clear()
         server.start()

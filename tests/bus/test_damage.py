@@ -16,7 +16,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
 
 NUM_GOOD = 40
@@ -46,7 +46,7 @@ class RawProducer:
         for name in header_names:
             words += [self.HEADER, name, b"x", ctypes.c_ssize_t(1)]
         assert self._library.rd_kafka_producev(self._producer, *words, self.END) == 0
-        assert self._library.rd_kafka_flush(self._producer, 10_000) == 0
+        assert self._library.rd_kafka_flush(self._producer, round(1000 * PATIENCE_S)) == 0
 
     def close(self) -> None:
         self._library.rd_kafka_destroy(self._producer)
@@ -98,7 +98,7 @@ def test_bytes_in_key_and_headers_come_back_as_they_were(bus: Bus, pipeline: Pip
     if isinstance(bus, KafkaBus):
         consumer = Consumer(bus.clients | {"group.id": f"{pipeline.dead_letter_topic}.tool"})
         consumer.assign([confluent_kafka.TopicPartition(pipeline.dead_letter_topic, number, 0) for number in range(2)])
-        (message,) = consumer.consume(1, 10)
+        (message,) = consumer.consume(1, PATIENCE_S)
         consumer.close()
         assert message.key() == BYTES
         assert dict(message.headers() or [])["h"] == b"\xff\xfe1"
@@ -110,7 +110,7 @@ class LateCommit(Consumer):
     transaction: Producer
 
     def get_watermark_offsets(self, *args: Any, **kwargs: Any) -> Any:
-        self.transaction.commit_transaction(10)
+        self.transaction.commit_transaction(PATIENCE_S)
         return super().get_watermark_offsets(*args, **kwargs)
 
 
@@ -120,10 +120,10 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
     """Who committed may read before the brokers let readers see it."""
     publish_messages(kafka_bus, [Outgoing(pipeline.results_topic, b"1")])
     producer = Producer(kafka_bus.clients | {"transactional.id": pipeline.name})
-    producer.init_transactions(10)
+    producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     producer.produce(pipeline.results_topic, b"2")
-    producer.flush(10)
+    producer.flush()
     monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
     monkeypatch.setattr("penstock.bus.kafka.bus.Consumer", LateCommit)
     assert list_values(kafka_bus.read_all(pipeline.results_topic)) == [b"1", b"2"]
@@ -136,7 +136,7 @@ def publish_around_damage(kafka_bus: KafkaBus, topic: str) -> None:
     producer = Producer(kafka_bus.clients | packed)
     for value in (b"beside", b"a" * 70_000_000, b"beside"):
         producer.produce(topic, value)
-    assert producer.flush(30) == 0
+    assert producer.flush() == 0
     publish_messages(kafka_bus, [Outgoing(topic, b"behind")])
 
 
@@ -187,7 +187,7 @@ def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(
     topic = pipeline.request_topic("interactive")
     producer = Producer(kafka_bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
     producer.produce(topic, b"a" * 40_000_000)
-    assert producer.flush(30) == 0
+    assert producer.flush() == 0
     with kafka_bus.join_group("prefill", "a") as member:
         (delivery,) = take_deliveries(member, 1)
         assert len(delivery.value) == MAX_MESSAGE_BYTES

@@ -13,6 +13,7 @@ from penstock.bus.kafka.admin_lookups import StuckPartition, find_stuck_partitio
 from penstock.bus.kafka.bus import KafkaBus, find_wrong_settings
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
+from sim.waiting import PATIENCE_S
 from tests.commands import Terminal
 
 DAY_MS = 86_400_000
@@ -26,7 +27,7 @@ def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> N
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
     admin = AdminClient(bus.clients)
     for future in admin.incremental_alter_configs([resource]).values():
-        future.result(15)
+        future.result()
 
 
 def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
@@ -64,11 +65,11 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
             "log_level": 0,
         }
     )
-    producer.init_transactions(30)
+    producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     for value in ("one", "two"):
         producer.produce(topic, value, partition=2)
-    assert producer.flush(30) == 0
+    assert producer.flush() == 0
     assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == [StuckPartition(topic, 2, 0, 2)]
 
     servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
@@ -79,6 +80,6 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     assert "kafka-transactions.sh" in report.stdout
     assert report.returncode == 1
 
-    producer.commit_transaction(30)
+    producer.commit_transaction(PATIENCE_S)
     assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == []
     assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout

@@ -14,7 +14,7 @@ from penstock.config.settings import BusSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 
 @pytest.mark.parametrize("is_reclaiming", [False, True])
@@ -29,7 +29,7 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
             redis.flushall()
             assert member.poll(0, {"interactive": 1}) == []
             publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"after")])
-            assert [found.value for found in member.poll(5, {"interactive": 1})] == [b"after"]
+            assert [found.value for found in member.poll(PATIENCE_S, {"interactive": 1})] == [b"after"]
 
 
 def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
@@ -43,12 +43,12 @@ def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
     class SlowScript:
         def run(self, *_: object) -> int:
             begun.set()
-            go_on.wait(30)
+            go_on.wait(PATIENCE_S)
             is_over.set()
             return 1
 
     monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", SlowScript())
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     member.close()
     assert not is_over.is_set()
     go_on.set()

@@ -12,7 +12,7 @@ from penstock.bus.kafka.client import producer_settings
 from penstock.bus.streams import bus as streams
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import make_messages, make_settlement, publish_messages, take_deliveries
 
 
@@ -60,14 +60,14 @@ def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline)
 def test_what_a_transaction_takes_back_is_never_seen(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
     bus = kafka_bus
     producer = Producer(producer_settings(bus.clients) | {"transactional.id": f"{pipeline.name}-odd"})
-    producer.init_transactions(30)
+    producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     for number in range(4):
         producer.produce(pipeline.results_topic, b"never", f"n{number}")
-    producer.flush(30)
+    producer.flush()
     follower = bus.follow_topic(pipeline.results_topic, {})
     assert follower.read_messages(0.5) == []
-    producer.abort_transaction(30)
+    producer.abort_transaction(PATIENCE_S)
     publish_messages(bus, make_messages(pipeline.results_topic, 4))
     assert {value_of(one) for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
     follower.close()
@@ -92,7 +92,7 @@ def test_a_log_that_begins_after_the_place_is_followed_from_its_beginning(logs: 
     admin = AdminClient(logs.clients)
     asked = admin.delete_records([TopicPartition(pipeline.results_topic, 0, 20)])
     for future in asked.values():
-        future.result(30)
+        future.result()
     follower = logs.follow_topic(pipeline.results_topic, {"0": "10"})
     assert [one.offset for one in read(follower, 30)] == [str(offset) for offset in range(20, 50)]
     follower.close()
@@ -105,14 +105,12 @@ def test_partitions_that_are_added_are_followed(
     follower = logs.follow_topic(pipeline.results_topic, {})
     read(follower, 50)
     admin = AdminClient(logs.clients)
-    admin.create_partitions([NewPartitions(pipeline.results_topic, 2)])[pipeline.results_topic].result(30)
+    admin.create_partitions([NewPartitions(pipeline.results_topic, 2)])[pipeline.results_topic].result()
     producer = Producer(producer_settings(logs.clients))
-    wait_for(
-        lambda: len(producer.list_topics(pipeline.results_topic, 5).topics[pipeline.results_topic].partitions) == 2,
-        "two",
-    )
+    topic = pipeline.results_topic
+    wait_for(lambda: len(producer.list_topics(topic, PATIENCE_S).topics[topic].partitions) == 2, "two")
     producer.produce(pipeline.results_topic, b"added", partition=1)
-    assert producer.flush(30) == 0
+    assert producer.flush() == 0
     assert [(one.partition, value_of(one)) for one in read(follower, 1)] == [("1", b"added")]
     follower.close()
 

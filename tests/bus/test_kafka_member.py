@@ -23,9 +23,9 @@ from penstock.bus.kafka.position_lookup import FetchAttempts, PositionLookup, Re
 from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import CAPACITY
-from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
+from tests.bus.kafka_double import EPOCH, DoubleBus, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (

@@ -8,7 +8,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import (
     CAPACITY,
     list_values,
@@ -64,7 +64,7 @@ def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytes
 def answer_messages(member: Member, pipeline: Pipeline, count: int) -> None:
     """Take and settle that many deliveries, some hundred at a time."""
     while count:
-        taken = member.poll(30.0, {"interactive": min(count, 300)})
+        taken = member.poll(PATIENCE_S, {"interactive": min(count, 300)})
         assert taken, f"{count} more do not come"
         member.settle([make_settlement(pipeline, delivery) for delivery in taken])
         count -= len(taken)

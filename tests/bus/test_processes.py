@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local.processes import start_child
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 PARENT = """
 import sys, threading
@@ -45,7 +45,7 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
     polite = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="polite")
-    assert polite.stop(10.0) == -signal.SIGTERM
+    assert polite.stop(PATIENCE_S) == -signal.SIGTERM
     child = start_child([sys.executable, "-c", stubborn], name="stubborn", log=tmp_path / "log")
     wait_for(lambda: child.read_log_tail() == "up", "it ignores the signal")
     with pytest.raises(TimeoutError, match="stubborn"):

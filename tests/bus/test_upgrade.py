@@ -33,7 +33,7 @@ def old_bus(bus: Bus) -> Bus:
 def make_old_topics(bus: KafkaBus) -> None:
     admin = AdminClient(bus.clients)
     for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in bus.pipeline.old_retry_topics()]).values():
-        future.result(30)
+        future.result()
 
 
 def put_off(value: bytes, origin: str, klass_topic: str) -> Outgoing:

@@ -11,9 +11,10 @@ from penstock.client.core import Event
 from penstock.errors import Cancelled, InvalidName, PromptTooLong, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
-from penstock.record import AsyncTokenLog, Busy, Claim, Record, TokenLog
+from penstock.record import AsyncTokenLog, Claim, Record, TokenLog
 from penstock.record.live import MAX_MAILBOX_EVENTS
-from tests.record.play import decode, end, prefill, say, wait_for
+from sim.waiting import wait_for
+from tests.record.play import decode, end, prefill, say
 
 WORDS = [11, 22, 33, 44, 55]
 
@@ -35,7 +36,7 @@ def whole(record: Record, request_id: str = "r1") -> list[Event]:
 
 def wait_for_readers(server: "redis.Redis", pipeline: Pipeline, count: int) -> None:
     channel = pipeline.live_channel("r1").encode()
-    wait_for(lambda: Busy(1) if dict(server.pubsub_numsub(channel))[channel] != count else "subscribed")
+    wait_for(lambda: dict(server.pubsub_numsub(channel))[channel] == count, "they are subscribed")
 
 
 class Reading:
@@ -56,7 +57,7 @@ class Reading:
             self.error = error
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
-        wait_for(lambda: Busy(1) if not done(self.events) else "done")
+        wait_for(lambda: done(self.events), "so many events")
 
     def join(self) -> list[Event]:
         self._thread.join()
@@ -157,7 +158,7 @@ def test_a_live_event_before_the_first_log_reading_is_not_dropped(
     monkeypatch.setattr(TokenLog, "read_events", fragile)
     monkeypatch.setattr(AsyncTokenLog, "read_events", fragile_async)
     reading = Reading(client.stream("r1"))
-    wait_for(lambda: "failed" if failed.is_set() else Busy(1))
+    wait_for(failed.is_set, "reading the log fails")
     record.finish_request(write(record, WORDS), end())
     assert tokens_of(reading.join()) == WORDS
 

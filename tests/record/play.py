@@ -1,14 +1,10 @@
 """Short ways to play a worker."""
 
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from penstock.messages import EndEvent
 from penstock.names import Stage
-from penstock.record import AppendOutcome, Busy, Claim, Record
-
-T = TypeVar("T")
+from penstock.record import AppendOutcome, Claim, Record
 
 
 def alive(record: Record, stage: Stage, owner: str) -> str:
@@ -42,14 +38,3 @@ def say(record: Record, claim: Claim, tokens: Sequence[int]) -> list[AppendOutco
 
 def end(finish_reason: str = "stop") -> EndEvent:
     return EndEvent.model_validate({"finish_reason": finish_reason})
-
-
-def wait_for(attempt: Callable[[], T | Busy], patience_s: float = 10.0) -> T:
-    """Try again until the answer is not `Busy`, and return it."""
-    over = time.monotonic() + patience_s
-    while time.monotonic() < over:
-        outcome = attempt()
-        if not isinstance(outcome, Busy):
-            return outcome
-        assert outcome.wait_s > 0
-    raise AssertionError("busy for too long")

@@ -11,7 +11,8 @@ from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
 from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
-from tests.record.play import alive, decode, end, prefill, say, wait_for
+from sim.waiting import PATIENCE_S, wait_for
+from tests.record.play import alive, decode, end, prefill, say
 
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
 
@@ -120,7 +121,7 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
     record.send_tokens(next_tokens(claim, [2]))
     record.send_tokens(next_tokens(claim, [3, 4]))
     if written:
-        wait_for(lambda: Busy(1) if len(record.read_log("r1")) < 4 else "written")
+        wait_for(lambda: len(record.read_log("r1")) >= 4, "they are written")
         client.client_kill_filter(_type="normal", skipme=True)
     assert record.collect_outcomes() == [OK, OK, OK]
     assert say(record, claim, [5]) == [OK]
@@ -130,7 +131,7 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
 def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     with cast(Any, client).pubsub(ignore_subscribe_messages=True) as live:
         live.subscribe(pipeline.live_channel("r1"))
-        live.get_message(timeout=5)
+        live.get_message(timeout=PATIENCE_S)
         claim = decode(record)
         say(record, claim, [5])
         record.append_tokens(next_tokens(claim, [6, 7]))
@@ -139,7 +140,7 @@ def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "red
         record.finish_request(claim, end())
         received: list[TokenEvent | EndEvent] = []
         while len(received) < 4:
-            message = live.get_message(timeout=5)
+            message = live.get_message(timeout=PATIENCE_S)
             if message is not None:
                 received.append(parse_event(message["data"]))
     assert received == record.read_log("r1")

@@ -19,7 +19,7 @@ from penstock.redis.client import redis_client
 from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
 from sim.memory.record import MemoryRecord, MemoryRecords
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.record.play import alive, die, end, say
 
 MOMENT_S = 0.01
@@ -245,11 +245,11 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
 
     def parts() -> list[str]:
         is_asked.set()
-        goes_on.wait(20)
+        goes_on.wait(PATIENCE_S)
         return ["topic:0"]
 
     with Session(hasty, "decode", "d1", parts) as session:
-        assert is_asked.wait(20)
+        assert is_asked.wait(PATIENCE_S)
         leaving = threading.Thread(target=session.disown_partitions)
         leaving.start()
         leaving.join(MOMENT_S)  # it is through by then if it waits for nothing
