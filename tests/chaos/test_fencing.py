@@ -15,6 +15,7 @@ from penstock.worker.worker import Worker
 from sim.chaos.checker import check_history, count_by_kind
 from sim.chaos.history import History, read_history
 from sim.line import InProcessPipeline, core_of, run_until_running
+from sim.waiting import PATIENCE_S
 from sim.workload import compute_answers, make_requests
 
 FENCE = "if r[1] ~= ARGV[3] then return 0 end\n"
@@ -75,7 +76,7 @@ def write_history(line: InProcessPipeline, request_id: str, history: History) ->
     """Write what a reader and the results topic saw."""
     text = ""
     with Client(line.addresses) as client:
-        for event in client.stream(request_id, timeout_s=20.0):
+        for event in client.stream(request_id, timeout_s=PATIENCE_S):
             text += event.text
             if isinstance(event, EndEvent):
                 end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}

@@ -20,7 +20,7 @@ from sim.chaos.faults import ANY_TIME, KillPlan
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History
 from sim.chaos.system import ChaosStack, Servers
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import make_form, new_names, put
 
 TOKENS = list(range(10, 110))
@@ -63,7 +63,7 @@ def ask(stack: ChaosStack, first: int, deadline_in_s: float | None = None) -> li
         sent = client.submit(
             token_ids=[first, *TOKENS], max_tokens=8, temperature=0.0, ignore_eos=True, deadline=deadline
         )
-        return client.result(sent, timeout_s=60).token_ids
+        return client.result(sent, timeout_s=PATIENCE_S).token_ids
 
 
 def test_a_full_disk_takes_no_block_and_does_no_harm(stack: ChaosStack) -> None:

@@ -9,6 +9,7 @@ from penstock.config.addresses import Addresses
 from penstock.messages import Request
 from penstock.names import Pipeline
 from sim.chaos.poison import send_bomb, send_poisoned
+from sim.waiting import PATIENCE_S
 
 TOPIC = Pipeline("poison").request_topic("interactive")
 
@@ -17,7 +18,7 @@ TOPIC = Pipeline("poison").request_topic("interactive")
 def kafka() -> Iterator[Addresses]:
     """A broker that librdkafka pretends to be."""
     owner = Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "mock", "log_level": 0})
-    (broker,) = owner.list_topics(timeout=10).brokers.values()
+    (broker,) = owner.list_topics(timeout=PATIENCE_S).brokers.values()
     yield Addresses(pipeline="poison", stream_url="redis://unused", kafka=f"{broker.host}:{broker.port}")
     owner.flush()
 
@@ -25,9 +26,9 @@ def kafka() -> Iterator[Addresses]:
 def first(kafka: Addresses) -> Message:
     """What a reader gets first, a message or an error."""
     consumer = Consumer({"bootstrap.servers": kafka.kafka, "group.id": "reader", "log_level": 0})
-    partitions = consumer.list_topics(TOPIC, 10).topics[TOPIC].partitions
+    partitions = consumer.list_topics(TOPIC, PATIENCE_S).topics[TOPIC].partitions
     consumer.assign([TopicPartition(TOPIC, number, 0) for number in partitions])
-    message = consumer.poll(20.0)
+    message = consumer.poll(PATIENCE_S)
     consumer.close()
     assert message is not None
     return message

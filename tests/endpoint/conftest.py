@@ -20,6 +20,7 @@ from sim.endpoint import MODEL, CountingEndpoint
 from sim.line import BUS_SETTINGS
 from sim.memory.bus import MemoryBus
 from sim.memory.record import MemoryRecord, MemoryRecords
+from sim.waiting import PATIENCE_S
 
 
 class EndpointPipeline:
@@ -85,7 +86,7 @@ class EndpointPipeline:
         for task in worker.running.values():
             if task.answer is not None:
                 task.answer.cut()
-                task.answer.join(5)
+                task.answer.join(PATIENCE_S)
         worker.member.close()
         worker.record.close()
         self.workers.remove(worker)

@@ -16,7 +16,7 @@ from penstock.names import Pipeline
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import StopSignal
 from sim.endpoint import MODEL, CountingEndpoint
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
 
 
@@ -24,7 +24,7 @@ def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Address
     gone = CountingEndpoint().start()
     gone.stop()
     pool = Endpoints(parse_urls(f"{gone.url},{endpoint.url}", 1))
-    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "endpoint", "e", 1.0)
+    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "endpoint", "e", 60.0)
     assert find_model(pool, "", beat, StopSignal()) == MODEL
     endpoint.models.append("another")
     with pytest.raises(SettingsError, match="PENSTOCK_ENDPOINT_MODEL"):
@@ -33,7 +33,7 @@ def test_the_model_is_that_of_the_first_endpoint_that_answers(addresses: Address
 
 def test_one_pipeline_has_one_kind_of_workers(addresses: Addresses) -> None:
     check_only_kind(addresses)
-    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "prefill", "p0", 1.0)
+    beat = Heartbeat(addresses.stream_url, Pipeline(addresses.pipeline), "prefill", "p0", 60.0)
     beat.write_beat()
     with pytest.raises(SettingsError, match="p0"):
         check_only_kind(addresses)
@@ -68,14 +68,14 @@ def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: C
         said = (tmp_path / "up.log").read_text()
         assert f'"model": "{MODEL}"' in said
         body = b'{"model": "counting", "prompt": "x|", "max_tokens": 3}'
-        with urllib.request.urlopen(f"http://127.0.0.1:{gateway_port}/v1/completions", body, 30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{gateway_port}/v1/completions", body) as answer:
             assert b'"text":" 0 1 2"' in answer.read().replace(b": ", b":")
     finally:
-        child.stop(timeout_s=30)
+        child.stop(PATIENCE_S)
 
 
 def test_neither_the_worker_nor_up_needs_a_model_library() -> None:
     modules = "import penstock.cli.endpoint_worker, penstock.cli.up, sys"
     code = f"{modules}; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -20,6 +20,7 @@ from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
+from sim.waiting import PATIENCE_S
 
 WEIGHTS = "model.safetensors"
 
@@ -302,6 +303,6 @@ def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path, redis_url: str,
     addresses = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
     given = {**os.environ, **addresses, "PENSTOCK_ENGINE_MODEL": str(copy)}
     child = fork_process("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
-    assert child.wait(90) == 1
+    assert child.wait(PATIENCE_S) == 1
     assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
     assert "Traceback" not in child.read_log_tail(1000)

@@ -24,6 +24,7 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
+from sim.waiting import PATIENCE_S
 from sim.workload import ENGINE_SETTINGS
 from tests.engine_contract.engines import BLOCK, Caller, EngineUnderTest, open_vllm
 from tests.engine_contract.test_engine_contract import NUM_NEW, add_all, expect, make_work, prefill_all, prompt_of
@@ -215,9 +216,9 @@ def test_a_gateway_serves_a_pipeline_with_vllm_beside_one_with_the_own_engine(tm
         Stack(tmp_path / "a", pipeline="own", redis=server.url, gateway=find_free_port(), environment=plain) as own,
         Stack(tmp_path / "b", pipeline="vllm", redis=server.url, environment=plain | by_vllm) as other,
     ):
-        own.wait_until_ready(120)
-        other.wait_until_ready(240)
-        with httpx.Client(base_url=own.gateway_url, timeout=60) as gateway:
+        own.wait_until_ready(PATIENCE_S)
+        other.wait_until_ready(PATIENCE_S)
+        with httpx.Client(base_url=own.gateway_url, timeout=None) as gateway:
             for model in ("demo", str(copied)):
                 body = {
                     "model": model,

@@ -11,14 +11,15 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
+from sim.waiting import PATIENCE_S
 from sim.workload import ExpectedAnswer
 
 
 class Streams:
     """Reads the streams of many requests at once, each to its end."""
 
-    def __init__(self, client: Client, work: Sequence[Request], timeout_s: float = 90.0) -> None:
-        self._client, self._timeout_s = client, timeout_s
+    def __init__(self, client: Client, work: Sequence[Request]) -> None:
+        self._client = client
         self._done = threading.Semaphore(0)
         self.events: dict[str, list[TokenEvent | EndEvent]] = {request.id: [] for request in work}
         self._pool = ThreadPoolExecutor(len(work))
@@ -26,7 +27,7 @@ class Streams:
 
     def _read(self, request_id: str) -> None:
         try:
-            for event in self._client.stream(request_id, timeout_s=self._timeout_s):
+            for event in self._client.stream(request_id, timeout_s=PATIENCE_S):
                 self.events[request_id].append(event)
         finally:
             self._done.release()
@@ -34,12 +35,12 @@ class Streams:
     def wait_for(self, count: int) -> None:
         """Wait until `count` more streams have ended."""
         for _ in range(count):
-            assert self._done.acquire(timeout=self._timeout_s), "a stream does not end"
+            assert self._done.acquire(timeout=PATIENCE_S), "a stream does not end"
 
     def finish(self) -> None:
         """Wait until all streams have ended; raise what any reader raised."""
         for future in self._futures:
-            future.result(self._timeout_s)
+            future.result()
         self._pool.shutdown()
 
 

@@ -26,7 +26,7 @@ from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import REDIS_TIMEOUT_S
 from sim.forked import ForkedStack, pause_process
 from sim.servers import Server, serve_server
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, load_demo_model, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 
@@ -201,4 +201,4 @@ def leave(site: Site) -> None:
     children = [worker.child for worker in site.stack.workers if worker.child is not None]
     for child in children:
         child.send_signal(signal.SIGTERM)
-    assert [child.wait(20.0) for child in children] == [0, 0]
+    assert [child.wait(PATIENCE_S) for child in children] == [0, 0]

@@ -9,6 +9,7 @@ import pytest
 from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.site import submit, wait_for_results
@@ -28,7 +29,7 @@ def stack(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stac
     name = f"equality-{random.getrandbits(32):08x}"
     made = ForkedStack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
     with made as running:
-        running.wait_until_ready(120)
+        running.wait_until_ready(PATIENCE_S)
         yield running
         running.stop_workers()
         counts = Counter(result.id for result in results_of(running.addresses))

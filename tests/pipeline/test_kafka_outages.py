@@ -100,7 +100,7 @@ def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> N
 
         def ask() -> WholeAnswer:
             request_id = client.submit("In the beginning", max_tokens=20, temperature=0.0, ignore_eos=True)
-            return client.result(request_id, timeout_s=60.0)
+            return client.result(request_id, timeout_s=PATIENCE_S)
 
         def keep_asking() -> None:
             while not over.wait(0.2):
@@ -111,7 +111,7 @@ def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> N
         try:
             for worker in on_kafka.stack.workers:
                 assert worker.child is not None
-                assert worker.child.stop(timeout_s=60.0) == 0
+                assert worker.child.stop(PATIENCE_S) == 0
                 on_kafka.wait_ready(tend=True)
             wait_for(lambda: len(asked) > 20, "requests enough")
         finally:

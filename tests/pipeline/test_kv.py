@@ -13,6 +13,7 @@ from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
+from sim.waiting import PATIENCE_S
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 BLOCK = ENGINE_SETTINGS.block_size
@@ -188,7 +189,7 @@ def hold_up_reads(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[thre
 
     def slow(wanted: Sequence[ReadRequest]) -> list[int]:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         return load(wanted)
 
     monkeypatch.setattr(store, "load_blocks", slow)

@@ -14,7 +14,7 @@ from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.record import compute_body_hash
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline, core_of
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -179,7 +179,7 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: InProcessPipel
         events = client.stream("long")
         first = [next(events) for _ in range(5)]
         stop.set()
-        thread.join(timeout=60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         line.renew_decode()
         (result,) = line.run_until_results(1)

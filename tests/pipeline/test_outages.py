@@ -88,7 +88,7 @@ def test_redis_is_killed_and_comes_back_with_what_it_had(embedded: Site) -> None
                 call()
         time.sleep(1.0)
         embedded.redis.start()
-    assert reading.result(30.0).token_ids == answers()[-1].token_ids
+    assert reading.result().token_ids == answers()[-1].token_ids
 
 
 def test_workers_leave_soon_while_redis_hangs(embedded: Site) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -19,7 +20,7 @@ def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) ->
     script = tmp_path / "backend.py"
     script.write_text(example)
     with ForkedStack(tmp_path / "stack", pipeline=f"example-{os.getpid()}", kafka=kafka) as stack:
-        stack.wait_until_ready(120)
+        stack.wait_until_ready(PATIENCE_S)
         addresses = stack.addresses
         here = os.environ | {"KAFKA": kafka, "REDIS": addresses.stream_url, "PIPELINE": addresses.pipeline}
         done = subprocess.run(
@@ -28,7 +29,6 @@ def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) ->
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=90,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from penstock.record import Session
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
 
 
@@ -32,7 +32,7 @@ class Reader(PromptTokenizer):
     def tokenize_prompt(self, request: Request) -> list[int]:
         self.begun.append(request.id)
         if request.id == "long":
-            assert self.is_let.wait(60)
+            assert self.is_let.wait(PATIENCE_S)
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("a bug in the tokenizer")

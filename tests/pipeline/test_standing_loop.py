@@ -16,7 +16,7 @@ from penstock.worker.loop import run_until_idle
 from penstock.worker.watch import LIMIT_IN_STEPS, STALLED_EXIT_CODE, LoopWatch
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, run_until_running
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers
 from tests.pipeline.workers import worker_process
 
@@ -37,15 +37,15 @@ class HeldStep:
         failpoints.arm_action(POINTS[stage], self._hold, 1)
         self._thread = threading.Thread(target=worker.run_once)
         self._thread.start()
-        assert self._is_held.wait(60)
+        assert self._is_held.wait(PATIENCE_S)
 
     def _hold(self) -> None:
         self._is_held.set()
-        self._is_let.wait(300)
+        self._is_let.wait(PATIENCE_S)
 
     def let_go(self) -> None:
         self._is_let.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 
@@ -138,7 +138,7 @@ def test_a_process_whose_loop_stands_ends_itself_and_says_where(
         assert "failpoints.py:" in log
         assert "run_once" in log, "the stack"
         with worker_process("decode", addresses, tmp_path):
-            assert client.result("a", timeout_s=60).token_ids == compute_answers([REQUEST])["a"].token_ids
+            assert client.result("a", timeout_s=PATIENCE_S).token_ids == compute_answers([REQUEST])["a"].token_ids
 
 
 def test_what_the_watch_counts(monkeypatch: pytest.MonkeyPatch) -> None:

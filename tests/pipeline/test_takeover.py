@@ -20,7 +20,7 @@ from penstock.worker.worker import Worker
 from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 LEASE_S = 0.4
@@ -44,7 +44,7 @@ def read_tokens(line: InProcessPipeline, request_id: str, *workers: Worker) -> l
 
     def read() -> None:
         with Client(line.addresses) as client:
-            events = client.stream(request_id, timeout_s=60)
+            events = client.stream(request_id, timeout_s=PATIENCE_S)
             tokens.extend(event.token for event in events if isinstance(event, TokenEvent))
 
     reader = threading.Thread(target=read)
@@ -231,7 +231,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
 def list_members(kafka: str, group: str) -> list[str]:
     """Return the client ids of a group's members, as the brokers know them."""
     admin = AdminClient({"bootstrap.servers": kafka})
-    described = admin.describe_consumer_groups([group])[group].result(30)
+    described = admin.describe_consumer_groups([group])[group].result()
     return [member.client_id for member in described.members]
 
 

@@ -20,7 +20,7 @@ from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
 from sim.conversations import Body, make_chat_bodies
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 from tests.pipeline.workers import worker_process
@@ -32,7 +32,6 @@ With drafts it is after so many steps, each of which may give several tokens.
 """
 POINTS = ("decode.7.sent", "decode.7.confirmed")
 SETTINGS = {"ENGINE_MODEL": str(TOOL_MODEL)}
-PATIENCE_S = 120.0
 
 
 class Reader:
@@ -73,7 +72,7 @@ def list_calls(events: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def gateway(addresses: Addresses, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway before a prefill worker of the tool model."""
     with worker_process("prefill", addresses, tmp_path, settings=SETTINGS), GatewayProcess(addresses, tmp_path) as one:
-        wait_for(lambda: httpx.get(f"{one.url}/v1/models").json()["data"], "the model is served")
+        wait_for(lambda: httpx.get(f"{one.url}/v1/models", timeout=None).json()["data"], "the model is served")
         yield one
 
 

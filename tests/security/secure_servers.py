@@ -20,6 +20,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
+from sim.waiting import PATIENCE_S
 from tests.security.certificates import Authority
 
 USERS = {
@@ -57,7 +58,7 @@ class SecureKafka(KafkaServer):
         admin = AdminClient({"bootstrap.servers": self.bootstrap})
         made = [*admin.alter_user_scram_credentials(users).values(), *admin.create_acls(rights()).values()]
         for future in made:
-            future.result(15)
+            future.result()
         return self
 
     def _build_settings(self) -> dict[str, str]:
@@ -131,7 +132,7 @@ class SecureRedis:
         }  # fmt: skip
         command = [program, *(word for name, value in options.items() for word in (f"--{name}", value))]
         self._child = start_child(command, name="Redis", log=self.directory / "redis.log", directory=self.directory)
-        wait_until_serving(self._child, self._answers, 30.0)
+        wait_until_serving(self._child, self._answers, PATIENCE_S)
         return self
 
     def stop(self) -> None:
@@ -141,6 +142,6 @@ class SecureRedis:
 
     def _answers(self) -> bool:
         try:
-            return bool(ssl.get_server_certificate(("127.0.0.1", self.port), timeout=1.0))
+            return bool(ssl.get_server_certificate(("127.0.0.1", self.port)))
         except OSError:
             return False

@@ -18,7 +18,7 @@ from penstock.record import Record
 from penstock.redis.client import redis_client
 from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.commands import Terminal
 from tests.gateways import GatewayProcess
@@ -50,7 +50,7 @@ def workers(directory: Path, access: dict[str, str]) -> Iterator[list[Child]]:
     try:
         yield children
         for child in children:
-            assert child.stop(30) == 0, child.read_log_tail()
+            assert child.stop(PATIENCE_S) == 0, child.read_log_tail()
     finally:
         for child in children:
             if child.is_alive():
@@ -169,6 +169,6 @@ def ask_gateway(terminal: Terminal, directory: Path, addresses: Addresses, acces
     body = {"model": "demo", "prompt": "In the beginning", "max_tokens": 8, "stream": True}
     with GatewayProcess(addresses, directory, settings) as gateway:
         headers = {"Authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=60)
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=None)
         assert answer.text.rstrip().endswith("data: [DONE]")
-        assert gateway.process.stop(30) == 0, gateway.process.read_log_tail()
+        assert gateway.process.stop(PATIENCE_S) == 0, gateway.process.read_log_tail()

@@ -213,7 +213,7 @@ def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> No
     port = find_free_port()
     with serve_metrics(meters, "127.0.0.1", port) as bound:
         assert bound == port
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             text = answer.read().decode()
         assert {one.name for one in text_string_to_metric_families(text)} >= {"penstock_itl_seconds"}
         with pytest.raises(PenstockError, match="PENSTOCK_TELEMETRY_PORT"), serve_metrics(meters, "127.0.0.1", port):

@@ -25,7 +25,7 @@ from penstock.telemetry import catalog, tracing
 from penstock.telemetry.spans import MAX_SPANS_PER_REQUEST, RedisSpanExporter
 from penstock.telemetry.timeline import UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
 from sim.forked import ForkedStack
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
@@ -50,7 +50,7 @@ class ObservedStack:
 
     def scrape(self, number: int) -> dict[str, float]:
         """The sum of each series' samples, of one worker."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[number]}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[number]}/metrics") as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         known = {metric.prometheus.removesuffix("_total") for metric in catalog.CATALOG}
         assert {family.name for family in families} <= known
@@ -91,7 +91,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
         }
         directory = tmp_path_factory.mktemp("telemetry")
         with ForkedStack(directory, pipeline="telemetry", environment=os.environ | environment) as stack:
-            stack.wait_until_ready(120)
+            stack.wait_until_ready(PATIENCE_S)
             yield ObservedStack(stack, receiver, ports, Pipeline("telemetry"))
 
 
@@ -208,7 +208,7 @@ def test_the_live_view_shows_work_and_a_killed_worker(observed: ObservedStack) -
     until("it is back", is_back)
 
     assert decode.child is not None
-    decode.child.stop(timeout_s=30)
+    decode.child.stop(PATIENCE_S)
     decode.child = None
     decode.start_at = time.monotonic() + 3600
     found = until("it has left", lambda one: len(one["workers"]) == 1)
