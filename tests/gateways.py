@@ -20,7 +20,7 @@ from penstock.names import Pipeline, PriorityClass
 from penstock.record import Record
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import fork_process, run_penstock
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 
 class GatewayProcess:
@@ -46,7 +46,7 @@ class GatewayProcess:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200
+            return httpx.get(f"{self.url}/readyz", timeout=None).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -54,7 +54,7 @@ class GatewayProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.stop(20)
+        self.process.stop(PATIENCE_S)
 
 
 class ScriptedPipeline:
@@ -67,7 +67,7 @@ class ScriptedPipeline:
         self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
         self.bus = connect_bus(self.addresses, BusSettings())
         self.bus.create_topics()
-        self._heartbeat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
+        self._heartbeat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 60.0)
 
     def __enter__(self) -> Self:
         """Say that a prefill worker named `nobody` serves the model."""
@@ -130,7 +130,7 @@ class EventSource:
         """Yield one connection's events; with a `body` a POST. Raises `httpx.TransportError` where it breaks."""
         headers = self.headers | ({"Last-Event-ID": self.last_event_id} if self.last_event_id else {})
         method = "GET" if body is None else "POST"
-        with httpx.stream(method, self.url, json=body, headers=headers, timeout=60) as answer:
+        with httpx.stream(method, self.url, json=body, headers=headers, timeout=None) as answer:
             self.status, self.answer_headers = answer.status_code, answer.headers
             if answer.status_code == 200:
                 yield from self._parse_events(answer)

@@ -9,6 +9,7 @@ from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
 from tests.gateways import ScriptedPipeline
 
@@ -26,7 +27,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with ForkedStack(
         directory, pipeline="ingest", decode=2, gateway=find_free_port(), environment=ENVIRONMENT
     ) as stack:
-        stack.wait_until_ready(150)
+        stack.wait_until_ready(PATIENCE_S)
         yield stack
 
 
@@ -36,7 +37,7 @@ def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
     directory = tmp_path_factory.mktemp("tools")
     with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
-        stack.wait_until_ready(150)
+        stack.wait_until_ready(PATIENCE_S)
         yield stack
 
 
@@ -49,7 +50,7 @@ def base_url(line: Stack) -> str:
 @pytest.fixture
 def sdk(base_url: str) -> Iterator[openai.OpenAI]:
     """The official client, as it comes but for its retries."""
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 

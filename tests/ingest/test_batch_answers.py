@@ -139,9 +139,8 @@ async def under_way(running: Any) -> AsyncIterator["asyncio.Task[None]"]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 async def test_rows_are_no_responses_that_last(tmp_path: Path) -> None:

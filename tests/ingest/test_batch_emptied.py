@@ -13,7 +13,7 @@ from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
 from sim.forked import fork_process
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import GatewayProcess
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.impatient import penstock
@@ -38,7 +38,7 @@ def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
     with (
         GatewayProcess(line.addresses, tmp_path, settings(tmp_path), penstock) as gateway,
-        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=60) as sdk,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=None) as sdk,
     ):
         yield sdk
 
@@ -89,11 +89,11 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     batch = own.batches.retrieve(made.id)
     assert batch.error_file_id is None
     assert each_once(read(own.files.content(batch.output_file_id or "").read()), ROWS)
-    assert running.wait(60) == 0, running.read_log_tail()
+    assert running.wait(PATIENCE_S) == 0, running.read_log_tail()
     assert finished(output) == ROWS
     assert each_once(read_file(output), ROWS)
 
-    gone = httpx.get(f"{own.base_url}streams/{said.id}")
+    gone = httpx.get(f"{own.base_url}streams/{said.id}", timeout=None)
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "stream_not_found")
     again = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
     assert (again.id, again.choices[0].text) == (said.id, said.choices[0].text)

@@ -12,7 +12,7 @@ from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of
 
 
@@ -52,9 +52,9 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     child = start(stack, tmp_path)
     wait_for(lambda: finished(output) > killed_at or not child.is_alive(), "more rows")
     child.send_signal(signal.SIGINT)
-    assert child.wait(60) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
+    assert child.wait(PATIENCE_S) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
 
-    assert start(stack, tmp_path).wait(120) == 1  # a row failed
+    assert start(stack, tmp_path).wait(PATIENCE_S) == 1  # a row failed
     assert f"of {count} rows are finished already" in (tmp_path / "log").read_text()
     answers, failed = read_file(output), read_file(tmp_path / "out.errors.jsonl")
     assert each_once([*answers, *failed], count)
@@ -64,7 +64,7 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     assert len(ids) == len(set(ids)) == count - 1
 
     (tmp_path / "in.jsonl").write_bytes(lines(rows[1:]))
-    assert start(stack, tmp_path).wait(60) == 1
+    assert start(stack, tmp_path).wait(PATIENCE_S) == 1
     assert "the input is another one" in (tmp_path / "log").read_text()
 
 

@@ -28,6 +28,7 @@ from penstock.ingest.batch.store import FileStore, content_path, make_id
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port, start_child, wait_until_serving
+from sim.waiting import PATIENCE_S
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
@@ -44,7 +45,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = start_child(command, name="S3", log=tmp_path_factory.mktemp("s3") / "log")
     try:
-        wait_until_serving(server, lambda: _made(f"{endpoint}/bucket"), 60)
+        wait_until_serving(server, lambda: _made(f"{endpoint}/bucket"), PATIENCE_S)
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {
                 "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
@@ -59,7 +60,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _made(url: str) -> bool:
     """Whether a new bucket is there now."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT")) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -143,7 +144,7 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
     objects, name = ObjectStorage.open(f"{bucket}/given-up"), bucket.removeprefix("s3://")
     with pytest.raises(ConnectionError):
         await objects.write_stream("a/b", pieces_of(*[b"x" * PIECE_BYTES] * 12, fails=True))
-    with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{name}?uploads", timeout=20) as answer:
+    with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{name}?uploads") as answer:
         assert b"given-up" not in answer.read()
     objects.close()
 

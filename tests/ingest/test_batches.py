@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from penstock.local.stack import Stack
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.ingest.batch_files import each_once, lines, read, result_ids, row
 
 
@@ -101,7 +101,7 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     assert gateway.child is not None
     gateway.child.kill()
     gateway.was_ready = False
-    line.wait_until_ready(60)
+    line.wait_until_ready(PATIENCE_S)
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
@@ -120,7 +120,7 @@ def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk:
         assert gateway.child is not None
         gateway.child.kill()
         gateway.was_ready = False
-        line.wait_until_ready(60)
+        line.wait_until_ready(PATIENCE_S)
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
     assert batch.request_counts is not None

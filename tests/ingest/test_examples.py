@@ -17,7 +17,7 @@ from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -93,15 +93,15 @@ def write_results(line: InProcessPipeline, results: list[Result], *, committed: 
     """Results in a transaction, and how it ends."""
     settings = {"bootstrap.servers": line.addresses.kafka, "transactional.id": f"{line.pipeline.name}-test"}
     producer = Producer(settings)
-    producer.init_transactions(30)
+    producer.init_transactions(PATIENCE_S)
     producer.begin_transaction()
     for result in results:
         producer.produce(line.pipeline.results_topic, key=result.id, value=result.encode())
-    producer.flush(30)
+    producer.flush()
     if committed:
-        producer.commit_transaction(30)
+        producer.commit_transaction(PATIENCE_S)
     else:
-        producer.abort_transaction(30)
+        producer.abort_transaction(PATIENCE_S)
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ UV = [str(Path(sys.executable).parent / "uv")]
 def run_uv(*arguments: str) -> str:
     """Run uv for this Python, away from this project's environment. Raises `DependencyMissing` where it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([*UV, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run([*UV, *arguments], env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DependencyMissing(f"uv {arguments[0]}: {done.stderr[-4000:]}")
     return done.stdout

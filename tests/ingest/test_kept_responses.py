@@ -55,7 +55,7 @@ class KeptPipeline:
             await gateway.open()
             stack.push_async_callback(gateway.close)
             transport, headers = httpx.ASGITransport(app), {"x-tenant": self.tenant}
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=30)
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=None)
             self.gateways.append(gateway)
             self.clients.append(await stack.enter_async_context(client))
 
@@ -486,7 +486,7 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         doomed.process.kill()
     with GatewayProcess(scripted.addresses, tmp_path, settings) as other:
         url = f"{other.url}/v1/responses/{name}"
-        assert httpx.get(url).json()["status"] == "in_progress"
+        assert httpx.get(url, timeout=None).json()["status"] == "in_progress"
         say(scripted.record, claim, [2])
         scripted.record.finish_request(claim, end())
         after = seen[-1].body["sequence_number"]
@@ -495,7 +495,7 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         key = scripted.pipeline.responses_key
         wait_for(lambda: not scripted.server.exists(key), "it is in the object store")
         scripted.server.delete(card_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name))
-        assert httpx.get(url).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
+        assert httpx.get(url, timeout=None).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
 
 
 def read_text(events: list[ServerSentEvent]) -> str:

@@ -24,7 +24,7 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens"
 @pytest.fixture(scope="module")
 def expected(line: Stack) -> str:
     """What the pipeline answers when nobody dies."""
-    with openai.OpenAI(base_url=f"{line.gateway_url}/v1", api_key="none", timeout=120) as sdk:
+    with openai.OpenAI(base_url=f"{line.gateway_url}/v1", api_key="none", timeout=None) as sdk:
         text: str = sdk.completions.create(**ASKED, extra_body={"ignore_eos": True}).choices[0].text
     return text
 
@@ -85,8 +85,8 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     asked: dict[str, Any] = {"model": "demo", "input": "And the king", "max_output_tokens": 300, "temperature": 0.9}
     asked |= {"seed": 3, "ignore_eos": True}
     responses = f"{line.gateway_url}/v1/responses"
-    expected = httpx.post(responses, json=asked, timeout=120).json()["output"][0]["content"]
-    name = httpx.post(responses, json=asked | {"background": True}).json()["id"]
+    expected = httpx.post(responses, json=asked, timeout=None).json()["output"][0]["content"]
+    name = httpx.post(responses, json=asked | {"background": True}, timeout=None).json()["id"]
     with redis_client(line.addresses.stream_url) as server:
         log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
         wait_for(lambda: len(log.read_events(name)) > 20, "it is under way", every_s=0.005)
@@ -97,5 +97,5 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     assert holder.child is not None
     holder.child.kill()
     line.restart_dead()
-    wait_for(lambda: httpx.get(f"{responses}/{name}").json()["status"] == "incomplete", "it has ended")
-    assert httpx.get(f"{responses}/{name}").json()["output"][0]["content"] == expected
+    wait_for(lambda: httpx.get(f"{responses}/{name}", timeout=None).json()["status"] == "incomplete", "it has ended")
+    assert httpx.get(f"{responses}/{name}", timeout=None).json()["output"][0]["content"] == expected

@@ -39,7 +39,7 @@ def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def sdk(urls: tuple[str, str]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
@@ -161,7 +161,7 @@ def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic) -> None:
 
 def test_a_chat_template_that_cannot_think_says_so(base_url: str) -> None:
     with (
-        anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=60) as sdk,
+        anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=None) as sdk,
         pytest.raises(anthropic.BadRequestError, match="enable_thinking"),
     ):
         sdk.messages.create(model="demo", messages=SUM, max_tokens=2000, thinking={"type": "disabled"})
@@ -174,7 +174,7 @@ def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) 
     with GatewayProcess(scripted.addresses, tmp_path, settings) as gateway:
 
         def ask(*headers: tuple[str, str]) -> int:
-            return httpx.get(f"{gateway.url}/v1/models", headers=list(headers), timeout=30).status_code
+            return httpx.get(f"{gateway.url}/v1/models", headers=list(headers), timeout=None).status_code
 
         bearer = ("authorization", f"Bearer {key}")
         assert ask(("x-api-key", key)) == ask(bearer) == ask(bearer, ("x-api-key", key)) == 200
@@ -186,14 +186,17 @@ def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) 
         ):
             sdk.messages.create(model=scripted.model, messages=SUM, max_tokens=5)
         assert refused.value.type == "authentication_error"
-        assert httpx.post(url, json={}, headers={"x-api-key": key}).json()["error"]["type"] == "invalid_request_error"
+        assert (
+            httpx.post(url, json={}, headers={"x-api-key": key}, timeout=None).json()["error"]["type"]
+            == "invalid_request_error"
+        )
 
 
 def test_what_is_refused_is_not_published(scripted: ScriptedPipeline, tmp_path: Path) -> None:
     with GatewayProcess(scripted.addresses, tmp_path) as gateway:
         for fields, param in REFUSED.values():
             body = PLAIN | fields | {"model": scripted.model, "stream": True}
-            answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=30)
+            answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=None)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
             assert param in error["message"]
@@ -228,7 +231,7 @@ def test_an_error_within_a_stream_is_raised_by_the_sdk(scripted: ScriptedPipelin
     failed = EndEvent(finish_reason="error", error=ErrorInfo(code="out_of_memory", message="no room"))
     with (
         GatewayProcess(scripted.addresses, tmp_path) as gateway,
-        anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as sdk,
+        anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=None) as sdk,
         sdk.messages.stream(model=scripted.model, messages=SUM, max_tokens=9) as stream,
     ):
         (request,) = scripted.read_requests()

@@ -25,7 +25,7 @@ from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from sim.forked import fork_process
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
 from tests.ingest import meter_process
 
@@ -113,7 +113,7 @@ def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp
         results.publish(500)
         results.free_lease()
         child = start(results, tmp_path, f"meter-{number}", order)
-        assert child.wait(60) == -signal.SIGKILL, child.read_log_tail()
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL, child.read_log_tail()
     results.publish(200)
     results.publish_again(150)
     count_all(results)

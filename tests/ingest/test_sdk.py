@@ -220,7 +220,7 @@ def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: 
 
 
 def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
-    with httpx.Client(base_url=base_url) as plain:
+    with httpx.Client(base_url=base_url, timeout=None) as plain:
         answers = [plain.get("/v1/nothing"), plain.get("/v1/chat/completions")]
         assert [answer.status_code for answer in answers] == [404, 405]
         for answer in answers:

@@ -89,7 +89,7 @@ def gateway(line: Stack, key_file: tuple[Path, str]) -> Iterator[GatewayProcess]
 @pytest.fixture(scope="module")
 def http(gateway: GatewayProcess, key_file: tuple[Path, str]) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {key_file[1]}"}
-    with httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=None) as client:
         yield client
 
 

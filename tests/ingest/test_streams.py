@@ -14,7 +14,7 @@ import pytest
 from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.record.play import decode, end, say
 
@@ -35,7 +35,9 @@ class StreamPipeline(ScriptedPipeline):
 
     def post(self, **more: Any) -> str:
         """Make a request and return its stream's id; nobody reads it yet."""
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=BODY | {"stream": True} | more) as answer:
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=BODY | {"stream": True} | more, timeout=None
+        ) as answer:
             assert answer.status_code == 200
             return answer.headers["x-request-id"]
 
@@ -67,7 +69,7 @@ def streams(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         gateway = made.start_gateway()
         made.url = gateway.url
         yield made
-        assert gateway.process.stop(20) == 0
+        assert gateway.process.stop(PATIENCE_S) == 0
 
 
 def test_a_browser_reads_it_to_its_end_and_then_stops(streams: StreamPipeline) -> None:
@@ -111,7 +113,9 @@ def test_what_cannot_be_read_is_said_before_the_stream(
     streams: StreamPipeline, path: str, last_event_id: str, status: int, code: str
 ) -> None:
     stream_id = streams.post()
-    answer = httpx.get(f"{streams.url}{path.format(id=stream_id)}", headers={"Last-Event-ID": last_event_id})
+    answer = httpx.get(
+        f"{streams.url}{path.format(id=stream_id)}", headers={"Last-Event-ID": last_event_id}, timeout=None
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
@@ -145,7 +149,6 @@ def open_unread(streams: StreamPipeline, stream_id: str, exits: ExitStack) -> so
     address = httpx.URL(streams.url)
     made = exits.enter_context(socket.socket())
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.settimeout(60)
     made.connect((address.host, address.port))
     made.sendall(f"GET /v1/streams/{stream_id} HTTP/1.1\r\nHost: {address.netloc.decode()}\r\n\r\n".encode())
     return made
@@ -166,24 +169,24 @@ def lines_until_done(lines: Any) -> Iterator[bytes]:
 
 def test_a_response_is_read_again_until_it_is_deleted(streams: StreamPipeline) -> None:
     asked = {"model": "scripted", "input": "hi", "stream": True}
-    with httpx.stream("POST", f"{streams.url}/v1/responses", json=asked) as posted:
+    with httpx.stream("POST", f"{streams.url}/v1/responses", json=asked, timeout=None) as posted:
         url = f"{streams.url}/v1/responses/{posted.headers['x-request-id']}"
-    found = httpx.get(url).json()
+    found = httpx.get(url, timeout=None).json()
     assert (found["status"], found["output"]) == ("in_progress", [])
     streams.finish(found["id"], 3)
-    found = httpx.get(url).json()
+    found = httpx.get(url, timeout=None).json()
     assert found["status"] in ("completed", "incomplete")
     assert found["output"][0]["content"][0]["text"] == "<0><1><2>"
     other = f"{streams.url}/v1/responses/{streams.post()}"
-    assert httpx.get(other).json()["error"]["code"] == "response_not_found", "it is a completion"
-    assert httpx.delete(url).json() == {"id": found["id"], "object": "response", "deleted": True}
+    assert httpx.get(other, timeout=None).json()["error"]["code"] == "response_not_found", "it is a completion"
+    assert httpx.delete(url, timeout=None).json() == {"id": found["id"], "object": "response", "deleted": True}
     for gone in (url, url.replace("/responses/", "/streams/")):
-        assert httpx.get(gone).status_code == 404
+        assert httpx.get(gone, timeout=None).status_code == 404
 
 
 CANCELS: dict[str, Callable[[str], httpx.Response]] = {
-    "post": lambda url: httpx.post(f"{url}/cancel"),
-    "delete": httpx.delete,
+    "post": lambda url: httpx.post(f"{url}/cancel", timeout=None),
+    "delete": lambda url: httpx.delete(url, timeout=None),
 }
 
 
@@ -231,7 +234,7 @@ def test_headers_reach_the_request(streams: StreamPipeline) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = {"x-session-affinity": "chat-7", "x-penstock-deadline-s": "60", "traceparent": trace}
     url = f"{streams.url}/v1/completions"
-    with httpx.stream("POST", url, json=BODY | {"stream": True}, headers=headers) as answer:
+    with httpx.stream("POST", url, json=BODY | {"stream": True}, headers=headers, timeout=None) as answer:
         request_id = answer.headers["x-request-id"]
         assert answer.headers["location"] == f"/v1/streams/{request_id}"
     topics = {klass: streams.pipeline.request_topic(klass) for klass in CLASSES}
@@ -240,7 +243,7 @@ def test_headers_reach_the_request(streams: StreamPipeline) -> None:
     assert (request.session, request.tenant, request.deadline is not None) == ("chat-7", "default", True)
     assert sent.headers["traceparent"].split("-")[1] == trace.split("-")[1]
     flex = BODY | {"stream": True, "service_tier": "flex"}
-    with httpx.stream("POST", url, json=flex) as answer:
+    with httpx.stream("POST", url, json=flex, timeout=None) as answer:
         request_id = answer.headers["x-request-id"]
     assert request_id in {one.key for one in streams.bus.read_all(topics["batch"])}
 
@@ -256,7 +259,7 @@ def test_a_gateway_that_stops_sends_its_readers_elsewhere(streams: StreamPipelin
     (last,) = events
     assert (last.event, last.body["error"]["code"]) == ("error", "gateway_stopping")
     assert source.last_event_id == first.id, "the place in the stream stays"
-    assert leaving.process.wait(20) == 0
+    assert leaving.process.wait(PATIENCE_S) == 0
     say(streams.record, claim, [1])
     streams.record.finish_request(claim, end())
     rest = list(streams.source(stream_id, source.last_event_id).connect())

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from sim.forked import ForkedStack
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
@@ -42,14 +42,14 @@ def gateways(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterat
         "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_KV_STORE_REDIS_MB": "0",
     }  # fmt: skip
     with ForkedStack(folder, pipeline="tools", redis=redis_url, environment=environment) as stack:
-        stack.wait_until_ready(150)
+        stack.wait_until_ready(PATIENCE_S)
         with GatewayProcess(stack.addresses, folder) as one, GatewayProcess(stack.addresses, folder) as other:
             yield one, other
 
 
 @pytest.fixture(scope="module")
 def sdk(gateways: tuple[GatewayProcess, ...]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateways[0].url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{gateways[0].url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_held_is_refused(sdk: openai.OpenAI, model: str, given: d
 
 def test_a_model_without_a_response_template_is_offered_no_tools(scripted: ScriptedPipeline, tmp_path: Path) -> None:
     with GatewayProcess(scripted.addresses, tmp_path) as gateway:
-        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": scripted.model, **ASKED}, timeout=30)
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": scripted.model, **ASKED}, timeout=None)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert scripted.read_requests() == []
 
@@ -281,7 +281,7 @@ def test_a_response_is_the_same_from_any_event_on_another_gateway(
         number = json.loads(data)["sequence_number"]
         url = f"{gateways[1].url}/v1/responses/{name}?stream=true&starting_after={number}"
         assert [(event.id, event.data) for event in EventSource(url).connect()] == whole[place + 1 :]
-    found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=30).json()
+    found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=None).json()
     assert found == json.loads(whole[-1][1])["response"]
     assert found["reasoning"] == {"effort": "low", "summary": None}
 

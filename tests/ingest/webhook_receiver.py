@@ -49,7 +49,6 @@ class WebhookReceiver(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: WebhookReceiver
-    timeout = 60
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

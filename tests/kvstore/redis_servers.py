@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.local.processes import start_child, wait_until_serving
 from penstock.local.valkey import find_binary
+from sim.waiting import PATIENCE_S
 
 
 @contextlib.contextmanager
@@ -18,7 +19,7 @@ def unix_server(directory: Path, *options: str) -> Iterator[str]:
     command = [str(find_binary()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory)]
     child = start_child([*command, *options], name="Valkey", log=directory / "valkey.log", directory=directory)
     try:
-        wait_until_serving(child, lambda: _answers(path), 30.0)
+        wait_until_serving(child, lambda: _answers(path), PATIENCE_S)
         yield f"unix://{path}"
     finally:
         child.stop()

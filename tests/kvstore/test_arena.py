@@ -32,6 +32,7 @@ from penstock.kvstore.arena.layout import (
 from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.host import HostTier
+from sim.waiting import PATIENCE_S
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
 BUDGET = 2**18
@@ -70,7 +71,7 @@ def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budge
 
 def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
     tier = open_tier()
-    assert tier.arena.allocator.wait_until_mapped(30)
+    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
     put(tier, new_names(200))
     status = tier.arena.path.stat()
     assert BUDGET - 8192 < status.st_blocks * 512 <= BUDGET
@@ -148,7 +149,7 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     """Here another process is at it, and does not get on. When it is gone the next one goes on."""
     monkeypatch.setattr(growth, "PIECE_BYTES", 8192)
     first = open_tier()
-    assert first.arena.allocator.wait_until_mapped(30)
+    assert first.arena.allocator.wait_until_mapped(PATIENCE_S)
     path = first.arena.path
     first.close()
     path.unlink()
@@ -160,9 +161,9 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     assert not tier.arena.allocator.wait_until_mapped(0.1)
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 0
     os.close(empty)
-    writer.join(30)
+    writer.join(PATIENCE_S)
     assert read(tier, names) == [content(name) for name in names]
-    assert tier.arena.allocator.wait_until_mapped(30)
+    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
     assert tier.arena.tables.words[W_ALLOCATED] == tier.arena.geometry.num_slots
     assert check_integrity(tier.arena) == []
 
@@ -191,7 +192,7 @@ def test_memory_that_runs_out_later(
     monkeypatch.setattr(os, "posix_fallocate", runs_out)
     with caplog.at_level(logging.WARNING):
         tier = open_tier()
-        assert tier.arena.allocator.wait_until_mapped(30)
+        assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
         names = new_names(30)
         assert all(put(tier, names))
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
@@ -254,7 +255,7 @@ def test_who_waited_while_it_was_removed_makes_a_new_one(open_tier: Open, tmp_pa
     assert waiting.is_alive()
     path.unlink()
     os.close(remover)
-    waiting.join(30)
+    waiting.join(PATIENCE_S)
     assert os.fstat(opened[0]).st_ino == path.stat().st_ino
     os.close(opened[0])
 
@@ -307,7 +308,7 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
     put(tier, names)
     for number in range(8):
         tier.lease_blocks(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
-        tier.arena.allocator.wait_until_mapped(30)
+        tier.arena.allocator.wait_until_mapped(PATIENCE_S)
     tier.arena.reclaim_stale()
     tier.lease_blocks("5", keys_of(names[:1]), 600)
     for _ in range(3):
@@ -361,7 +362,7 @@ def swap_in_index(arena: Arena) -> None:
 )  # fmt: skip
 def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Arena], None]) -> None:
     tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 10).total_bytes), new_names(4)
-    assert tier.arena.allocator.wait_until_mapped(30)
+    assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
     put(tier, names)
     tier.lease_blocks("a job", keys_of(names[:2]), 600)
     assert check_integrity(tier.arena) == []

@@ -16,7 +16,7 @@ from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
 from sim.small_disk import run_on_small_disk
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 
 NUM_SLOTS = 8
@@ -34,7 +34,7 @@ def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]
     def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:
         (tmp_path / tables).mkdir(exist_ok=True)
         opened.append(HostTier.open_disk(form, tmp_path / "kv", budget, str(tmp_path / tables)))
-        assert opened[-1].arena.allocator.wait_until_mapped(30)
+        assert opened[-1].arena.allocator.wait_until_mapped(PATIENCE_S)
         return opened[-1]
 
     yield make

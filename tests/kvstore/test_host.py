@@ -11,6 +11,7 @@ from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import Block
 from penstock.kvstore.tiers.host import HostTier
+from sim.waiting import PATIENCE_S
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
 
 NUM_SLOTS = 4
@@ -195,12 +196,12 @@ def test_closing_waits_for_what_is_being_written(tier: HostTier, other: HostTier
 
     def is_valid() -> bool:
         begun.set()
-        return go_on.wait(30)
+        return go_on.wait(PATIENCE_S)
 
     stored: list[bool] = []
     writer = threading.Thread(target=lambda: stored.extend(tier.put([block(name, is_valid=is_valid)])))
     writer.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     closer = threading.Thread(target=tier.close)
     closer.start()
     closer.join(0.1)
@@ -208,8 +209,8 @@ def test_closing_waits_for_what_is_being_written(tier: HostTier, other: HostTier
     other.arena.reclaim_stale()
     assert [state for state in other.arena.tables.state.tolist() if state] == [1]
     go_on.set()
-    closer.join(30)
-    writer.join(30)
+    closer.join(PATIENCE_S)
+    writer.join(PATIENCE_S)
     assert stored == [True]
     assert read(other, [name]) == [content(name)]
 

@@ -13,6 +13,7 @@ from penstock.kvstore.arena.file import find_arenas, remove_arena
 from penstock.kvstore.arena.layout import W_DIRTY, WRITING
 from penstock.kvstore.tiers.host import HostTier
 from penstock.local.processes import Child
+from sim.waiting import PATIENCE_S
 from tests.kvstore import children
 from tests.kvstore.blocks import content, is_here, keys_of, put, read
 from tests.kvstore.host_child import FORM, NAMES, NUM_SLOTS, main, open_tier
@@ -52,9 +53,9 @@ DEATHS += [(tier, step, 7) for tier, step in STEPS if not step.startswith(("open
 @pytest.mark.parametrize(("tier", "step", "times"), DEATHS)
 def test_killed_at_a_step(tmp_path: Path, tier: str, step: str, times: int) -> None:
     child = start(tmp_path, "die", tier, step, str(times))
-    assert child.wait(60) == -9, child.read_log_tail()
+    assert child.wait(PATIENCE_S) == -9, child.read_log_tail()
     opened = open_tier(tmp_path, tier)
-    assert opened.arena.allocator.wait_until_mapped(30)
+    assert opened.arena.allocator.wait_until_mapped(PATIENCE_S)
     check_sound(opened, max_damaged=is_half_removed(tier, step))
     opened.close()
 
@@ -63,11 +64,11 @@ def test_killed_at_a_step(tmp_path: Path, tier: str, step: str, times: int) -> N
 def test_the_tables_of_a_disk_are_lost(tmp_path: Path, step: str) -> None:
     """As when the host is started anew: every block whose header is there is whole."""
     child = start(tmp_path, "die", "disk", step, "2" if step.startswith(("put", "get", "forget")) else "1")
-    assert child.wait(60) == -9, child.read_log_tail()
+    assert child.wait(PATIENCE_S) == -9, child.read_log_tail()
     for path in tmp_path.glob("penstock-kvdisk-*"):
         path.unlink()
     opened = open_tier(tmp_path, "disk")
-    assert opened.arena.allocator.wait_until_mapped(30)
+    assert opened.arena.allocator.wait_until_mapped(PATIENCE_S)
     assert opened.check_integrity() == []
     check_sound(opened)
     opened.close()
@@ -78,14 +79,14 @@ def test_the_tables_of_a_disk_are_lost(tmp_path: Path, step: str) -> None:
 def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: str, step: str) -> None:
     """Who has the arena open all the time goes on too, without opening it again."""
     opened = open_tier(tmp_path, tier) if step != "allocate.2" else None
-    assert start(tmp_path, "die", tier, step, "1").wait(60) == -9
+    assert start(tmp_path, "die", tier, step, "1").wait(PATIENCE_S) == -9
     opened = opened or open_tier(tmp_path, tier)
     check_sound(opened, max_damaged=is_half_removed(tier, step))
     opened.close()
 
 
 def test_memory_of_the_dead_can_be_removed(tmp_path: Path) -> None:
-    assert start(tmp_path, "die", "shared", "put.2", "1").wait(60) == -9
+    assert start(tmp_path, "die", "shared", "put.2", "1").wait(PATIENCE_S) == -9
     (arena,) = find_arenas(str(tmp_path))
     assert not arena.is_in_use
     assert remove_arena(arena.path)
@@ -106,7 +107,7 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, halted: Child, which: 
     opener.join(0.2)
     assert opener.is_alive(), "it waits for the lock"
     halted.kill()
-    opener.join(30)
+    opener.join(PATIENCE_S)
     check_sound(found[0])
     found[0].close()
 
@@ -133,7 +134,7 @@ def test_readers_and_writers_at_once(tmp_path: Path, which: str) -> None:
     """Two that write and two that read, on an arena much smaller than what they want; every byte read is checked."""
     tier = open_tier(tmp_path, which)
     workers = [start(tmp_path, "work", which, str(seed)) for seed in range(4)]
-    assert [child.wait(120) for child in workers] == [0] * 4
+    assert [child.wait(PATIENCE_S) for child in workers] == [0] * 4
     assert tier.arena.tables.words[W_DIRTY] == 0
     check_sound(tier)
     tier.close()
@@ -144,8 +145,8 @@ def test_killed_again_and_again_while_others_work(tmp_path: Path, which: str) ->
     tier = open_tier(tmp_path, which)
     workers = [start(tmp_path, "work", which, str(seed)) for seed in range(2)]
     for step in ("put.5.2", "put.2", "lease.1", "forget.2"):
-        assert start(tmp_path, "die", which, step, "3").wait(60) == -9
+        assert start(tmp_path, "die", which, step, "3").wait(PATIENCE_S) == -9
         assert [wrong for wrong in check_integrity(tier.arena) if "is dead" not in wrong] == []
-    assert [child.wait(120) for child in workers] == [0] * 2
+    assert [child.wait(PATIENCE_S) for child in workers] == [0] * 2
     check_sound(tier)
     tier.close()

@@ -13,6 +13,7 @@ from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers.host import HostTier
 from sim.kv_faults import overwrite_block
+from sim.waiting import PATIENCE_S
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
 
 NUM_SLOTS = 4
@@ -177,7 +178,7 @@ class DiskMachine(ArenaMachine):
             path.unlink()
         self.tiers = [self.open(), self.open()]
         for tier in self.tiers:
-            assert tier.arena.allocator.wait_until_mapped(30)
+            assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
         self.order.sort(key=lambda key: refs[key].slot if refs[key] else -1)  # type: ignore[union-attr]
         self.leases.clear()
 

@@ -14,7 +14,7 @@ from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
 from tests.kvstore.redis_servers import Proxy
@@ -146,7 +146,7 @@ def test_a_server_that_sends_a_byte_at_a_time(monkeypatch: pytest.MonkeyPatch, g
         tier = RedisTier.open(FORM, [f"redis://user:password@127.0.0.1:{listener.getsockname()[1]}/1"], AMPLE, 60)
         asking = threading.Thread(target=is_here, args=(tier, new_names(1)))
         asking.start()
-        asking.join(5)
+        asking.join(PATIENCE_S)
         gave_up = not asking.is_alive()
         over.set()
         asking.join()

@@ -10,7 +10,7 @@ import pytest
 from penstock.config.settings import KVSettings
 from penstock.kvstore.store import KVStore
 from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
 
@@ -133,7 +133,7 @@ def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
     transfers.submit_store("seq", ship)
     (done,) = collected(transfers)
     assert done is ship
-    assert ship.is_written.result(20) == ship.finished_s
+    assert ship.is_written.result() == ship.finished_s
     assert [payload for payload, _ in read(store)] == expected()
     assert store.tiers[0].read_usage().leased == 5
     all_back(transfers, pool)
@@ -182,7 +182,7 @@ def held_up(store: KVStore, method: str, gate: threading.Event, monkeypatch: pyt
 
     def waiting(*args: Any, **more: Any) -> Any:
         waits.set()
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE_S)
         return call(*args, **more)
 
     monkeypatch.setattr(store, method, waiting)
@@ -196,7 +196,7 @@ def test_interactive_before_batch_and_what_needs_nothing_at_once(
     begun = held_up(store, "load_blocks", gate, monkeypatch)
     transfers = Transfers(store, Pool(), 10)
     transfers.submit_load(LoadOperation("first", names[:4], klass="batch"))
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_S)
     transfers.submit_load(LoadOperation("batch", names[:4], klass="batch"))
     transfers.submit_load(LoadOperation("interactive", names[:4]))
     transfers.submit_load(LoadOperation("nothing", []))
@@ -231,8 +231,8 @@ def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest
     transfers.submit_store("seq", StoreOperation("answer", [(1, names[1], store.all_tiers)]))
     transfers.submit_load(LoadOperation("one", names[:4]))
     transfers.submit_load(LoadOperation("two", names[:4]))
-    assert writes.wait(20)
-    assert reads.wait(20)
+    assert writes.wait(PATIENCE_S)
+    assert reads.wait(PATIENCE_S)
     closing = threading.Timer(0.05, gate.set)
     closing.start()
     transfers.close()

@@ -3,7 +3,7 @@
 import OpenAI from 'openai'
 
 export const base = process.env.GATEWAY
-export const sdk = new OpenAI({ baseURL: `${base}/v1`, apiKey: 'none', maxRetries: 0, timeout: 60_000 })
+export const sdk = new OpenAI({ baseURL: `${base}/v1`, apiKey: 'none', maxRetries: 0 })
 export const model = 'demo'
 export const messages = [{ role: 'user', content: 'In the beginning God created' }]
 export const greedy = { model, temperature: 0, max_tokens: 24 }
