@@ -20,7 +20,7 @@ def penstock(*arguments: str, **environment: str) -> "CompletedProcess[str]":
     """The command as a process, where no Redis answers unless the environment says so."""
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
     here = {**os.environ, **SCREEN, "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{find_free_port()}/0", **environment}
-    return subprocess.run(command, env=here, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
+    return subprocess.run(command, env=here, cwd=HERE, text=True, capture_output=True, check=False)
 
 
 class Terminal:

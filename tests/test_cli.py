@@ -33,14 +33,14 @@ from penstock.names import STAGES, Pipeline, Stage
 from penstock.ops.status import read_worker_status
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import HERE, Terminal, penstock
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with ForkedStack(tmp_path_factory.mktemp("cli")) as made:
-        made.wait_until_ready(120)
+        made.wait_until_ready(PATIENCE_S)
         yield made
 
 
@@ -280,13 +280,13 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     hint = hint.replace(
         "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"
     )
-    done = subprocess.run(hint, shell=True, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
+    done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
     assert "4 tokens, first after" in done.stderr
     decode = next(status["pid"] for status in states if status["stage"] == "decode")
     os.kill(decode, signal.SIGKILL)
     wait_for(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), "it is said")
     child.send_signal(signal.SIGINT)
-    assert child.wait(60) == 0
+    assert child.wait(PATIENCE_S) == 0
 
 
 def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
     wait_for((tmp_path / "prefill-0.log").exists, "the first worker was started")
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 0, child.read_log_tail()
+    assert child.wait(PATIENCE_S) == 0, child.read_log_tail()
     assert "Penstock is up" not in child.read_log_tail()
     assert "stopping" in child.read_log_tail()
     assert not list(shared.iterdir())

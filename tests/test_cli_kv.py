@@ -25,7 +25,7 @@ from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.worker.heartbeat import Heartbeat
 from sim.servers import serve_address
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import HERE, Terminal, penstock
 from tests.kvstore import children, host_child
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
@@ -259,7 +259,7 @@ def test_an_arena_that_is_half_made_hides_no_other(host: Host) -> None:
     """Its maker was killed; it is the first in order, and one of another version the last."""
     directory, user = host.directory / "shared", os.geteuid()
     put(host.tiers["shared"], new_names(2))
-    assert children.start(host_child.main, directory, "die", "shared", "open.2", "1").wait(60) == -9
+    assert children.start(host_child.main, directory, "die", "shared", "open.2", "1").wait(PATIENCE_S) == -9
     (directory / "log").unlink()
     (half,) = (path for path in directory.iterdir() if not path.read_bytes()[:8].strip(b"\0"))
     half.rename(directory / f"penstock-kv-{user}-{'0' * 16}-demo")
@@ -290,7 +290,7 @@ def without(host: Host, *modules: str, commands: tuple[str, ...] = ("stats",)) -
     """How commands end where some packages are not installed, and what they print, one after the other."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, json.dumps(modules), json.dumps(commands)],
-        env=os.environ | host.environment, cwd=HERE, capture_output=True, text=True, timeout=60, check=True,
+        env=os.environ | host.environment, cwd=HERE, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return [(code, printed) for code, printed in json.loads(done.stdout)]
 

@@ -13,7 +13,7 @@ from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 OWNER = """
 import sys, time
@@ -93,7 +93,7 @@ def kill_and_wait_for_restart(stack: Stack) -> None:
     assert worker.child is not None
     killed = worker.child
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(60)
+    killed.wait(PATIENCE_S)
 
     def is_back() -> bool:
         stack.restart_dead()
@@ -114,9 +114,9 @@ def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url
         return sorted(str(status["name"]) for status in read_worker_status(first.addresses))
 
     with open_stack("first") as first:
-        first.wait_until_ready(300)
+        first.wait_until_ready(PATIENCE_S)
         with open_stack("second") as second:
-            second.wait_until_ready(300)
+            second.wait_until_ready(PATIENCE_S)
             assert list_names() == ["prefill-0", "prefill-1"]
             kill_and_wait_for_restart(second)
             assert list_names() == ["prefill-0", "prefill-1"], "it waited for its own lease to end"

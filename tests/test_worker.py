@@ -26,7 +26,7 @@ from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.settler import Settler
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
@@ -61,7 +61,7 @@ def test_settling_in_the_background_tells_when_it_is_durable(
     for number, delivery in enumerate(fetch(5)):
         output = Outgoing(pipeline.job_topic("interactive"), b"job", delivery.key)
         settler.settle(Settlement(delivery, [output]), number)
-    settler.wait_settled(timeout_s=30)
+    settler.wait_settled(PATIENCE_S)
     assert len(settler) == 5, "nobody has heard of them"
     assert settler.collect() == [(number, True) for number in range(5)]
     assert len(settler) == 0
@@ -76,12 +76,12 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(member: Member, fetc
     first, second = fetch(2)
     settler.settle(Settlement(first), "first", after=written)
     settler.settle(Settlement(second), "second")
-    assert woken.wait(30)
+    assert woken.wait(PATIENCE_S)
     assert settler.collect() == [("second", True)]
     assert settler.is_settling(first)
     assert member.is_holding(first)
     written.set_result(0.0)
-    settler.wait_settled(timeout_s=30)
+    settler.wait_settled(PATIENCE_S)
     assert settler.collect() == [("first", True)]
     settler.close()
 
@@ -91,7 +91,7 @@ def test_a_lost_delivery_does_not_hold_up_the_others(member: Member, settler: Se
     member.settle([Settlement(held[1])])
     for delivery in held:
         settler.settle(Settlement(delivery), delivery.key)
-    settler.wait_settled(timeout_s=30)
+    settler.wait_settled(PATIENCE_S)
     assert dict(settler.collect()) == {held[0].key: True, held[1].key: False, held[2].key: True}
 
 
@@ -103,17 +103,17 @@ def test_a_delivery_that_came_twice_is_settled_once(
 
     def settle_slowly(settlements: Sequence[Settlement]) -> None:
         begun.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
         real(settlements)
 
     delivery, other = fetch(2)
     monkeypatch.setattr(member, "settle", settle_slowly)
     settler.settle(Settlement(other))
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     for _ in range(2):
         settler.settle(Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), b"job")]), "twice")
     go_on.set()
-    settler.wait_settled(timeout_s=30)
+    settler.wait_settled(PATIENCE_S)
     assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
     assert len(bus.read_all(pipeline.job_topic("interactive"))) == 1
 
@@ -126,7 +126,7 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
     for delivery, value in zip(fetch(3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True):
         output = Outgoing(pipeline.results_topic, value, delivery.key, {TENANT_HEADER: "acme"})
         settler.settle(Settlement(delivery, [output]))
-    settler.wait_settled(timeout_s=30)
+    settler.wait_settled(PATIENCE_S)
     settler.raise_failure()
     assert settler.collect() == [(None, True)] * 3
     assert member.count_held() == 0
@@ -178,11 +178,11 @@ def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
 
     def hang(settlements: Sequence[Settlement]) -> None:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(PATIENCE_S)
 
     monkeypatch.setattr(member, "settle", hang)
     settler.settle(Settlement(delivery))
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     settler.raise_failure()
     assert settler.trouble == ""
     monkeypatch.setattr("penstock.worker.settler.SLOW_CALL_S", 0.0)
@@ -201,7 +201,7 @@ def test_a_fenced_member_ends_its_worker(bus: Bus, settler: Settler, fetch: Fetc
     (delivery,) = fetch(1)
     with bus.join_group("prefill", "a"):
         settler.settle(Settlement(delivery))
-        settler.wait_settled(timeout_s=30)
+        settler.wait_settled(PATIENCE_S)
     with pytest.raises(BusError):
         settler.raise_failure()
 

@@ -91,7 +91,7 @@ def test_a_real_broker_takes_its_settings(tmp_path: Path) -> None:
     try:
         resource = ConfigResource(ResourceType.BROKER, "1")
         admin = AdminClient({"bootstrap.servers": server.bootstrap})
-        found = admin.describe_configs([resource])[resource].result(timeout=30)
+        found = admin.describe_configs([resource])[resource].result()
         assert {name: found[name].value for name in wanted} == wanted
     finally:
         server.stop()

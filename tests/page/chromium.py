@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, sync_playwright
 
 from penstock.errors import DependencyMissing
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run",
 )  # fmt: skip
 LAPTOP, PHONE = ViewportSize(width=1360, height=880), ViewportSize(width=390, height=844)
-PATIENCE_MS = 60_000
-"""For what comes within a second where a core is free."""
+PATIENCE_MS = 1000 * PATIENCE_S
 OF_THE_NETWORK = "Failed to load resource: net::ERR_"
 """How the browser itself, not the page, notes a connection that broke."""
 

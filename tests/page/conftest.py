@@ -8,6 +8,7 @@ from playwright.sync_api import Browser
 from penstock.local.processes import find_free_port
 from sim.forked import ForkedStack
 from sim.servers import start_or_skip
+from sim.waiting import PATIENCE_S
 from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import Tabs, chromium
 
@@ -37,5 +38,5 @@ def line(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One prefill and two decode workers, and a gateway; not started where there is no browser to look at it."""
     directory = tmp_path_factory.mktemp("page")
     with ForkedStack(directory, pipeline="page", decode=2, gateway=find_free_port(), environment=ENVIRONMENT) as stack:
-        stack.wait_until_ready(240)
+        stack.wait_until_ready(PATIENCE_S)
         yield stack

@@ -19,7 +19,7 @@ from playwright.sync_api import Page, ViewportSize
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.chaos.proxy import Proxy
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.page.chromium import PHONE, Tabs, ask, chromium, wait_for_tokens
 
 PROMPT = "Tell me of the waters above the firmament."
@@ -36,7 +36,7 @@ def busy(url: str) -> Iterator[None]:
     over = threading.Event()
 
     def go_on(number: int, klass: str, max_tokens: int) -> None:
-        with httpx.Client(timeout=600) as client:
+        with httpx.Client(timeout=None) as client:
             turn = 0
             while not over.is_set():
                 turn += 1
@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
         tempfile.TemporaryDirectory() as scratch,
         Stack(Path(scratch), pipeline="demo", decode=2, gateway=find_free_port()) as stack,
     ):
-        stack.wait_until_ready(300)
+        stack.wait_until_ready(PATIENCE_S)
         port = int(stack.gateway_url.rpartition(":")[2])
         with chromium() as browser, Proxy(port) as proxy, busy(stack.gateway_url):
             tabs = Tabs(browser)

@@ -8,6 +8,7 @@ from penstock import Client
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
@@ -26,7 +27,7 @@ def start_pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, d
     with ForkedStack(
         directory, pipeline="demo", redis=server.url, prefill=prefill, decode=decode, environment=ENVIRONMENT
     ) as stack:
-        stack.wait_until_ready(150)
+        stack.wait_until_ready(PATIENCE_S)
         yield stack
 
 

@@ -19,7 +19,7 @@ from penstock.ops.live import LiveWatch
 from penstock.top.app import TopApp
 from penstock.top.panels import Snapshot
 from sim.servers import start_or_skip
-from sim.waiting import wait_for
+from sim.waiting import PATIENCE_S, wait_for
 from tests.commands import Terminal
 from tests.top import busy
 from tests.top.screenshot import without_fonts
@@ -46,13 +46,11 @@ def shown(app: TopApp) -> list[str]:
     return [strip.text for strip in app.screen._compositor.render_strips()]
 
 
-async def until(
-    pilot: Pilot[None], is_so: Callable[[list[str]], bool], what: str, patience_s: float = 60.0
-) -> list[str]:
+async def until(pilot: Pilot[None], is_so: Callable[[list[str]], bool], what: str) -> list[str]:
     """Wait until the screen is so."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + PATIENCE_S
     while not is_so(lines := shown(_top(pilot))):
-        assert time.monotonic() < end, f"not within {patience_s:g} s: {what}\n" + "\n".join(lines)
+        assert time.monotonic() < end, f"not within {PATIENCE_S:g} s: {what}\n" + "\n".join(lines)
         await pilot.pause(0.05)
     return lines
 
