@@ -154,6 +154,8 @@ def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: 
 
 
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
+    if isinstance(bus, StreamsBus):
+        bus = make_bus("streams", pipeline, bus.url, SHORT_TIMEOUT_SETTINGS)
     publish_messages(bus, make_messages(pipeline.job_topic("batch"), 200))
     with bus.join_group("decode", "a") as member:
         held = take_deliveries(member, 2, {"interactive": 5, "batch": 2})

@@ -1,7 +1,7 @@
 """The token log: appending, fencing, the end, and that the live channel has the same events."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -146,11 +146,11 @@ def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "red
     assert received == record.read_log("r1")
 
 
-def write_all(record: Record, owner: str, length: int) -> bool:
+def write_all(record: Record, owner: str, length: int, has_written: Mapping[str, threading.Event]) -> bool:
     """Try to write the whole stream; return False if the other writer interrupted.
 
     A holder's claim is released without its knowledge, as by a pause longer than its session: both believe that they
-    hold the request.
+    hold the request. In the middle of the stream each waits for the other's first token.
     """
     claim = record.claim_decode("r1", alive(record, "decode", owner), "j1")
     if isinstance(claim, Busy):
@@ -162,6 +162,9 @@ def write_all(record: Record, owner: str, length: int) -> bool:
     while not claim.is_ended and claim.num_tokens < length:
         if record.append_tokens([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
             return False
+        has_written[owner].set()
+        if claim.num_tokens == length // 2:
+            assert all(event.wait(PATIENCE_S) for event in has_written.values())
     return claim.is_ended or record.finish_request(claim, end())
 
 
@@ -169,16 +172,17 @@ def test_two_writers_that_take_each_others_claim_write_each_token_once(
     redis_url: str, record: Record, pipeline: Pipeline
 ) -> None:
     length, done = 300, list[str]()
+    has_written = {owner: threading.Event() for owner in ("d1", "d2")}
 
     def work(owner: str) -> None:
         with redis.Redis.from_url(redis_url) as client:
             mine = Record(client, pipeline, RecordSettings(lease_s=30))
-            while not write_all(mine, owner, length):
+            while not write_all(mine, owner, length, has_written):
                 pass
             mine.close()
             done.append(owner)
 
-    writers = [threading.Thread(target=work, args=(name,)) for name in ("d1", "d2")]
+    writers = [threading.Thread(target=work, args=(name,)) for name in has_written]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -193,4 +197,4 @@ def test_two_writers_that_take_each_others_claim_write_each_token_once(
         assert event.id == event_id(position, rolled)
     assert len(tokens) == length
     assert isinstance(last, EndEvent)
-    assert {event.text for event in tokens} == {"d1", "d2"}
+    assert {event.text for event in tokens} == set(has_written)
