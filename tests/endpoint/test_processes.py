@@ -18,7 +18,7 @@ from penstock.local.processes import Child, find_free_port, start_child
 from penstock.names import Pipeline
 from penstock.record import TokenLog
 from penstock.redis.client import redis_client
-from sim.endpoint import MODEL, CountingEndpoint, write_numbers
+from sim.endpoint import MODEL, CountingEndpoint, Fault, write_numbers
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource
@@ -61,6 +61,7 @@ def test_a_worker_is_killed_in_the_middle_of_an_answer(
     stack = make_stack(tmp_path, redis_url, pipeline, slow.url, choice=choice)
     with stack, Client(stack.addresses) as client:
         stack.wait_until_ready(PATIENCE_S)
+        slow.faults.append(Fault("hang", after=3))
         seen = client.submit("count|", max_tokens=100)
         stream = client.stream(seen, timeout_s=PATIENCE_S)
         first = next(stream)
@@ -72,6 +73,7 @@ def test_a_worker_is_killed_in_the_middle_of_an_answer(
             with pytest.raises(AnswerInterrupted):
                 list(stream)
         stack.wait_until_ready(PATIENCE_S)
+        wait_for(lambda: slow.num_under_way == 0, "what was asked before is over")
         slow.gate.clear()
         unseen = client.submit("count|", max_tokens=10)
         wait_for(lambda: slow.num_under_way > 0, "it is asked")

@@ -180,9 +180,11 @@ def test_what_cannot_be_continued_ends_with_an_error(
 
 
 def test_an_endpoint_that_hangs_counts_as_lost(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    line.add_worker(endpoint, silence_s=0.2)
+    worker = line.add_worker(endpoint, silence_s=0.2)
     endpoint.faults.append(Fault("hang", after=1))
     line.send(max_tokens=3)
+    line.run_until(lambda: endpoint.bodies)
+    worker.settings = worker.settings.model_copy(update={"silence_s": 600.0})
     (result,) = line.run_until_results(1)
     assert result.text == write_numbers(3)
 
@@ -257,8 +259,13 @@ def test_requests_wait_for_endpoints_and_are_never_more_than_the_limit(
     line: EndpointPipeline, endpoint: CountingEndpoint, other: CountingEndpoint
 ) -> None:
     line.add_worker(endpoint, other, max_requests=2)
+    for one in (endpoint, other):
+        one.gate.clear()
     for _ in range(12):
         line.send(max_tokens=3)
+    line.run_until(lambda: endpoint.num_under_way == other.num_under_way == 2)
+    for one in (endpoint, other):
+        one.gate.set()
     results = line.run_until_results(12)
     assert {result.text for result in results} == {write_numbers(3)}
     assert max(endpoint.max_under_way, other.max_under_way) == 2
@@ -289,11 +296,11 @@ def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline)
 def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
     line: EndpointPipeline, endpoint: CountingEndpoint
 ) -> None:
-    line.add_worker(endpoint)
+    worker = line.add_worker(endpoint)
     endpoint.faults += [Fault("hang", after=2), Fault("hang", after=2)]
-    late = line.send(max_tokens=9, deadline=now_s() + 0.5)
-    stopped = line.send(max_tokens=9)
-    line.run_until(lambda: len(line.read_log(stopped.id)) == 2)
+    late, stopped = line.send(max_tokens=9, deadline=now_s() + 3600), line.send(max_tokens=9)
+    line.run_until(lambda: all(len(line.read_log(one.id)) == 2 for one in (late, stopped)))
+    worker.running[late.id].request = late.model_copy(update={"deadline": now_s()})
     line.open_record().cancel_request(stopped.id)
     results = {result.id: result for result in line.run_until_results(2)}
     line.run_until(lambda: endpoint.num_under_way == 0)

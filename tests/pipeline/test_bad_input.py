@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.messages import Request, Sampling
+from penstock.messages import Request, Sampling, now_s
 from sim.line import InProcessPipeline
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -128,10 +127,15 @@ def test_an_id_used_twice_with_another_body(line: InProcessPipeline) -> None:
 
 def test_a_deadline_in_the_middle(line: InProcessPipeline) -> None:
     """What was said until then is in the result, and the error is typed."""
-    deadline = time.time() + 1.0
     sampling = Sampling(max_tokens=900, temperature=0, ignore_eos=True)
-    line.send_requests(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=deadline))
+    line.send_requests(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=now_s() + 3600))
+    line.run_prefill(1)
+    line.run_until_tokens("late", 5)
+    task = line.decode.running["late"]
+    assert task.message is not None
+    task.message = task.message.model_copy(update={"deadline": now_s()})
     (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code == "deadline_exceeded"
+    assert len(result.token_ids) > 5
     assert result.usage.completion_tokens == len(result.token_ids)

@@ -21,7 +21,7 @@ from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, compute_body_hash
+from penstock.record import Busy, Claim, Record, compute_body_hash
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from sim.forked import fork_process
@@ -170,6 +170,11 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(
     silent.close()
 
 
+def claim_for_dead(stage: Stage, claim: Callable[[str], object], record: Record) -> None:
+    """Claim a request for a worker that renews its session no more: where it is over already, another one is opened."""
+    wait_for(lambda: isinstance(claim(alive(record, stage, "dead")), Claim), "it is claimed")
+
+
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
 
 
@@ -196,9 +201,8 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: InProcessP
     """A job ends; a kept message of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.job_topic("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    dead_session = alive(record, "decode", "dead")
-    record.claim_decode("bad", dead_session, "j1", serialize_delivery(job))
-    record.claim_decode("other", dead_session, "j2", b"of another version")
+    claim_for_dead("decode", lambda session: record.claim_decode("bad", session, "j1", serialize_delivery(job)), record)
+    claim_for_dead("decode", lambda session: record.claim_decode("other", session, "j2", b"of another version"), record)
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
@@ -231,8 +235,8 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
     monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    dead_session = alive(line.prefill.record, "prefill", "dead")
-    line.prefill.record.claim_prefill(GOOD.id, dead_session, compute_body_hash(GOOD), serialize_delivery(delivery))
+    record, body, message = line.prefill.record, compute_body_hash(GOOD), serialize_delivery(delivery)
+    claim_for_dead("prefill", lambda session: record.claim_prefill(GOOD.id, session, body, message), record)
 
     def is_handed_off() -> bool:
         line.prefill.run_once()
@@ -245,7 +249,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
 def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipeline]) -> None:
     """Nobody may claim the record meanwhile, and the worker keeps the delivery."""
-    settings = RecordSettings(fail_attempts=9, retry_first_s=2.0, retry_factor=3.0, retry_cap_s=10.0)
+    settings = RecordSettings(fail_attempts=9, retry_first_s=200.0, retry_factor=3.0, retry_cap_s=1000.0)
     line = make_line(record=settings)
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
     waits = []
@@ -260,7 +264,7 @@ def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipe
         busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
         assert isinstance(busy, Busy)
         waits.append(busy.wait_s)
-    assert waits == pytest.approx([2, 6, 10], abs=1.5)
+    assert waits == pytest.approx([200, 600, 1000], abs=150)
     assert line.prefill.member.count_held() == 3
     line.send_requests(GOOD)
     wait_for(partial(hands_off, line, GOOD.id), "what is kept holds up nobody", 0)

@@ -11,12 +11,12 @@ from penstock.messages import Request
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import Session
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers, load_demo_model, make_requests
+from tests.record.play import alive
 
 
 class Reader(PromptTokenizer):
@@ -195,8 +195,8 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProces
 
     begun_ms = lasts_until_ms()
     wait_for(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, "more than a lease")
-    with Session(line.prefill.record, "prefill", "a-third") as third:
-        assert line.prefill.record.take_over_free("prefill", third.id, 10) == []
+    third = alive(line.prefill.record, "prefill", "a-third")
+    assert line.prefill.record.take_over_free("prefill", third, 10) == []
     reader.is_let.set()
     line.run_prefill(1)
     run_until_idle(line.decode)
@@ -212,9 +212,8 @@ def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
 ) -> None:
     silent, reader = taking_over(line, work[-1])
     line.prefill.close()
-    with Session(silent.record, "prefill", "a-third") as third:
-        (taken,) = silent.record.take_over_free("prefill", third.id, 10)
-        assert taken.claim.id == "long", "at once, though a lease has not passed"
+    (taken,) = silent.record.take_over_free("prefill", alive(silent.record, "prefill", "a-third"), 10)
+    assert taken.claim.id == "long", "at once, though a lease has not passed"
     reader.is_let.set()
     silent.close()
     line.add_prefill("prefill-2")

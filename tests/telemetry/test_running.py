@@ -29,7 +29,7 @@ from sim.waiting import PATIENCE_S, wait_for
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
-HEARTBEAT_S = 0.2
+HEARTBEAT_S = 1.0
 
 
 @dataclass
@@ -175,11 +175,20 @@ def test_the_live_view_shows_work_and_a_killed_worker(observed: ObservedStack) -
     watch = LiveWatch(observed.stack.addresses, BusSettings())
 
     def until(what: str, is_so: Callable[[Json], object]) -> Json:
-        wait_for(lambda: is_so(watch.read_latest()), what)
-        return watch.read_latest()
+        found: list[Json] = []
+
+        def has_come() -> object:
+            found[:] = [watch.read_latest()]
+            return is_so(found[0])
+
+        wait_for(has_come, what)
+        return found[0]
+
+    def is_told(one: Json) -> object:
+        return one["ttft_s"]["count"] and one["itl_s"]["count"] and one["health"]["state"] == "ok"
 
     observed.generate(24)
-    found = until("latencies are told", lambda one: one["ttft_s"]["count"] and one["itl_s"]["count"])
+    found = until("latencies are told", is_told)
     assert found["health"] == {"state": "ok", "reasons": []}
     assert 0 < found["ttft_s"]["p50"] <= found["ttft_s"]["p90"] <= found["ttft_s"]["p99"]
     assert 0 < found["itl_s"]["p50"] <= found["itl_s"]["p99"]
