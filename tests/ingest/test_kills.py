@@ -18,7 +18,7 @@ from penstock.redis.client import redis_client
 from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
 
-ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
+ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 600, "temperature": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
 
 
 def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: Stack) -> None:
-    asked: dict[str, Any] = {"model": "demo", "input": "And the king", "max_output_tokens": 300, "temperature": 0.9}
+    asked: dict[str, Any] = {"model": "demo", "input": "And the king", "max_output_tokens": 600, "temperature": 0.9}
     asked |= {"seed": 3, "ignore_eos": True}
     responses = f"{line.gateway_url}/v1/responses"
     expected = httpx.post(responses, json=asked, timeout=None).json()["output"][0]["content"]

@@ -51,7 +51,7 @@ class Site:
     def start(self) -> GatewayProcess:
         settings = {
             "GATEWAY_KEYS": str(self._folder / "keys.json"), "BATCH_STORE": str(self._folder / "store"),
-            "BATCH_LOOK_S": "0.2", "BATCH_LEASE_S": "0.6", "RECORD_KEEP_S": "4",
+            "BATCH_LOOK_S": "0.2", "BATCH_LEASE_S": "0.6", "RECORD_KEEP_S": "10",
             "WEBHOOK_SECRET": SECRET, "WEBHOOK_HOSTS": "127.0.0.1",
         }  # fmt: skip
         return GatewayProcess(self.scripted.addresses, self._folder, settings)

@@ -233,10 +233,15 @@ def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest
     transfers.submit_load(LoadOperation("two", names[:4]))
     assert writes.wait(PATIENCE_S)
     assert reads.wait(PATIENCE_S)
-    closing = threading.Timer(0.05, gate.set)
-    closing.start()
+
+    def open_gate() -> None:
+        wait_for(lambda: transfers._is_closing, "it is being closed")
+        gate.set()
+
+    opening = threading.Thread(target=open_gate)
+    opening.start()
     transfers.close()
-    closing.join()
+    opening.join()
     assert ship.is_written.done()
     assert set(pool.returned) == set(pool.lent)
     assert len(pool.landed) == 2
