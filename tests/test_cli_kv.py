@@ -120,8 +120,9 @@ def test_stats_of_the_workers_are_summed_by_stage(host: Host) -> None:
             ("decode", "d0", {"kv": {"redis": {"hits": 0, "misses": 0}}}),
             ("decode", "strange", {"kv": {"redis": {"hits": "many"}, "recomputed_jobs": None}}),
         ):
-            beat = stack.enter_context(Heartbeat(host.url, pipeline, stage, name, 0.5))
+            beat = Heartbeat(host.url, pipeline, stage, name, 60.0)
             beat.set_load_source(lambda load=load: load)  # type: ignore[misc]
+            stack.enter_context(beat)
         addresses = Addresses(stream_url=host.url, pipeline=pipeline.name)
         wait_for(lambda: sum("kv" in status for status in read_worker_status(addresses)) == 4, "they say it")
         stats = json.loads(host.kv("stats", "--json", PENSTOCK_PIPELINE=pipeline.name))

@@ -10,6 +10,7 @@ import pytest
 
 from penstock import AsyncClient, Client
 from penstock.bus.contract import Delivery
+from penstock.bus.kafka.member import KafkaMember
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings
 from penstock.engine.engine import Sampled
@@ -181,6 +182,12 @@ def send(line: InProcessPipeline, work: list[Request]) -> None:
         line.publish_bytes(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
 
 
+def wait_until_fetched(worker: Worker, count: int) -> None:
+    """Wait until a worker's next turn finds so many messages: what is on Redis it reads when it asks."""
+    if isinstance(member := worker.member, KafkaMember):
+        wait_for(lambda: len(member.list_prefetched()) == count, f"{count} messages are fetched")
+
+
 def run_until(worker: Worker, until: Callable[[], object], what: str) -> None:
     """Turn a worker until something is so."""
 
@@ -268,6 +275,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
     """Long prompts: places for 32, but what waits beyond those that run is bounded in tokens. All are answered."""
     with line_of(addresses, max_step_tokens=64) as line:
         send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
+        wait_until_fetched(line.prefill, 14)
         held: list[int] = []
 
         def done() -> bool:
@@ -408,6 +416,7 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
         run_until(line.decode, lambda: len(sampled) > 10, "batch is decoded")
         send(line, quick)
         line.run_prefill(2)
+        wait_until_fetched(line.decode, 2)
         before = len(sampled)
         results = line.run_until_results(4)
         assert core_of(line.decode).scheduler.num_preemptions >= 1

@@ -43,7 +43,7 @@ def test_a_stack_without_workers_is_ready_at_once(
     shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
 ) -> None:
     with a_stack(tmp_path, redis_url, pipeline) as stack:
-        stack.wait_until_ready(1.0)
+        stack.wait_until_ready(PATIENCE_S)
         stack.restart_dead()
         assert len(list(shared.iterdir())) == 1
     assert not list(shared.iterdir())
@@ -104,7 +104,7 @@ def kill_and_wait_for_restart(stack: Stack) -> None:
 
 
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
-    environment = {"PENSTOCK_WORKER_HEARTBEAT_S": "0.2", "PENSTOCK_KV_STORE_DISK_MB": "0"}
+    environment = {"PENSTOCK_WORKER_HEARTBEAT_S": "1", "PENSTOCK_KV_STORE_DISK_MB": "0"}
 
     def open_stack(name: str) -> Stack:
         directory = tmp_path / name

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -312,7 +312,7 @@ def test_an_error_in_a_figure_does_not_end_the_heartbeats(addresses: Addresses, 
 
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
-    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat:
         wait_for(lambda: read_worker_status(addresses), "the first beat")
         (status,) = read_worker_status(addresses)
         assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
@@ -326,7 +326,7 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
 
         wait_for(ready, "the new state")
         with redis.Redis.from_url(addresses.stream_url) as client:
-            assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 200
+            assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 240_000
     assert read_worker_status(addresses) == []
 
 
@@ -346,9 +346,9 @@ def test_a_worker_without_a_name_gets_one_that_nobody_else_has() -> None:
 
 def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Addresses, pipeline: Pipeline) -> None:
     connect_bus(addresses, BusSettings()).create_topics()
-    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        beat.update_status(state="ready")
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat:
         beat.set_load_source(lambda: {"reason": "Kafka: away"})
+        beat.update_status(now=True, state="ready")
         wait_for(lambda: [s["state"] for s in read_worker_status(addresses)] == ["degraded"], "it says so")
         found = check_health(addresses, BusSettings())
         assert found.state == "degraded"
@@ -420,7 +420,7 @@ def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: 
 
 def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: Addresses, pipeline: Pipeline) -> None:
     """It was stopped for so long that its lease ended, and goes on now."""
-    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat:
         wait_for(lambda: read_worker_status(addresses), "the first beat")
         # In a container beside it, which has the same host name and process id.
         newer = {**read_worker_status(addresses)[0], "token": "another", "host": "there", "pid": 77}
@@ -430,6 +430,7 @@ def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: A
             reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
             with pytest.raises(NameTaken, match=r"p-0 .* on there with pid 77"):
                 reconnector.run_until_stopped(StopSignal(), 0.0)
+            beat.update_status(now=True)
             wait_for(lambda: raises_failure(beat), "its thread finds it too")
     with redis.Redis.from_url(addresses.stream_url) as client:
         assert json.loads(client.get(key) or b"") == newer, "it says no goodbye for the other"
@@ -465,13 +466,14 @@ class Idle(Failing):
 
 
 def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: Addresses, pipeline: Pipeline) -> None:
-    url = addresses.stream_url
-    with Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05) as first:
+    first, refused, second = (Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 60.0) for _ in range(3))
+    with first, ThreadPoolExecutor(2) as pool:
         assert first.take_name() == "prefill-0"
+        taking = [pool.submit(refused.take_name), pool.submit(second.take_name, next_free=True)]
+        wait_for(lambda: first.write_beat() or all(one.done() for one in taking), "they have seen that the first lives")
         with pytest.raises(NameTaken, match=f"on {socket.gethostname()} with pid {os.getpid()}: stop"):
-            Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05).take_name()
-        second = Heartbeat(url, pipeline, "prefill", "prefill-0", 0.05)
-        assert second.take_name(next_free=True) == "prefill-1"
+            taking[0].result()
+        assert taking[1].result() == "prefill-1"
         with second:
             assert {status["name"] for status in read_worker_status(addresses)} == {"prefill-0", "prefill-1"}
         assert [status["name"] for status in read_worker_status(addresses)] == ["prefill-0"]
