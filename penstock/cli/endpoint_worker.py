@@ -6,7 +6,6 @@ from functools import partial
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
-from penstock.bus.upgrade import check_upgraded
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -117,7 +116,6 @@ def _run_worker(
     metrics = StageMetrics(meters, pipeline.name, "endpoint", name, model)
 
     def make_worker() -> EndpointWorker:
-        check_upgraded(bus)
         check_key_types(clients, pipeline)
         member = bus.join_group("endpoint", name)
         try:

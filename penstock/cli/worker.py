@@ -9,7 +9,6 @@ import typer
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
-from penstock.bus.upgrade import check_upgraded
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -136,7 +135,6 @@ def _run_worker(
     watch = stack.enter_context(LoopWatch(settings.worker.stall_limit_s))
 
     def make_worker() -> Worker:
-        check_upgraded(bus)
         check_key_types(clients, pipeline)
         member = bus.join_group(stage, name)
         try:
@@ -159,8 +157,13 @@ def _run_worker(
         return worker
 
     length = engine.limits.max_length
-    beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
-    beat.update_status(response_template=model.response_template)
+    beat.update_status(
+        progress=1.0,
+        model=model.name,
+        max_model_len=length,
+        kafka=addresses.kafka,
+        response_template=model.response_template,
+    )
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)

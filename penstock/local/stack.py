@@ -128,9 +128,7 @@ class Stack:
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
-        bus = connect_bus(self.addresses, load_settings(BusSettings))
-        bus.create_topics()
-        bus.move_old_retries()
+        connect_bus(self.addresses, load_settings(BusSettings)).create_topics()
         for worker in self._all_slots():
             self._start_slot(worker)
         return self
