@@ -16,7 +16,10 @@ from penstock.config.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
+    TelemetrySettings,
+    TraceSettings,
     WorkerSettings,
+    load_group,
     load_settings,
 )
 from penstock.errors import DependencyMissing, SettingsError
@@ -67,20 +70,14 @@ class _Settings(NamedTuple):
     kv: KVSettings
     bus: BusSettings
     record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
     faults: FaultSettings
 
 
 def run_stage(stage: Stage) -> None:
     """Read all settings, load the model, join the group, work until told to stop."""
-    addresses = load_settings(Addresses)
-    settings = _Settings(
-        load_settings(WorkerSettings),
-        load_settings(EngineSettings),
-        load_settings(KVSettings),
-        load_settings(BusSettings),
-        load_settings(RecordSettings),
-        load_settings(FaultSettings),
-    )
+    addresses, settings = load_settings(Addresses), load_group(_Settings)
     if settings.engine.kind == "openai":
         raise SettingsError("with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint")
     name, pipeline = choose_worker_name(settings.worker.name), Pipeline(addresses.pipeline)
@@ -93,7 +90,13 @@ def run_stage(stage: Stage) -> None:
         name = beat.take_name(next_free=settings.worker.next_name)
         stack.enter_context(beat)
         telemetry = open_telemetry(
-            f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
+            f"penstock-{stage}",
+            addresses,
+            name,
+            settings.telemetry,
+            settings.traces,
+            with_endpoint=True,
+            is_ready=lambda: beat.state == "ready",
         )
         meters = stack.enter_context(telemetry)
         _run_worker(stage, name, addresses, settings, beat, meters, stack)
