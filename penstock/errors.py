@@ -25,7 +25,6 @@ PenstockError
 ├── BusError                 Kafka or Redis Streams
 │   ├── BusUnavailable         not reachable now; another attempt may succeed
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
-│   ├── UpgradeNeeded          an older version left messages that have to be moved first
 │   └── MemberFenced           a newer member has this one's name, or it was away too long; it joins anew
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
@@ -204,10 +203,6 @@ class DeliveryLost(BusError):
     def __init__(self, deliveries: Sequence[Any]) -> None:
         super().__init__(f"{len(deliveries)} deliveries belong to another member now")
         self.deliveries = list(deliveries)
-
-
-class UpgradeNeeded(BusError):
-    """An older version left messages in the bus that have to be moved first."""
 
 
 class MemberFenced(BusError):

@@ -131,10 +131,6 @@ class Pipeline:
         work = [topic for stage in STAGES for topic in self.input_topics(stage).values()]
         return [*work, self.results_topic, self.dead_letter_topic]
 
-    def old_retry_topics(self) -> list[str]:
-        """Return the topics in which an older version kept messages to be tried again, by class in `CLASSES`' order."""
-        return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
-
     def consumer_group(self, kind: WorkerKind) -> str:
         """Return the name of the consumer group of workers of a kind.
 

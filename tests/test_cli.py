@@ -237,7 +237,7 @@ def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
     ],
 )
 def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, message: str) -> None:
-    found = describe_bus_mismatch([{"name": "of before"}, {"kafka": theirs}], Addresses(kafka=ours))
+    found = describe_bus_mismatch([{"state": "loading"}, {"kafka": theirs}], Addresses(kafka=ours))
     assert message in found
     assert bool(message) == bool(found)
 

@@ -28,11 +28,25 @@ def test_no_module_is_in_a_circle() -> None:
     TopologicalSorter({module: set(imported_modules(module)) - {module} for module in FILES}).prepare()
 
 
-def test_the_package_knows_nothing_of_tools_and_tests() -> None:
-    for file in FILES.values():
+@pytest.mark.parametrize(
+    ("folder", "above"),
+    [
+        ("penstock", {"tools", "sim", "tests", "benchmarks"}),
+        ("tools", {"sim", "tests", "benchmarks"}),
+        ("sim", {"tests", "benchmarks"}),
+    ],
+)
+def test_a_folder_knows_nothing_of_those_that_use_it(folder: str, above: set[str]) -> None:
+    for file in (HERE / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
-                assert node.module.split(".")[0] not in {"tools", "sim", "tests", "benchmarks"}, file
+                assert node.module.split(".")[0] not in above, file
+
+
+def test_settings_are_read_by_commands_and_by_what_other_programs_open() -> None:
+    readers = {name for name, file in FILES.items() if "load_settings" in file.read_text("utf-8")}
+    others = {name for name in readers if not name.startswith(("penstock.cli.", "penstock.config."))}
+    assert others == {"penstock.client.core", "penstock.local.stack"}
 
 
 @pytest.mark.parametrize(

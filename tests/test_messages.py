@@ -310,7 +310,7 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
     assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
     assert {"fit_context", "min_tokens", "prompt_logprobs"}.isdisjoint(encoded["sampling"]), (
-        "older workers would refuse them"
+        "a worker that does not know a field refuses it"
     )
     assert b"prompt_tokens" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()

@@ -1,16 +1,18 @@
 """The embedded stack without its workers: quick to start."""
 
 import fcntl
+import math
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+import redis
 
 from penstock.local import memory
 from penstock.local.processes import start_child
-from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, split_cores
+from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from sim.waiting import PATIENCE_S, wait_for
@@ -85,6 +87,24 @@ def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
     assert list(shared.iterdir()) == [made.path]
     made.close()
     assert not list(shared.iterdir())
+
+
+def test_one_connection_serves_all_looks_at_workers_that_start(
+    shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline, server: "redis.Redis"
+) -> None:
+    seen: list[set[str]] = []
+
+    def stop() -> bool:
+        seen.append({one["id"] for one in server.client_list() if one["name"] == pipeline.name})
+        return len(seen) > 3
+
+    stack = a_stack(tmp_path, f"{redis_url}?client_name={pipeline.name}", pipeline)
+    stack.workers = [WorkerSlot("absent", stage="decode", start_at=math.inf)]
+    stack.wait_until_ready(60, stop=stop)
+    before, *after = seen
+    assert before == set()
+    assert len(after[0]) == 1
+    assert after == [after[0]] * 3
 
 
 def kill_and_wait_for_restart(stack: Stack) -> None:

@@ -25,10 +25,9 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
 from penstock.messages import Sampling
-from sim.workload import TOOL_MODEL
 from tools.tool_corpus import make_conversation
 from tools.train_demo import encode_chapters, read_chapters, split_corpus
-from tools.train_tools import render_conversation
+from tools.train_tools import TOOL_MODEL, render_conversation
 
 FORMS: dict[str, dict[str, str]] = {
     "bf16": {}, "int8": {"weights": "int8"}, "int4": {"weights": "int4"}, "KV int8": {"kv_dtype": "int8"},

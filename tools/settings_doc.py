@@ -17,10 +17,10 @@ from penstock.config.sources import list_secret_variables
 _HEAD = """\
 # Settings
 
-All settings are environment variables. Each program reads them once, when it starts. A `PENSTOCK_` variable
-that is not on this page is an error that names the nearest one that is; a bad value is one that names its
-variable. `penstock config show` prints what holds and where it comes from, without secrets; `penstock config check`
-says everything that is wrong.
+All settings are environment variables. Each program reads them once, when it starts; a `Client` reads those that it is
+not given when it is made. A `PENSTOCK_` variable that is not on this page is an error that names the nearest one that
+is; a bad value is one that names its variable. `penstock config show` prints what holds and where it comes from,
+without secrets; `penstock config check` says everything that is wrong.
 
 What is secret, or has a password in it, may be in a file that `…_FILE` names instead: {secrets}.
 

@@ -262,15 +262,6 @@ class Bus(Protocol):
     def find_missing_topics(self) -> list[str]:
         """Return the pipeline's topics that do not exist."""
 
-    def count_old_retries(self) -> int:
-        """Return about how many messages of an older version wait in its retry topics. Raise `BusUnavailable`."""
-
-    def move_old_retries(self) -> int:
-        """Move the messages of those retry topics back to the topics they came from, each once, and return how many.
-
-        Raise `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
-        """
-
     def create_publisher(self) -> Publisher:
         """Return a publisher with a connection of its own."""
 

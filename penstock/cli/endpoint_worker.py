@@ -3,10 +3,10 @@
 import contextlib
 import logging
 from functools import partial
+from typing import NamedTuple
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
-from penstock.bus.upgrade import check_upgraded
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -14,7 +14,10 @@ from penstock.config.settings import (
     EngineSettings,
     FaultSettings,
     RecordSettings,
+    TelemetrySettings,
+    TraceSettings,
     WorkerSettings,
+    load_group,
     load_settings,
 )
 from penstock.endpoint_worker.answer import list_models
@@ -37,13 +40,26 @@ from penstock.worker.watch import LoopWatch
 log = logging.getLogger(__name__)
 
 
+class _Settings(NamedTuple):
+    """All settings of a worker that asks endpoints but the addresses."""
+
+    worker: WorkerSettings
+    endpoint: EndpointSettings
+    engine: EngineSettings
+    bus: BusSettings
+    record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
+    faults: FaultSettings
+
+
 def run_endpoint_worker() -> None:
     """Read all settings, find the model, join the group, work until told to stop."""
-    addresses, worker = load_settings(Addresses), load_settings(WorkerSettings)
-    settings = load_settings(EndpointSettings)
-    endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests))
+    addresses, settings = load_settings(Addresses), load_group(_Settings)
+    worker, asked = settings.worker, settings.endpoint
+    endpoints = Endpoints(parse_urls(asked.urls, asked.max_requests))
     name, pipeline = choose_worker_name(worker.name), Pipeline(addresses.pipeline)
-    failpoints.arm(load_settings(FaultSettings).failpoints)
+    failpoints.arm(settings.faults.failpoints)
     pin_to_cores(worker.cores)
     check_access(addresses, "endpoint")
     store_server_lists(addresses.stream_url, pipeline)
@@ -52,17 +68,22 @@ def run_endpoint_worker() -> None:
         beat = Heartbeat(addresses.first_url, pipeline, "endpoint", name, worker.heartbeat_s)
         name = beat.take_name(next_free=worker.next_name)
         stack.enter_context(beat)
-        meters = stack.enter_context(
-            open_telemetry(
-                "penstock-endpoint", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
-            )
+        telemetry = open_telemetry(
+            "penstock-endpoint",
+            addresses,
+            name,
+            settings.telemetry,
+            settings.traces,
+            with_endpoint=True,
+            is_ready=lambda: beat.state == "ready",
         )
+        meters = stack.enter_context(telemetry)
         stop = StopSignal().install()
-        model = settings.model or find_model(endpoints, settings.key, beat, stop)
+        model = asked.model or find_model(endpoints, asked.key, beat, stop)
         if model is not None:
-            settings = settings.model_copy(update={"model": model})
+            settings = settings._replace(endpoint=asked.model_copy(update={"model": model}))
             watch = stack.enter_context(LoopWatch(worker.stall_limit_s))
-            _run_worker(name, addresses, settings, endpoints, beat, meters, watch, stop, worker.drain_s)
+            _run_worker(name, addresses, settings, endpoints, beat, meters, watch, stop)
 
 
 def check_only_kind(addresses: Addresses) -> None:
@@ -102,27 +123,24 @@ def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal
 def _run_worker(
     name: str,
     addresses: Addresses,
-    settings: EndpointSettings,
+    settings: _Settings,
     endpoints: Endpoints,
     beat: Heartbeat,
     meters: Meters,
     watch: LoopWatch,
     stop: StopSignal,
-    drain_s: float,
 ) -> None:
-    pipeline, bus_settings = Pipeline(addresses.pipeline), load_settings(BusSettings)
-    clients, bus = connect_servers(addresses.stream_url), connect_bus(addresses, bus_settings)
-    record_settings, engine = load_settings(RecordSettings), load_settings(EngineSettings)
-    model = engine.model if "model" in engine.model_fields_set else settings.model
+    pipeline, asked, engine = Pipeline(addresses.pipeline), settings.endpoint, settings.engine
+    clients, bus = connect_servers(addresses.stream_url), connect_bus(addresses, settings.bus)
+    model = engine.model if "model" in engine.model_fields_set else asked.model
     metrics = StageMetrics(meters, pipeline.name, "endpoint", name, model)
 
     def make_worker() -> EndpointWorker:
-        check_upgraded(bus)
         check_key_types(clients, pipeline)
         member = bus.join_group("endpoint", name)
         try:
-            record = open_record(clients, pipeline, record_settings)
-            worker = EndpointWorker(pipeline, name, model, endpoints, settings, record, member, metrics, watch)
+            record = open_record(clients, pipeline, settings.record)
+            worker = EndpointWorker(pipeline, name, model, endpoints, asked, record, member, metrics, watch)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise
@@ -145,5 +163,5 @@ def _run_worker(
     beat.update_status(progress=1.0, model=model, kafka=addresses.kafka)
     log.info("%s serves %s as %s, from %s", name, pipeline.name, model, ", ".join(one.url for one in endpoints.all))
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
-    Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, drain_s)
+    Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)
     log.info("%s has left", name)

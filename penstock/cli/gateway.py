@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BatchSettings, GatewaySettings, GuardSettings, check_together, load_settings
+from penstock.config.settings import GatewayProcessSettings, check_together, load_group, load_settings
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
@@ -26,10 +26,11 @@ def gateway(
     except ImportError as error:
         raise DependencyMissing(f"a gateway needs pip install 'penstock[gateway]' ({error})") from None
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    addresses = load_settings(Addresses)
-    if wrong := check_together(load_settings(GuardSettings), load_settings(BatchSettings)):
+    addresses, settings = load_settings(Addresses), load_group(GatewayProcessSettings, gateway=given)
+    if wrong := check_together(settings.guard, settings.batch):
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
     store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
-    with open_telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
-        serve_gateway(load_settings(GatewaySettings, **given), addresses, meters)
+    name, telemetry = choose_worker_name(""), settings.telemetry
+    with open_telemetry("penstock-gateway", addresses, name, telemetry, settings.traces, with_endpoint=False) as meters:
+        serve_gateway(settings, addresses, meters)

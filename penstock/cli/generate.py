@@ -152,7 +152,7 @@ def describe_bus_mismatch(workers: Iterable[Mapping[str, Any]], addresses: Addre
 
     Brokers may have several names, so between two Kafka addresses a mismatch is only possible.
     """
-    read_from = {worker["kafka"] for worker in workers if "kafka" in worker}  # older versions do not report it
+    read_from = {worker["kafka"] for worker in workers if "kafka" in worker}  # known once the model is loaded
     if not read_from or addresses.kafka in read_from:
         return ""
     first = min(read_from)

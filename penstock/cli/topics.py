@@ -1,4 +1,4 @@
-"""`penstock topics create`: create missing topics, and move messages out of topics of older versions."""
+"""`penstock topics create`: create missing topics."""
 
 import typer
 from rich.console import Console
@@ -17,12 +17,9 @@ def add_group() -> None:
 
 @app.command("create")
 def create_topics() -> None:
-    """Make the topics that are missing, and move on what an older version left in topics that are no more read."""
-    bus = connect_bus(load_settings(Addresses), load_settings(BusSettings))
-    made = bus.create_topics()
+    """Make the topics that are missing."""
+    made = connect_bus(load_settings(Addresses), load_settings(BusSettings)).create_topics()
     for topic in made:
         Console().print(f"made {topic}", highlight=False)
     if not made:
         Console().print("all topics exist")
-    if num_moved := bus.move_old_retries():
-        Console().print(f"moved {num_moved} messages out of retry topics of an older version", highlight=False)

@@ -9,7 +9,6 @@ import typer
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
-from penstock.bus.upgrade import check_upgraded
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -17,7 +16,10 @@ from penstock.config.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
+    TelemetrySettings,
+    TraceSettings,
     WorkerSettings,
+    load_group,
     load_settings,
 )
 from penstock.errors import DependencyMissing, SettingsError
@@ -68,20 +70,14 @@ class _Settings(NamedTuple):
     kv: KVSettings
     bus: BusSettings
     record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
     faults: FaultSettings
 
 
 def run_stage(stage: Stage) -> None:
     """Read all settings, load the model, join the group, work until told to stop."""
-    addresses = load_settings(Addresses)
-    settings = _Settings(
-        load_settings(WorkerSettings),
-        load_settings(EngineSettings),
-        load_settings(KVSettings),
-        load_settings(BusSettings),
-        load_settings(RecordSettings),
-        load_settings(FaultSettings),
-    )
+    addresses, settings = load_settings(Addresses), load_group(_Settings)
     if settings.engine.kind == "openai":
         raise SettingsError("with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint")
     name, pipeline = choose_worker_name(settings.worker.name), Pipeline(addresses.pipeline)
@@ -94,7 +90,13 @@ def run_stage(stage: Stage) -> None:
         name = beat.take_name(next_free=settings.worker.next_name)
         stack.enter_context(beat)
         telemetry = open_telemetry(
-            f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
+            f"penstock-{stage}",
+            addresses,
+            name,
+            settings.telemetry,
+            settings.traces,
+            with_endpoint=True,
+            is_ready=lambda: beat.state == "ready",
         )
         meters = stack.enter_context(telemetry)
         _run_worker(stage, name, addresses, settings, beat, meters, stack)
@@ -136,7 +138,6 @@ def _run_worker(
     watch = stack.enter_context(LoopWatch(settings.worker.stall_limit_s))
 
     def make_worker() -> Worker:
-        check_upgraded(bus)
         check_key_types(clients, pipeline)
         member = bus.join_group(stage, name)
         try:
@@ -159,8 +160,13 @@ def _run_worker(
         return worker
 
     length = engine.limits.max_length
-    beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
-    beat.update_status(response_template=model.response_template)
+    beat.update_status(
+        progress=1.0,
+        model=model.name,
+        max_model_len=length,
+        kafka=addresses.kafka,
+        response_template=model.response_template,
+    )
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
     Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)

@@ -1,5 +1,6 @@
 """Settings: one small class for each part, read once at the entry point from the places that `sources` lists.
 
+The entry point is a command, or the constructor of a `Client` or a `Stack`, which programs of others make, too.
 A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error names the nearest known one.
 """
 
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar, get_type_hints
 
 from pydantic import (
     Field,
@@ -413,6 +414,7 @@ SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)
+G = TypeVar("G", bound=NamedTuple)
 
 
 def is_loopback(host: str) -> bool:
@@ -468,6 +470,29 @@ def load_settings(kind: type[S], **given: object) -> S:
         return kind(**{**found, **given})
     except ValidationError as error:
         raise SettingsError(describe_problems(kind, error)[0]) from None
+
+
+class GatewayProcessSettings(NamedTuple):
+    """All settings of a gateway but the addresses."""
+
+    gateway: GatewaySettings
+    guard: GuardSettings
+    admission: AdmissionSettings
+    batch: BatchSettings
+    responses: ResponsesSettings
+    webhook: WebhookSettings
+    bus: BusSettings
+    record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
+
+
+def load_group(group: type[G], **given: Mapping[str, object]) -> G:
+    """Return a tuple of settings, each of the class that its field has. `given`: by field, values before all others.
+
+    Raises `SettingsError` for the first error.
+    """
+    return group._make(load_settings(kind, **given.get(name, {})) for name, kind in get_type_hints(group).items())
 
 
 def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:

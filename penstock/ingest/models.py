@@ -107,7 +107,7 @@ class ServedModels:
                     served.max_model_len = min(lengths, default=None)
                     templates.setdefault(name, []).append(beat.get("response_template"))
         for name, reported in templates.items():
-            # A worker of an older version reports none, and refuses requests whose answers are to be parsed.
+            # While workers are replaced one after the other, they may report different ones.
             same = all(one == reported[0] for one in reported)
             found[name].response_template = reported[0] if same else None
         if any(one.response_template for one in found.values()):

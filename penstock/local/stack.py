@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import redis
+
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
@@ -23,9 +25,10 @@ from penstock.errors import PenstockError
 from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
-from penstock.names import WorkerKind
+from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access
-from penstock.ops.status import read_worker_status
+from penstock.ops.status import read_heartbeats
+from penstock.redis.client import redis_client
 
 DEFAULT_REDIS_PORT = 7379
 BATCH_STORE_VARIABLE = "PENSTOCK_BATCH_STORE"
@@ -101,6 +104,7 @@ class Stack:
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
         self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
+        self._bus_settings = load_settings(BusSettings)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
             self._environment.setdefault(REDIS_MB_VARIABLE, os.environ.get(REDIS_MB_VARIABLE, "0"))
@@ -128,9 +132,7 @@ class Stack:
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
-        bus = connect_bus(self.addresses, load_settings(BusSettings))
-        bus.create_topics()
-        bus.move_old_retries()
+        connect_bus(self.addresses, self._bus_settings).create_topics()
         for worker in self._all_slots():
             self._start_slot(worker)
         return self
@@ -193,30 +195,29 @@ class Stack:
         """
         end, last_line = time.monotonic() + timeout_s, ""
         failures_before = {worker.name: worker.failures for worker in self._all_slots()}
-        while not stop() and not all(worker.was_ready for worker in self._all_slots()):
-            line = self._describe_states()
-            if line != last_line:
-                progress(line)
-                last_line = line
-            for died in self.restart_dead():
-                progress(died)
-            for failed in (w for w in self._all_slots() if w.failures >= failures_before[w.name] + 2):
-                raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.read_log_tail(failed)}")
-            if time.monotonic() > end:
-                raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
-            time.sleep(0.02)
+        with redis_client(self.addresses.first_url) as client:
+            while not stop() and not all(worker.was_ready for worker in self._all_slots()):
+                line = self._describe_states(client)
+                if line != last_line:
+                    progress(line)
+                    last_line = line
+                for died in self.restart_dead():
+                    progress(died)
+                for failed in (w for w in self._all_slots() if w.failures >= failures_before[w.name] + 2):
+                    raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.read_log_tail(failed)}")
+                if time.monotonic() > end:
+                    raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
+                time.sleep(0.02)
 
     def read_log_tail(self, worker: ProcessSlot, num_lines: int = 15) -> str:
         """Return the last lines of a worker's log."""
         file = self._log_path(worker)
         return "\n".join(file.read_text(errors="replace").splitlines()[-num_lines:]) if file.exists() else ""
 
-    def _describe_states(self) -> str:
+    def _describe_states(self, client: "redis.Redis") -> str:
         """Return all states in one line, and mark the workers that are ready."""
-        host = socket.gethostname()
-        states = {
-            int(status["pid"]): status for status in read_worker_status(self.addresses) if status.get("host") == host
-        }
+        host, found = socket.gethostname(), read_heartbeats(client, Pipeline(self.addresses.pipeline))
+        states = {int(status["pid"]): status for status in found if status.get("host") == host}
         parts = []
         for worker in self.workers:
             status = states.get(worker.child.pid, {}) if worker.child is not None else {}

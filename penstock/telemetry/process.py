@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import TelemetrySettings, TraceSettings, load_settings
+from penstock.config.settings import TelemetrySettings, TraceSettings
 from penstock.errors import DependencyMissing
 from penstock.telemetry import otlp
 from penstock.telemetry.meters import Meters
@@ -29,6 +29,8 @@ def open_telemetry(
     service: str,
     addresses: Addresses,
     instance: str,
+    settings: TelemetrySettings,
+    traces: TraceSettings,
     *,
     with_endpoint: bool,
     is_ready: Callable[[], bool] = lambda: True,
@@ -38,13 +40,12 @@ def open_telemetry(
     `with_endpoint`: serve `/metrics` on its own port, where one is set, and `/readyz`, which calls `is_ready`. Raises
     `PenstockError` where the port is taken, or a package is missing that the settings need.
     """
-    settings = load_settings(TelemetrySettings)
     if settings.telemetry == "off":
         yield Meters(is_on=False)
         return
     meters = Meters()
     with ExitStack() as stack:
-        stack.enter_context(record_spans(service, load_settings(TraceSettings), addresses.stream_url))
+        stack.enter_context(record_spans(service, traces, addresses.stream_url))
         if otlp.is_configured("metrics"):
             attributes = {
                 "service.name": service,

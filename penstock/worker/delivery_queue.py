@@ -131,15 +131,12 @@ def serialize_delivery(delivery: Delivery) -> bytes:
 
 
 def deserialize_delivery(parcel: bytes) -> Delivery:
-    """Decode a delivery from a claim. It is not held, so it cannot be settled.
-
-    Its position is empty where a worker of an older version wrote it.
-    """
+    """Decode a delivery from a claim. It is not held, so it cannot be settled."""
     line, value = parcel.split(b"\n", 1)
     about = json.loads(line)
     return Delivery(
         about["topic"],
-        about.get("position", ""),
+        about["position"],
         value,
         about["key"],
         about["headers"],

@@ -68,14 +68,6 @@ class MemoryBus:
         """Return the pipeline's topics that do not exist."""
         return [topic for topic in self.pipeline.all_topics() if topic not in self.topics]
 
-    def count_old_retries(self) -> int:
-        """Return 0: there is no older version."""
-        return 0
-
-    def move_old_retries(self) -> int:
-        """Return 0: there is no older version."""
-        return 0
-
     def create_publisher(self) -> "MemoryPublisher":
         """Return a publisher."""
         return MemoryPublisher(self)

@@ -64,6 +64,7 @@ class MemoryRecords:
 class MemoryRecord(Record):
     """The records of one pipeline's requests, in memory."""
 
+    # `Record`'s own constructor wants a client. What is inherited does without one: `tests/record/test_double.py`.
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
         self._records, self._lock, self._settings = records, records.lock, settings
         self._lease_ms = round(settings.lease_s * 1000)

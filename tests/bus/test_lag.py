@@ -42,7 +42,7 @@ def test_what_is_not_settled_counts_with_and_without_a_holder(bus: Bus, pipeline
         prefill.settle([Settlement(delivery) for delivery in taken[:5]])
 
         def is_empty() -> bool:
-            """Behind the last job of a Kafka partition there is a marker: it does not count once that is read on."""
+            """Prefill on Kafka commits the offsets of what it settled a moment later."""
             assert decode.poll(0.0, {"interactive": 1, "batch": 1}) == []
             return set(bus.count_unsettled().values()) == {0}
 

@@ -14,7 +14,7 @@ import redis
 from penstock.client.aio import AsyncClient
 from penstock.client.core import make_request
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings, GatewaySettings, RecordSettings
+from penstock.config.settings import BusSettings, GatewayProcessSettings, RecordSettings, load_group
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
@@ -44,7 +44,7 @@ KEY, NO_KEY = RequestHeaders(idempotency_key="k"), RequestHeaders()
 @pytest.fixture
 async def gateways(scripted: ScriptedPipeline) -> AsyncIterator[list[Gateway]]:
     async with AsyncExitStack() as stack:
-        made = [Gateway(GatewaySettings(), scripted.addresses, Meters()) for _ in range(2)]
+        made = [Gateway(load_group(GatewayProcessSettings), scripted.addresses, Meters()) for _ in range(2)]
         for gateway in made:
             await gateway.open()
             stack.push_async_callback(gateway.close)

@@ -8,7 +8,7 @@ import pytest
 from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import make_request
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings
+from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
     ],
 )
 async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
-    app = create_app(GatewaySettings(), Addresses())
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         answer = await client.request(method, path)
     error = answer.json()["error"]
@@ -179,7 +179,7 @@ async def test_another_method_is_told_which_there_are(method: str, path: str, al
 
 @pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/input_tokens"])
 async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(path: str) -> None:
-    app = create_app(GatewaySettings(), Addresses())
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         answer = await client.post(path, json={"model": "demo"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
@@ -214,7 +214,7 @@ async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) 
         raise BusUnavailable("away")
 
     monkeypatch.setattr(StreamsBus, "check_connection", check)
-    app = create_app(GatewaySettings(), Addresses())
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         assert [(await client.get("/readyz")).status_code for _ in range(3)] == [503] * 3
     assert len(asked) == 3

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi import Request
 
-from penstock.config.settings import GatewaySettings
+from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
@@ -49,7 +49,7 @@ class KeptPipeline:
 
     async def start(self, stack: AsyncExitStack) -> None:
         for _ in range(2):
-            app = create_app(GatewaySettings(), self.scripted.addresses)
+            app = create_app(load_group(GatewayProcessSettings), self.scripted.addresses)
             app.dependency_overrides[find_caller] = call_as_tenant
             gateway: Gateway = app.state.gateway
             await gateway.open()

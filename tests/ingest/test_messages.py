@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.client.core import Answer, Event
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings
+from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.ingest.anthropic.messages import MESSAGES, MessageAnswer, MessagesBody
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
@@ -291,7 +291,7 @@ def test_errors_have_the_form_of_their_path(status: int, kind: str) -> None:
 
 
 async def test_routes_answer_errors_in_their_form() -> None:
-    app = create_app(GatewaySettings(), Addresses())
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         wrong = await client.post("/v1/messages", json=ASKED | {"sed": 1})
         method = await client.get("/v1/messages")

@@ -15,7 +15,7 @@ from penstock.worker.heartbeat import Heartbeat
 async def test_a_model_has_the_context_that_all_its_workers_take(
     redis_url: str, pipeline: Pipeline, lengths: tuple[int | None, ...], expected: int | None
 ) -> None:
-    """A worker of an older version says none."""
+    """One that asks endpoints reports none."""
     for number, length in enumerate(lengths):
         beat = Heartbeat(redis_url, pipeline, "decode", f"d-{number}", 60)
         beat.update_status(model=pipeline.name, state="ready")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings
+from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.models import ServedModel
 from penstock.messages import ChatMessage, Request
@@ -36,7 +36,7 @@ class Models:
 @pytest.fixture
 async def gateway() -> AsyncIterator[httpx.AsyncClient]:
     """A gateway whose one model is the demo model."""
-    app = create_app(GatewaySettings(), Addresses())
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
     app.state.gateway.models = Models("demo")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         client.__dict__["app"] = app

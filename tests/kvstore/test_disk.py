@@ -205,21 +205,6 @@ def test_tables_of_a_deleted_file_are_removed(open_tier: Open, tmp_path: Path) -
     assert len(tables_of(tmp_path)) == 1
 
 
-def test_blocks_of_an_older_version_are_removed(
-    open_tier: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = tmp_path / "kv"
-    old = [root / "ab" / f"ab{'0' * 62}.kv", root / "writers" / "one" / "draft", root / "leases" / "a job" / "link"]
-    kept = [root / "ab" / "notes.txt", root / "cd" / "notes.kv", root / "notes.txt"]
-    for path in old + kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("something")
-    tier = open_tier()
-    assert [path.exists() for path in old + kept] == [False] * 3 + [True] * 3
-    assert caplog.text.count("of an older version") == 1
-    assert put(tier, new_names(1)) == [True]
-
-
 # Opening.
 
 

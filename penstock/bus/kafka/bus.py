@@ -44,7 +44,6 @@ from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
-from penstock.bus.kafka.upgrade import count_old_retries, move_old_retries
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, WorkerKind
@@ -99,16 +98,6 @@ class KafkaBus(KafkaClientFactory):
         with bus_errors():
             known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
         return [topic for topic in self.pipeline.all_topics() if topic not in known]
-
-    def count_old_retries(self) -> int:
-        """Return about how many messages an older version left in its retry topics (`penstock.bus.kafka.upgrade`)."""
-        with bus_errors():
-            return count_old_retries(self)
-
-    def move_old_retries(self) -> int:
-        """Move those messages back to the topics they came from, and return how many."""
-        with bus_errors():
-            return move_old_retries(self)
 
     def create_publisher(self) -> "KafkaPublisher":
         """Return a publisher with a connection of its own."""

@@ -589,7 +589,7 @@ class KafkaMember:
     def _commit_passed(self, writer: Transactions) -> None:
         """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.
 
-        An older version left such markers in the jobs topics.
+        A producer with transactions leaves them in the requests topics, which endpoint workers read.
         """
         if not self._settling.acquire(blocking=False):
             return

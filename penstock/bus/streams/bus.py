@@ -10,13 +10,12 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import redis
 
 from penstock.bus.contract import (
     MAX_FOLLOWED_MESSAGES,
-    Delivery,
     FollowedMessage,
     Outgoing,
     check_size,
@@ -32,14 +31,10 @@ from penstock.bus.streams.client import (
     to_bus_unavailable,
 )
 from penstock.bus.streams.member import StreamsMember
-from penstock.bus.upgrade import build_moved_message, old_workers_error
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, WorkerKind
+from penstock.names import STAGES, Pipeline, WorkerKind
 from penstock.redis.client import REDIS_TIMEOUT_S, execute_pipeline
-from penstock.redis.scripts import load_script
 from penstock.redis.urls import hide_password
-
-MOVE = load_script("penstock.bus.streams", "move")
 
 STREAM_PARTITION = "all"
 """The name of a stream's only partition."""
@@ -72,40 +67,6 @@ class StreamsBus:
         """Return the pipeline's topics that have no stream."""
         with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             return [topic for topic in self.pipeline.all_topics() if not client.exists(self._stream_key(topic))]
-
-    def count_old_retries(self) -> int:
-        """Return the length of an older version's retry streams: settled messages are deleted there too."""
-        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
-            return sum(client.xlen(self._stream_key(topic)) for topic in self.pipeline.old_retry_topics())
-
-    def move_old_retries(self) -> int:
-        """Move the messages back, one by one, and delete the streams. Return how many messages were moved.
-
-        Raise `UpgradeNeeded` while a group has members, as they may hold some of the messages.
-        """
-        if not self.count_old_retries():
-            return 0
-        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
-            for stage in STAGES:
-                if any(
-                    client.scan_iter(self.pipeline.member_key(self.pipeline.consumer_group(stage), "*"), count=1000)
-                ):
-                    raise old_workers_error(stage)
-            return sum(self._move_all(client, klass) for klass in CLASSES)
-
-    def _move_all(self, client: "redis.Redis", klass: PriorityClass) -> int:
-        topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retry_topics(), strict=True))[klass], 0
-        while page := cast("list[Any]", client.xrange(self._stream_key(topic), count=MAX_PAGE_ENTRIES)):
-            for entry_id, fields in page:
-                message = build_moved_message(
-                    self.pipeline, Delivery(topic, entry_id.decode(), *decode_entry(fields), klass, 0.0)
-                )
-                words = [word for pair in encode_entry(message).items() for word in pair]
-                num_moved += MOVE.run(
-                    client, [self._stream_key(topic), self._stream_key(message.topic)], [entry_id, *words]
-                )
-        client.delete(self._stream_key(topic))
-        return num_moved
 
     def create_publisher(self) -> "StreamsPublisher":
         """Return a publisher with a connection of its own."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings, GuardSettings, is_loopback, load_settings
+from penstock.config.settings import GatewayProcessSettings, is_loopback
 from penstock.ingest.endpoints import ENDPOINTS, find_endpoint
 from penstock.ingest.errors import ErrorBody
 from penstock.ingest.gateway import (
@@ -33,7 +33,7 @@ from penstock.telemetry.meters import Meters
 ROUTE_MODULES = (inference, responses, streams, live, batches, tokens, usage, health, site)
 
 
-def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
+def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
     """Return the gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
 
     @asynccontextmanager
@@ -54,8 +54,8 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
     )
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
-    only_local = is_open and is_loopback(settings.host)
-    app.add_middleware(GuardMiddleware, settings=load_settings(GuardSettings), only_local=only_local)
+    only_local = is_open and is_loopback(settings.gateway.host)
+    app.add_middleware(GuardMiddleware, settings=settings.guard, only_local=only_local)
     app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
     for part in ROUTE_MODULES:
         app.include_router(part.router)

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings, GuardSettings, load_settings
+from penstock.config.settings import GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import make_guarded_protocol
@@ -33,11 +33,11 @@ SEND_BUFFER_BYTES = 128 * 1024
 MAX_OPEN_FILES = 65536
 
 
-def serve_gateway(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
+def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters: Meters | None = None) -> None:
     """Serve until a signal stops it. Raises `PenstockError` if the port is taken."""
     raise_file_limit()
     app = create_app(settings, addresses, meters)
-    with open_listener(settings.host, settings.port) as listener:
+    with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
         log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         _Server(app, settings).run(sockets=[listener])
@@ -65,18 +65,18 @@ def raise_file_limit() -> None:
 class _Server(uvicorn.Server):
     """uvicorn, with exit status 0 after a signal."""
 
-    def __init__(self, app: FastAPI, settings: GatewaySettings) -> None:
+    def __init__(self, app: FastAPI, settings: GatewayProcessSettings) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=make_guarded_protocol(load_settings(GuardSettings)),
+                http=make_guarded_protocol(settings.guard),
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=settings.stop_s,  # type: ignore[arg-type]  # it takes fractions
+                timeout_graceful_shutdown=settings.gateway.stop_s,  # type: ignore[arg-type]  # it takes fractions
             )
         )
         self._app = app

@@ -13,16 +13,7 @@ from penstock.bus.connect import connect_bus
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Event
 from penstock.config.addresses import Addresses
-from penstock.config.settings import (
-    AdmissionSettings,
-    BatchSettings,
-    BusSettings,
-    GatewaySettings,
-    RecordSettings,
-    ResponsesSettings,
-    WebhookSettings,
-    load_settings,
-)
+from penstock.config.settings import BusSettings, GatewayProcessSettings
 from penstock.errors import PenstockError
 from penstock.grammar.checker import GrammarChecker
 from penstock.ingest.admission import Admission
@@ -57,20 +48,17 @@ class Gateway:
     Created with the app, opened and closed with its event loop.
     """
 
-    def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
+    def __init__(self, settings: GatewayProcessSettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
-        self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
-        self.bus = connect_bus(addresses, self.bus_settings)
+        self.bus = connect_bus(addresses, settings.bus)
         self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
-        self.metrics = GatewayMetrics(meters, addresses, self.bus_settings)
-        self.stream_metas = StreamMetaStore(self.servers, self._record_settings)
-        admission = load_settings(AdmissionSettings)
-        self._key_source = open_key_source(admission, settings.host, self.redis)
+        self.metrics = GatewayMetrics(meters, addresses, settings.bus)
+        self.stream_metas = StreamMetaStore(self.servers, settings.record)
+        self._key_source = open_key_source(settings.admission, settings.gateway.host, self.redis)
         self.keyring = Keyring(self._key_source)
-        self._webhook_settings = load_settings(WebhookSettings)
-        self.admission = Admission(self.redis, self._fetch_lag, admission)
+        self.admission = Admission(self.redis, self._fetch_lag, settings.admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.tokenizers = ModelTokenizers()
         self._checker = GrammarChecker()
@@ -84,19 +72,19 @@ class Gateway:
     async def open(self) -> None:
         """Start what runs in the background. Call it before the first request."""
         self._metering = asyncio.create_task(
-            meter_pipelines(self.models, self.addresses, self.bus_settings, self.metrics.pipelines)
+            meter_pipelines(self.models, self.addresses, self.settings.bus, self.metrics.pipelines)
         )
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
-        self.webhooks = Webhooks(self.redis, self._key_source, self._webhook_settings, self.metrics.meters)
+        self.webhooks = Webhooks(self.redis, self._key_source, self.settings.webhook, self.metrics.meters)
         self.webhooks.start()
-        self.batch_service = BatchService(self.redis, self.find_pipeline, load_settings(BatchSettings), self.webhooks)
+        self.batch_service = BatchService(self.redis, self.find_pipeline, self.settings.batch, self.webhooks)
         self.responses = ResponseKeeper(
             self.redis,
             self.stream_metas,
             self.batch_service.objects,
             self.read_events,
-            load_settings(ResponsesSettings),
-            self._record_settings,
+            self.settings.responses,
+            self.settings.record,
             self.webhooks,
         )
         self.responses.start(self._list_pipelines)
@@ -136,14 +124,14 @@ class Gateway:
         """Return the client of a pipeline."""
         if pipeline not in self._clients:
             addresses = self.addresses.model_copy(update={"pipeline": pipeline})
-            self._clients[pipeline] = AsyncClient(addresses, bus=self.bus_settings, record=self._record_settings)
+            self._clients[pipeline] = AsyncClient(addresses, bus=self.settings.bus, record=self.settings.record)
         return self._clients[pipeline]
 
     def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
         """Return the events of each request, as `AsyncClient.news` yields them, if its body is the one sent."""
         client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
         return [
-            client.news(request_id, timeout_s=self.settings.patience_s, body=body)
+            client.news(request_id, timeout_s=self.settings.gateway.patience_s, body=body)
             for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
 

@@ -20,9 +20,7 @@ import errno
 import hashlib
 import logging
 import os
-import re
 import secrets
-import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +78,6 @@ class SlotDirectory:
 
         Raise `OSError`, or `KVStoreError` if other processes have the slot file open with other tables.
         """
-        self._remove_older_version()
         slots = os.open(self._slot_path(form), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             failpoint("disk.open.1")
@@ -179,21 +176,6 @@ class SlotDirectory:
         for path in arena_directory(self._tables_directory).glob(f"{self._tables_prefix}-*"):
             if path not in current:
                 remove_arena(path)
-
-    def _remove_older_version(self) -> None:
-        """Remove the blocks of versions that kept each in a file of its own, which would be beyond the budget."""
-        blocks = [path for path in self._root.glob("??/*.kv") if re.fullmatch(r"[0-9a-f]{64}\.kv", path.name)]
-        folders = [path for name in ("leases", "writers") if (path := self._root / name).is_dir()]
-        if not blocks and len(folders) < 2:
-            return
-        log.warning("removing %d KV blocks of an older version from %s", len(blocks), self._root)
-        for path in blocks:
-            path.unlink(missing_ok=True)
-        for folder in {path.parent for path in blocks}:
-            with suppress(OSError):  # not empty: something else is in it
-                folder.rmdir()
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_slot_files(root: Path) -> list[Path]:
