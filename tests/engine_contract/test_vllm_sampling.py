@@ -71,12 +71,12 @@ class SmallVllm:
         name, tokens, params, _ = given.values
         self.requests[name] = SimpleNamespace(tokens=tokens, num_tokens=len(tokens), num_computed_tokens=0)
         self._rows[name] = len(self._rows)
-        self._sampler.update_state(Given(removed=[], added=[(self._rows[name], params)], moved=[]))  # type: ignore[arg-type]
+        self._sampler.update_state(Given(removed=[], added=[(self._rows[name], params)], moved=[]))
 
     def abort_requests(self, names: list[str]) -> None:
         for name in names:
             del self.requests[name]
-            self._sampler.update_state(Given(removed=[self._rows[name]], added=[], moved=[]))  # type: ignore[arg-type]
+            self._sampler.update_state(Given(removed=[self._rows[name]], added=[], moved=[]))
 
     def has_requests(self) -> bool:
         return bool(self.requests)
