@@ -129,7 +129,7 @@ def run_chaos(directory: Path, given: "Options") -> ChaosTotal:
     try:
         with contextlib.ExitStack() as waiting:
             _measure_recoveries(total, directory, fork_server, given, waiting)
-            while total.num_rounds < given.choose_size(2, 2, 1):
+            while total.num_rounds < given.choose_size(2, 1, 1):
                 _run_one_round(total, next(plans), directory, fork_server, given)
         for (stage, bus), found in total.recoveries.items():
             total.findings += found.findings
@@ -156,7 +156,7 @@ def _measure_recoveries(
 ) -> None:
     """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
     plans = given.choose_size(
-        (RecoveryPlan(3, 10), make_prefill_plan(8)), (RecoveryPlan(1, 4), make_prefill_plan(1)), ()
+        (RecoveryPlan(3, 10), make_prefill_plan(8)), (RecoveryPlan(1, 2, length=240), make_prefill_plan(1)), ()
     )
     for plan, bus in itertools.product(plans, reversed(BUSES)):
         what = f"recovery of {plan.stage}, {bus}"

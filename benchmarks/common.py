@@ -26,7 +26,8 @@ class Arguments:
     """The arguments that all benchmarks have."""
 
     size: Literal["full", "quick", "smoke"]
-    """A quick run takes two minutes at most. A smoke run takes seconds and shows only that the benchmark works."""
+    """A quick run takes a minute, or two on a slow machine. A smoke run takes seconds and shows only that the benchmark
+    works."""
     json: Path | None
     """Where the figures are written, as one flat object."""
     device: str = "cpu"
@@ -46,7 +47,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--quick", dest="size", action="store_const", const="quick", help="two minutes at most; draws no plot"
+        "--quick", dest="size", action="store_const", const="quick", help="a minute or two; draws no plot"
     )
     size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds: only to see it work")
     parser.set_defaults(size="full")

@@ -116,12 +116,12 @@ def run_on_bus(
 ) -> EnduranceResult:
     """Run the load on a bus, and check its history."""
     directory.mkdir(parents=True)
-    prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
+    prepare_known_requests(LONG_ANSWER_TOKENS, "text")  # takes seconds: not in the middle of it
     task = progress.add_task(bus, total=60 * minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
-        settings = {"PENSTOCK_RECORD_KEEP_S": str(RECORD_KEEP_S)}
+        settings = dict.fromkeys(("PENSTOCK_RECORD_KEEP_S", "PENSTOCK_TRACE_KEEP_S"), str(RECORD_KEEP_S))
         stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, (2, 2), settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
@@ -180,7 +180,7 @@ class Options(Arguments):
 
 def run(given: Options) -> dict[str, float]:
     """Run on each bus, print and draw; return the figures."""
-    minutes = given.choose_size(20.0, 0.15, 0.03)
+    minutes = given.choose_size(20.0, 0.1, 0.03)
     directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
     figures: dict[str, float] = {"endurance_minutes": minutes}
     fork_server = ForkServer(directory)

@@ -182,7 +182,7 @@ def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (4, 5, 96, 64), (1, 1, 4, 8))
+    rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
     wide = measure_two_threads(max(1, rounds // 3), load, max_new)
     with open_sides() as all_sides:
         names = list(all_sides)

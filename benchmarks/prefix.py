@@ -67,10 +67,10 @@ def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds = measure_first(*given.choose_size((8, "q06"), (2, "q06"), (1, "smoke")))
+    rounds = measure_first(*given.choose_size((8, "q06"), (1, "q06"), (1, "smoke")))
     print(f"{describe_machine()}; 0.6B shape, bf16")
     print_table(rounds)
-    hits = measure_hits(given.choose_size(2000, 400, 10))
+    hits = measure_hits(given.choose_size(2000, 200, 10))
     print(
         f"found {hits.hit_rate:.4f}; an infinite cache finds {hits.infinite_hit_rate:.4f}, "
         f"in what was computed {hits.known_hit_rate:.4f}"

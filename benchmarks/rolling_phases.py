@@ -149,7 +149,7 @@ def run_phases(bus: str, directory: Path, progress: WriteLine, *, is_full: bool)
         history = exits.enter_context(History(path))
         roll = RollingPhases(stack, servers, history, progress)
         roll.run_steady("warm", 0.0)
-        roll.run_steady("steady", 120.0 if is_full else 5.0)
+        roll.run_steady("steady", 120.0 if is_full else 3.0)
         stack.drain_s = SHORT_DRAIN_S  # of those that come now
         roll.restart_workers("rolling", None if is_full else 1)
         if is_full:

@@ -111,7 +111,7 @@ def run_load(stack: Stack, load: SoakLoad, minutes: float) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Run, check and draw; return the figures."""
-    minutes = given.choose_size(10.0, 1.0, 0.03)
+    minutes = given.choose_size(10.0, 0.4, 0.03)
     load = SoakLoad()
     with start_system() as (stack, server, places, disk):
         with Watch(make_sampler(stack, server, places)) as watch:

@@ -3,13 +3,13 @@
 python -m benchmarks.speculative [--quick | --smoke] [--json FILE]
 
 First the tool model answers prompts of its own corpus that ask it to copy words and to extract JSON. That gives real
-answers, and the share of drafted tokens that are accepted. Then the 0.6B shape with random bf16 weights, one thread,
-says the time. What it would draw is replaced by these answers, after it was drawn as always. The engine with drafts and
-the one without take turns on the same weights, forwards and backwards; ratios are formed within a round, and the median
-counts. Prompts are computed before the time is taken. All times are processor time, as in the engine's own measure of
-its steps, so that other processes matter less.
+answers, and the share of drafted tokens that are accepted. Then the 0.6B shape (`--quick`: that of 135 million weights)
+with random bf16 weights, one thread, says the time. What it would draw is replaced by these answers, after it was drawn
+as always. The engine with drafts and the one without take turns on the same weights, forwards and backwards; ratios are
+formed within a round, and the median counts. Prompts are computed before the time is taken. All times are processor
+time, as in the engine's own measure of its steps, so that other processes matter less.
 
-    acceptance           the share of drafted tokens that are accepted, with the costs of the 0.6B shape
+    acceptance           the share of drafted tokens that are accepted, with the costs of that shape
     tokens_a_step_copy   tokens that a decode step gives a sequence, one sequence at a time
     itl_speedup_copy_bN  the time between two tokens without drafts to that with them, N sequences at once
     itl_speedup_other_bN the same, for random text of 64 words, where guesses are always there and fail; _worst: the
@@ -69,7 +69,7 @@ class Extent:
 
 
 FULL = Extent(num_copies=16, num_other_tokens=96, rounds=6)
-QUICK = Extent(num_copies=4, num_other_tokens=16, rounds=2)
+QUICK = Extent(num_copies=4, num_other_tokens=16, rounds=2, shape="small")
 SMOKE = Extent(num_copies=2, num_other_tokens=4, rounds=1, shape="smoke")
 
 
@@ -200,7 +200,9 @@ def run(given: Arguments) -> dict[str, float]:
         name = f"itl_speedup_other_b{batch}"
         figures[name] = sides.compare_sides([texts], extent.rounds, f"other text, {batch} at a time")
     figures["itl_speedup_other_worst"] = min(figures[f"itl_speedup_other_b{batch}"] for batch in OTHER_BATCHES)
-    print(f"\n{describe_machine()}; one thread, 0.6B shape, bf16; ratios are medians of {extent.rounds} rounds")
+    print(
+        f"\n{describe_machine()}; one thread, shape {extent.shape}, bf16; ratios are medians of {extent.rounds} rounds"
+    )
     return figures
 
 

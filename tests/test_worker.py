@@ -2,7 +2,11 @@
 
 import json
 import os
+import py_compile
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -484,6 +488,36 @@ def test_a_name_is_taken_once_the_lease_of_its_killed_process_ends(addresses: Ad
     killed.take_name()  # its thread was never started: nothing renews it
     restarted = Heartbeat(addresses.stream_url, pipeline, "prefill", "prefill-0", 0.05)
     assert restarted.take_name(next_free=True) == "prefill-0"
+
+
+def test_a_worker_that_python_is_told_to_keep_no_bytecode_for_keeps_it_in_the_cache(
+    addresses: Addresses, tmp_path: Path
+) -> None:
+    """A small package in torch's place ends the start, as soon as it is compiled."""
+    code, cache = tmp_path / "code", tmp_path / "cache"
+    for package, text in {"torch": "raise ImportError('up to here')", "transformers": ""}.items():
+        (code / package).mkdir(parents=True)
+        (code / package / "__init__.py").write_text(text)
+    source = code / "torch" / "__init__.py"
+
+    def is_found_compiled(**given: str) -> bool:
+        environment = os.environ | {
+            "PENSTOCK_PIPELINE": addresses.pipeline, "PENSTOCK_STREAM_URL": addresses.stream_url,
+            "PENSTOCK_KV_STORE_REDIS_MB": "0", "PENSTOCK_ENGINE_CACHE_DIR": str(cache), "PYTHONVERBOSE": "1",
+            "PYTHONPATH": os.pathsep.join([str(code), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1", **given,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "penstock.cli.main", "worker", "prefill"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "up to here" in done.stderr
+        return f" matches {source}" in done.stderr
+
+    assert not is_found_compiled()
+    assert is_found_compiled(), "the first start has compiled it"
+    shutil.rmtree(cache / "bytecode")
+    assert not is_found_compiled(PYTHONDONTWRITEBYTECODE=""), "this one compiles it beside its source"
+    py_compile.compile(str(code / "transformers" / "__init__.py"))
+    assert is_found_compiled(), "from there"
+    assert not (cache / "bytecode").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no core affinity on this system")

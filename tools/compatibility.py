@@ -41,7 +41,7 @@ from penstock.engine.proof import (
     run_to_end,
 )
 from penstock.engine.storage import KVLayout
-from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
+from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_config, shrink_model
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
 from tools.published import (
@@ -186,8 +186,7 @@ def judge_checkpoint(checkpoint: Checkpoint) -> CheckpointVerdict:
         check_config(config)
         check_weights(config)
         skeleton = build_skeleton(config, torch.float32)
-        small = shrink_config(skeleton.config)
-        kernels = _prove_small_model(type(skeleton), small, find_layer_kinds(skeleton))
+        kernels = _prove_small_model(type(skeleton), shrink_model(skeleton))
     except (ModelLoadError, CannotShrink, Inconclusive) as error:
         reason = CHECKPOINT_REASONS.get(checkpoint.config["model_type"]) or _make_sentence(error)
     return CheckpointVerdict(checkpoint, kernels, describe_weights(checkpoint), reason)
@@ -197,11 +196,11 @@ _proved: dict[str, str | Exception] = {}
 """What was found out about the small models so far, by class and configuration: many checkpoints have the same."""
 
 
-def _prove_small_model(kind: type[Any], config: Any, layer_kinds: set[str]) -> str:
-    key = f"{kind.__name__} {config.to_json_string(use_diff=False)} {sorted(layer_kinds)}"
+def _prove_small_model(kind: type[Any], config: Any) -> str:
+    key = f"{kind.__name__} {config.to_json_string(use_diff=False)}"
     if key not in _proved:
         try:
-            _proved[key] = _describe_kernels(_prove_config(kind, config, layer_kinds))
+            _proved[key] = _describe_kernels(_prove_config(kind, config))
         except (ModelLoadError, CannotShrink, Inconclusive) as error:
             _proved[key] = error
     found = _proved[key]
@@ -233,15 +232,13 @@ def _prove_architecture(architecture: str) -> None:
     _prove_config(kind, shrink_config(config, SIZES.get(architecture)))
 
 
-def _prove_config(kind: type[Any], config: Any, layer_kinds: set[str] | None = None) -> LoadedModel:
+def _prove_config(kind: type[Any], config: Any) -> LoadedModel:
     """Prove a tiny model of the configuration, on torch's operators and on the native kernels; return the latter's.
 
-    It must have the kinds of layers in `layer_kinds`. Raises `ModelLoadError`, `CannotShrink` or `Inconclusive`.
+    Raises `ModelLoadError`, `CannotShrink` or `Inconclusive`.
     """
     for seed in range(NUM_SEEDS):
         reference = build_tiny_model(kind, config, seed, _CPU)
-        if missing := (layer_kinds or set()) - find_layer_kinds(reference):
-            raise CannotShrink(f"its small copy lacks {len(missing)} kinds of its layers")
         model = make_loaded_model(config.model_type, copy.deepcopy(reference))
         try:
             references = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)

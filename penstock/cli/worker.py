@@ -1,8 +1,11 @@
 """`penstock worker prefill | decode | endpoint`: one worker process."""
 
 import contextlib
+import importlib.util
 import logging
+import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
@@ -80,6 +83,7 @@ def run_stage(stage: Stage) -> None:
     addresses, settings = load_settings(Addresses), load_group(_Settings)
     if settings.engine.kind == "openai":
         raise SettingsError("with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint")
+    _keep_bytecode(settings.engine)
     name, pipeline = choose_worker_name(settings.worker.name), Pipeline(addresses.pipeline)
     failpoints.arm(settings.faults.failpoints)
     pin_to_cores(settings.worker.cores)
@@ -100,6 +104,17 @@ def run_stage(stage: Stage) -> None:
         )
         meters = stack.enter_context(telemetry)
         _run_worker(stage, name, addresses, settings, beat, meters, stack)
+
+
+def _keep_bytecode(settings: EngineSettings) -> None:
+    """Have what is imported from now on compiled once in the cache directory, where Python was told to keep nothing.
+
+    Many images set PYTHONDONTWRITEBYTECODE, and torch and transformers take minutes to compile on a busy machine. What
+    lies compiled beside its source is taken from there.
+    """
+    specs = [importlib.util.find_spec(package) for package in ("torch", "transformers")]
+    if sys.dont_write_bytecode and any(spec and not Path(spec.cached or "").is_file() for spec in specs):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(settings.find_cache_directory() / "bytecode"), False
 
 
 def _run_worker(

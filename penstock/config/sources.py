@@ -1,8 +1,9 @@
 """Where settings come from: the environment, files of secrets, and a configuration file.
 
-The first of these places that has a value for `PENSTOCK_X` is used: the environment; the file that `PENSTOCK_X_FILE`
-names, for secrets alone; the file that `PENSTOCK_CONFIG` names; the default. The configuration file is TOML. A name in
-it is the variable's in lower case without `PENSTOCK_`; its beginning may be a table: `[engine]` `model = "demo"`.
+The first of these places that has a value for a setting is used: the environment; for secrets alone the file that the
+variable with `_FILE` behind it names; the file that `PENSTOCK_CONFIG` names; the default. The configuration file is
+TOML. A name in it is the variable's in lower case without `PENSTOCK_`; its beginning may be a table: `[engine]`
+`model = "demo"`.
 """
 
 import difflib

@@ -39,6 +39,7 @@ from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampler import (
+    NOT_FINITE,
     SamplingParams,
     compute_logprobs,
     compute_row_logprobs,
@@ -516,7 +517,7 @@ class Engine:
         for seq, seq_masks in masks.items():
             for number in range(len(seq_masks)):
                 if row + number in broken:
-                    raise SequenceFailed(seq, ModelError("the model computed logits that are not finite"))
+                    raise SequenceFailed(seq, ModelError(NOT_FINITE))
                 drawn.append((seq, tokens[row + number], logprobs[row + number]))
                 if seq.draft[number : number + 1] != [tokens[row + number]]:
                     break

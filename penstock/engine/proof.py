@@ -8,8 +8,8 @@
    logits must be those of the plain transformers model, as far as the dtype goes. That finds what depends on real
    sizes, and costs as much as two passes.
 
-Where no tiny model can be made, the model itself is proved as in 1. The reference is always the transformers model
-alone, greedy, with its own attention.
+Where no tiny model can be made, the model itself is proved as in 1, in blocks and cells as short as the tiny model's.
+The reference is always the transformers model alone, greedy, with its own attention.
 """
 
 import copy
@@ -35,7 +35,8 @@ from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
-from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
+from penstock.engine.storage import KVLayout
+from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_model
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
@@ -48,8 +49,8 @@ MIN_DISTINCT_TOKENS = 12
 """How many different tokens all the answers together must have. With fewer they prove nothing."""
 NUM_SEEDS = 5
 """How many tiny models are tried until one has answers that differ enough."""
-MAX_TINY_BLOCK_SIZE = 16
-"""The largest block size of the tiny model: its prompts must fill some blocks."""
+MAX_BLOCK_SIZE = 16
+"""The largest block size, and cell of a state, in a proof: its prompts must fill some."""
 MAX_RELATIVE_ERROR = {torch.float32: 0.01}
 """Root mean square of the error of the logits after a token, relative to their standard deviation."""
 MAX_RELATIVE_ERROR_16_BIT = 0.1
@@ -88,9 +89,7 @@ def prove_model(model: LoadedModel, settings: EngineSettings, progress: Progress
     try:
         prove_kind(model, settings)
     except CannotShrink:
-        # With K and V as they are computed: what int8 loses is not what `generate()` is compared for.
-        plain_kv = replace(model, layout=replace(model.layout, is_int8=False))
-        prove_engine(plain_kv, settings, _generate_with_model(model))
+        prove_engine(replace(model, layout=_shorten_blocks(model.layout)), settings, _generate_with_model(model))
     report("checking the engine", 0.8)
     model = accelerate_model(model, settings.weights)
     _compare_logits(model, settings, tokens, plain)
@@ -132,16 +131,23 @@ def _hash_program() -> str:
     return combined.hexdigest()
 
 
+def _shorten_blocks(layout: KVLayout) -> KVLayout:
+    """Return a layout with blocks, and cells of states, that the prompts of a proof fill.
+
+    K and V are as they are computed: what int8 loses is not what `generate()` is compared for.
+    """
+    size = min(layout.block_size, MAX_BLOCK_SIZE)
+    states = layout.states and replace(layout.states, cell_tokens=size)
+    return replace(layout, is_int8=False, block_size=size, states=states)
+
+
 def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, ReferenceAnswers]:
     """Return a tiny model of the same kind, ready for the engine, and the answers of an untouched copy of it."""
-    config = shrink_config(model.module.config)
+    config = shrink_model(model.module)
     for seed in range(NUM_SEEDS):
         reference = build_tiny_model(type(model.module), config, seed, model.device, model.stock_attention)
-        missing = find_layer_kinds(model.module) - find_layer_kinds(reference)
-        if missing:
-            raise CannotShrink(f"{len(missing)} kinds of layers were lost")
         try:
-            tiny = _replace_module(model, copy.deepcopy(reference), min(settings.block_size, MAX_TINY_BLOCK_SIZE))
+            tiny = _replace_module(model, copy.deepcopy(reference), min(settings.block_size, MAX_BLOCK_SIZE))
             tiny = accelerate_model(tiny)
             return tiny, generate_references(reference, tiny.vocab_size, tiny.context_length, tiny.device)
         except Inconclusive:
@@ -248,12 +254,14 @@ def _generate_greedily(reference: Any, prompt: list[int], device: torch.device) 
 
 
 def prove_engine(model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers) -> None:
-    """Raise `EngineCheckFailed` if the engine gives other tokens than `references`."""
+    """Raise `EngineCheckFailed` if the engine gives other tokens than `references`, or cannot be asked for all."""
     small = make_proof_settings(model, settings, references)
     try:
         outcomes = _run_every_way(model, small, references)
     except Unsupported as error:
         raise EngineCheckFailed(f"{_describe_model(model)} cannot be served: {error}") from error
+    except Inconclusive as error:
+        raise EngineCheckFailed(f"{_describe_model(model)} cannot be checked: {error}") from error
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise EngineCheckFailed(
@@ -279,7 +287,7 @@ def make_proof_settings(model: LoadedModel, settings: EngineSettings, references
 def _run_every_way(
     model: LoadedModel, settings: EngineSettings, references: ReferenceAnswers
 ) -> dict[str, list[Sequence]]:
-    """Return finished sequences of all prompts, by the way in which they were served."""
+    """Return finished sequences of all prompts, by the way in which they were served. Raises `Inconclusive`."""
     engine, second = (Engine(model, settings, quarantine=False) for _ in range(2))
     first = run_prompts(engine, references.prompts)
     handed = [hand_over(second, seq, export_blocks(engine, seq), export_state(engine, seq)) for seq in first]
@@ -287,10 +295,11 @@ def _run_every_way(
         engine.remove_sequence(seq)
     again = run_prompts(engine, references.prompts)
     size = model.layout.block_size
-    assert all(seq.num_cached_tokens >= (seq.num_prompt_tokens - 1) // size * size for seq in again), "no prefix hit"
+    if any(seq.num_cached_tokens < (seq.num_prompt_tokens - 1) // size * size for seq in again):
+        raise Inconclusive("the prefix of a prompt that it has computed before is not found in its pool")
     run_to_end(second, handed[::-1])
-    if model.layout.states is not None:
-        assert all(seq.num_cached_tokens == seq.num_prompt_tokens for seq in handed), "no state was handed over"
+    if model.layout.states and any(seq.num_cached_tokens < seq.num_prompt_tokens for seq in handed):
+        raise Inconclusive("what its layers keep of a prompt is not found by the engine that it is handed over to")
     return {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
 
 
@@ -339,10 +348,11 @@ def run_to_end(engine: Engine, seqs: list[Sequence]) -> None:
 def hand_over(engine: Engine, seq: Sequence, payloads: list[bytes], state: bytes | None = None) -> Sequence:
     """Return a sequence's copy as a decode worker's engine gets it: with the prompt's KV and the first token.
 
-    `state` is what layers without KV keep of the prompt.
+    `state` is what layers without KV keep of the prompt. Raises `Inconclusive` where the blocks have no room.
     """
     copy = _make_sequence(engine.model, seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids[:1])
-    assert import_blocks(engine, copy, payloads) == len(copy.block_keys), "no room for what is handed over"
+    if import_blocks(engine, copy, payloads) < len(copy.block_keys):
+        raise Inconclusive("its pool has no room for the blocks that are handed over")
     import_state(engine, copy, state)
     return copy
 

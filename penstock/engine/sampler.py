@@ -20,6 +20,7 @@ from penstock.engine.sampling.ranking import argmax_lowest_id
 from penstock.engine.sampling.shares import select_rows
 
 __all__ = [
+    "NOT_FINITE",
     "SamplingParams",
     "compute_logprobs",
     "compute_row_logprobs",
@@ -27,6 +28,9 @@ __all__ = [
     "find_broken_rows",
     "sample_tokens",
 ]
+
+NOT_FINITE = "the model computed logits that are not finite"
+"""What is told to whoever asked for a sequence that no token can be drawn for."""
 
 
 def find_broken_rows(logits: Tensor) -> set[int]:

@@ -74,27 +74,43 @@ class CannotShrink(Exception):
     """No small model of this kind can be made; the message says why."""
 
 
-def shrink_config(config: Any, sizes: dict[str, Any] | None = None) -> Any:
+def shrink_model(module: Any) -> Any:
+    """Return the configuration of a tiny model with all kinds of a model's layers. Raises `CannotShrink`.
+
+    All layers are kept where some kinds would be lost, as a configuration names them by periods that do not fit.
+    """
+    kinds = find_layer_kinds(module)
+    for is_cut in (True, False):
+        config = shrink_config(module.config, is_cut=is_cut)
+        missing = kinds - find_layer_kinds(_build_skeleton(type(module), config))
+        if not missing:
+            return config
+    raise CannotShrink(f"{len(missing)} kinds of layers were lost")
+
+
+def shrink_config(config: Any, sizes: dict[str, Any] | None = None, *, is_cut: bool = True) -> Any:
     """Return a configuration of the same class for a tiny model. Raises `CannotShrink`.
 
-    `sizes` replaces values of the shrunk configuration.
+    `sizes` replaces values of the shrunk configuration. `is_cut`: only the first layer of each kind is kept.
     """
     try:
-        return type(config)(**{**_shrink_values(config), **(sizes or {})})
+        return type(config)(**{**_shrink_values(config, is_cut=is_cut), **(sizes or {})})
     except Exception as error:
         raise CannotShrink(f"{type(config).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _shrink_values(config: Any) -> dict[str, Any]:
+def _shrink_values(config: Any, *, is_cut: bool) -> dict[str, Any]:
     """Return the keyword arguments of the shrunk configuration."""
     values: dict[str, Any] = config.to_dict()
     for key in list(values):
         part = config.__dict__.get(key)
         if isinstance(part, PreTrainedConfig):
-            values[key] = _shrink_values(part)
-    _cut_layers(values)
-    if isinstance(values.get("attn_layer_offset"), int) and "layers_block_type" not in values:  # every so many layers
-        values[_find_name(values, _LAYERS) or ""] = values["attn_layer_offset"] + 1
+            values[key] = _shrink_values(part, is_cut=is_cut)
+    if is_cut:
+        _cut_layers(values)
+        # Some configurations say that every so many layers attend, and keep no list of layers that could be cut.
+        if isinstance(values.get("attn_layer_offset"), int) and "layers_block_type" not in values:
+            values[_find_name(values, _LAYERS) or ""] = values["attn_layer_offset"] + 1
     sizes = {**_SIZES, **_shrink_heads(values)}
     old_head = values.get("head_dim") or _find_head_size(values)
     for overrides in values.get("per_layer_config", {}).values():
@@ -259,22 +275,28 @@ def build_tiny_model(
     kind: type[Any], config: Any, seed: int, device: torch.device, attention: str | None = None
 ) -> Any:
     """Return a random model of a shrunk configuration, in float32. Raises `CannotShrink`."""
+    num_parameters = sum(p.numel() for p in _build_skeleton(kind, config).parameters())
+    if num_parameters > MAX_PARAMETERS:
+        raise CannotShrink(f"{type(config).__name__}: {num_parameters:,} parameters are left")
     try:
-        with torch.device("meta"):
-            num_parameters = sum(p.numel() for p in kind._from_config(config).parameters())  # noqa: SLF001
-        if num_parameters > MAX_PARAMETERS:
-            raise CannotShrink(f"{type(config).__name__}: {num_parameters:,} parameters are left")
         torch.manual_seed(seed)
         options = {} if attention is None else {"attn_implementation": attention}
         module = kind._from_config(config, dtype=torch.float32, **options)  # noqa: SLF001
         _fill_weights(module, seed)
-    except CannotShrink:
-        raise
     except Exception as error:
         raise CannotShrink(f"{type(config).__name__}: {type(error).__name__}: {error}") from error
     plain: Any = GenerationConfig
     module.generation_config = plain(pad_token_id=0)
     return module.eval().requires_grad_(False).to(device)
+
+
+def _build_skeleton(kind: type[Any], config: Any) -> Any:
+    """Return a model of a configuration without weights. Raises `CannotShrink`."""
+    try:
+        with torch.device("meta"):
+            return kind._from_config(config)  # noqa: SLF001
+    except Exception as error:
+        raise CannotShrink(f"{type(config).__name__}: {type(error).__name__}: {error}") from error
 
 
 @torch.no_grad()

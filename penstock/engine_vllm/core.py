@@ -11,7 +11,7 @@ A step that fails ends the worker, as vLLM cannot undo it.
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import compute_masks, make_sampling_params
 from penstock.engine.limits import check_sequence
 from penstock.engine.rates import PrefillRate
-from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampler import NOT_FINITE, SamplingParams
 from penstock.engine.sequence import Sequence, State
 from penstock.engine_vllm.blocks import RankBlocks, VllmLayout
-from penstock.errors import SequenceFailed
+from penstock.errors import ModelError, SequenceFailed
 from penstock.messages import Logprobs, TokenLogprob
 from penstock.names import CLASSES, PriorityClass
 
@@ -90,7 +90,7 @@ class _Step:
     num_prompt_tokens: int
     sampled: list[Sampled] | None = None
     """What it has drawn, once it is computed."""
-    failed: SequenceFailed | None = None
+    failed: list[SequenceFailed] = field(default_factory=list)
 
 
 class VllmCore:
@@ -114,7 +114,7 @@ class VllmCore:
         self._staged: set[StagedBlocks] = set()
         self._spare_buffer: NDArray[np.uint8] | None = None
         self._step: _Step | None = None
-        self._failed: SequenceFailed | None = None
+        self._failed: list[SequenceFailed] = []
         self._rate = PrefillRate()
         self.num_preemptions = 0
 
@@ -299,7 +299,7 @@ class VllmCore:
 
     def begin_step(self) -> bool:
         """Schedule a step. Returns whether there is anything to compute."""
-        if self._failed is not None:
+        if self._failed:
             return True
         if self._step is not None and not self._is_over(self._step):
             return True
@@ -328,11 +328,13 @@ class VllmCore:
     def finish_step(self) -> list[Sampled]:
         """Compute the step. Returns the sampled tokens.
 
-        A sequence that cannot go on in its grammar fails in the next step: `SequenceFailed` is raised then.
+        A sequence that cannot go on in its grammar, or whose logits are no numbers, fails before the next step is
+        computed: `SequenceFailed` is raised then, once for each.
         """
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+        while self._failed:
+            failed = self._failed.pop(0)
+            if failed.seq in self._ids:
+                raise failed
         step = self._step
         if step is None:
             return []
@@ -360,7 +362,7 @@ class VllmCore:
                 try:
                     draws[request_id] = self._make_draw(self._sequences[request_id])
                 except SequenceFailed as failed:
-                    step.failed = step.failed or failed
+                    step.failed.append(failed)
         call_ranks = self._core.model_executor.collective_rpc
         call_ranks("penstock_begin_sampling", args=(draws,))
         outputs = self._execute(step.output)
@@ -372,7 +374,10 @@ class VllmCore:
             if (prompt_logprobs := one.new_prompt_logprobs_tensors) is not None:
                 seq.prompt_logprobs += _describe_prompt_logprobs(prompt_logprobs)
             if one.request_id in draws and one.new_token_ids and seq.state is State.RUNNING:
-                token_id, logprobs = drawn[one.request_id]
+                if (found := drawn[one.request_id]) is None:
+                    step.failed.append(SequenceFailed(seq, ModelError(NOT_FINITE)))
+                    continue
+                token_id, logprobs = found
                 assert one.new_token_ids == [token_id], "vLLM took another token than the one that was drawn"
                 seq.append_token(token_id)
                 step.sampled.append(Sampled(seq, token_id, logprobs, seq.is_grammar_ended))

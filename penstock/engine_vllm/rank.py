@@ -65,8 +65,8 @@ class RankExtension:
         """Have the rank's next step draw a token for each of these requests of vLLM."""
         step_sampling.begin(draws)
 
-    def penstock_take_drawn(self) -> "dict[str, tuple[int, Logprobs | None]]":
-        """Return what the rank's step has drawn: nothing where it does not compute logits."""
+    def penstock_take_drawn(self) -> "dict[str, tuple[int, Logprobs | None] | None]":
+        """Return what the rank's step has drawn: nothing where it does not compute logits, None for broken ones."""
         return step_sampling.drawn
 
 

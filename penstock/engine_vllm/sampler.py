@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
+from penstock.engine.sampler import SamplingParams, compute_logprobs, find_broken_rows, sample_tokens
 from penstock.messages import Logprobs
 
 REQUEST_KEY = "penstock"
@@ -24,7 +24,8 @@ class StepSampling:
 
     draws: dict[str, SamplingParams] = field(default_factory=dict)
     """By id in vLLM: of the requests that have all their tokens computed in this step."""
-    drawn: dict[str, tuple[int, Logprobs | None]] = field(default_factory=dict)
+    drawn: dict[str, tuple[int, Logprobs | None] | None] = field(default_factory=dict)
+    """None for a request that no token can be drawn for: its logits are not finite."""
 
     def begin(self, draws: dict[str, SamplingParams]) -> None:
         """Begin a step that draws these tokens."""
@@ -69,9 +70,13 @@ class PenstockSampler(LogitsProcessor):
             at = torch.tensor(list(rows), device=logits.device)
             params = [step.draws[request_id] for request_id in rows.values()]
             found = logits[at]
+            broken = find_broken_rows(found)
             tokens = sample_tokens(found, params)
-            logprobs = compute_logprobs(found, params, tokens)
-            step.drawn = dict(zip(rows.values(), zip(tokens, logprobs, strict=True), strict=True))
+            drawn = zip(tokens, compute_logprobs(found, params, tokens), strict=True)
+            step.drawn = {
+                request_id: None if number in broken else one
+                for number, (request_id, one) in enumerate(zip(rows.values(), drawn, strict=True))
+            }
             logits[at] = -torch.inf
             logits[at, torch.tensor(tokens, device=logits.device)] = 0.0
         return logits

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
+from penstock.engine import proof
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
@@ -204,20 +205,68 @@ def test_what_only_the_model_itself_shows_is_noticed(
         prove_model(load_model(EngineSettings(dtype=dtype)), EngineSettings())
 
 
+def refuse_to_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model have a tiny one of its kind."""
+
+    def cannot(module: Any) -> Any:
+        raise CannotShrink("on purpose")
+
+    monkeypatch.setattr("penstock.engine.proof.shrink_model", cannot)
+
+
 def test_a_model_that_cannot_be_shrunk_is_checked_itself(
     demo: LoadedModel, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(config: Any) -> Any:
-        raise CannotShrink("on purpose")
-
-    monkeypatch.setattr("penstock.engine.proof.shrink_config", cannot)
+    refuse_to_shrink(monkeypatch)
     with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
         prove_model(load_model(EngineSettings()), EngineSettings())
 
 
+UNEVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "jamba": (
+        transformers.JambaConfig,
+        {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 5,
+         "num_experts_per_tok": 2, "mamba_d_state": 8},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {"num_hidden_layers": 6, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 2,
+         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+         "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2},
+    ),
+}  # fmt: skip
+"""Models whose layers keep states, and whose kinds of layers are at places that the first of each do not show."""
+
+
+@pytest.mark.parametrize("is_shrunk", [True, False], ids=["shrunk", "itself"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_models_of_uneven_layers_with_states_are_served(
+    name: str, is_shrunk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _load(tmp_path, *UNEVEN[name])
+    settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 45, 70, 130)]
+    expected = generate_with_transformers(model, prompts, 10)
+    if not is_shrunk:
+        refuse_to_shrink(monkeypatch)
+    proved: list[LoadedModel] = []
+    prove_engine = proof.prove_engine
+
+    def note(model: LoadedModel, *rest: Any) -> None:
+        proved.append(model)
+        prove_engine(model, *rest)
+
+    monkeypatch.setattr(proof, "prove_engine", note)
+    ready = prove_model(model, settings)
+    assert [one.module is model.module for one in proved] == [not is_shrunk]
+    assert run_sequences(Engine(ready, settings), [sequence(p, 10) for p in prompts]) == expected
+
+
 def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = iter([{"one", "another"}, {"one"}])
-    monkeypatch.setattr("penstock.engine.proof.find_layer_kinds", lambda module: next(kinds))
+    kinds = iter([{"one", "another"}, {"one"}, {"one"}])
+    monkeypatch.setattr("penstock.engine.tiny.find_layer_kinds", lambda module: next(kinds))
     proved: list[LoadedModel] = []
     monkeypatch.setattr("penstock.engine.proof.prove_engine", lambda model, *args: proved.append(model))
     demo = load_model(EngineSettings())
