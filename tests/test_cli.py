@@ -55,6 +55,7 @@ def test_doctor_says_what_to_do_where_nothing_runs(terminal: Terminal) -> None:
     assert "penstock up" in done.stdout
 
 
+@pytest.mark.full
 def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
     done = penstock("doctor", PENSTOCK_STREAM_URL=url)
     assert done.returncode == 0, done.stdout
@@ -199,6 +200,7 @@ def test_a_gateway_port_without_a_gateway_is_refused(tmp_path: Path, monkeypatch
         up(gateway_port=7001, data=tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
     stage: Stage, redis_url: str, pipeline: Pipeline

@@ -34,11 +34,11 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("bus", "load"),
     [
-        pytest.param("embedded", "text", marks=pytest.mark.full),  # the others do all that it does
-        ("embedded", "forms"),
+        pytest.param("embedded", "text", marks=pytest.mark.full),
+        pytest.param("embedded", "forms", marks=pytest.mark.full),
         pytest.param("embedded", "states", marks=pytest.mark.full),
         pytest.param("kafka", "states", marks=pytest.mark.full),
-        ("kafka", "tools"),
+        ("kafka", "tools"),  # the slowest bus, and all that a request of text does
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, fork_server: ForkServer, tmp_path: Path) -> None:

@@ -101,7 +101,6 @@ def test_without_the_checksum_it_would(
     assert serving_engine(line.decode).store.tiers[0].counters.damaged == 0
 
 
-@pytest.mark.full
 def test_damage_everywhere_all_the_time_changes_no_token(
     redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
 ) -> None:

@@ -354,6 +354,7 @@ def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage
             child.kill()
 
 
+@pytest.mark.full
 def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:

@@ -72,7 +72,10 @@ def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
 
 
 @pytest.mark.in_memory
-def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, work: list[Request]) -> None:
+def test_neighbours_go_on_while_a_long_message_is_read(
+    make_line: Callable[..., InProcessPipeline], work: list[Request]
+) -> None:
+    line = make_line(record=RecordSettings(lease_s=600))  # no other worker is offered what is read here
     reader = slowed(line.prefill)
     publish_long(line, work[-1])
     turn_until(line.prefill, "long", reader)
