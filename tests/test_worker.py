@@ -454,7 +454,8 @@ def test_a_worker_that_lost_its_name_ends_while_it_runs(addresses: Addresses, pi
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         wait_for(lambda: read_worker_status(addresses), "the first beat")
         with redis.Redis.from_url(addresses.stream_url) as client:
-            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps({"token": "x", "host": "there", "pid": 7}))
+            newer = {**read_worker_status(addresses)[0], "token": "x", "host": "there", "pid": 7}
+            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
         with pytest.raises(NameTaken):
             Reconnector(Idle, lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
 
