@@ -58,7 +58,7 @@ FULL = Extent(
     ("small", "q06"), PEERS, rounds=5, rounds_s=480.0, num_loads=3, flip_prompts=48, flip_new=48,
     cells=CELLS + DRAWN_CELLS,
 )  # fmt: skip
-QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=30.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
+QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=15.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
 SMOKE = Extent(("smoke",), (), rounds=1, rounds_s=0.0, num_loads=1, flip_prompts=2, flip_new=4, cells=CELLS[:1])
 
 

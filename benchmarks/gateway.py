@@ -75,7 +75,7 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (64, 1, 2, 3.0), (4, 1, 1, 0.5))
+    tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (32, 1, 2, 3.0), (4, 1, 1, 0.5))
     count = given.choose_size(NUM_STREAMS, NUM_STREAMS, NUM_WARM_STREAMS)
     with run_stack(_LARGE_ENVIRONMENT) as stack:
         run_round(stack, NUM_WARM_STREAMS, tokens)

@@ -30,12 +30,12 @@ from penstock.messages import Sampling
 
 PREFIX_TOKENS, OWN_TOKENS, ROUNDS = 2000, 24, 5
 SIZES: dict[str, Any] = {
-    "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+    "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3584,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
     "linear_num_value_heads": 16, "tie_word_embeddings": True,
 }  # fmt: skip
 SMOKE_SIZES: dict[str, Any] = SIZES | {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
@@ -138,12 +138,13 @@ def measure_snapshots(model: LoadedModel, settings: EngineSettings, prompts: Pro
     return found | {"snapshot_share": statistics.median(one / other - 1 for one, other in pairs)}
 
 
-def run_benchmark(*, is_smoke: bool, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
+def run_benchmark(*, is_smoke: bool, layers: int, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
     """Return the figures."""
     prefix_tokens = 400 if is_smoke else PREFIX_TOKENS
     dtype = "float32" if is_smoke else "bfloat16"
     settings = EngineSettings(dtype=dtype, pool_mb=64 if is_smoke else 2048, max_batch=8, max_step_tokens=512)
-    model, num_parameters = build_model(SMOKE_SIZES if is_smoke else SIZES, settings)
+    sizes = (SMOKE_SIZES if is_smoke else SIZES) | {"num_hidden_layers": layers}
+    model, num_parameters = build_model(sizes, settings)
     states = model.layout.states
     assert states is not None
     found: dict[str, float] = {
@@ -193,8 +194,9 @@ def replace_prefix(prompts: Prompts) -> Prompts:
 def main() -> None:
     """Measure, and print the figures or write them to a file."""
     given = parse_arguments(__doc__)
-    rounds = given.choose_size(ROUNDS, 1, 1)
-    report_figures(run_benchmark(is_smoke=given.size == "smoke", rounds=rounds, say=print), given)
+    layers, rounds = given.choose_size((24, ROUNDS), (8, 1), (4, 1))
+    figures = run_benchmark(is_smoke=given.size == "smoke", layers=layers, rounds=rounds, say=print)
+    report_figures(figures, given)
 
 
 if __name__ == "__main__":
