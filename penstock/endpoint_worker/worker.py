@@ -52,6 +52,7 @@ from penstock.failpoints import failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage, piece_token
 from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
+from penstock.record.claim import GOOD_PROGRESS
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
@@ -466,7 +467,8 @@ class EndpointWorker:
         if not failed.may_have_begun:
             return
         task.num_failures += 1
-        task.most_pieces = max(task.most_pieces, len(task.log_events) - task.num_pieces_before)
+        num_made = len(task.log_events) - task.num_pieces_before
+        task.most_pieces = max(task.most_pieces, min(num_made, GOOD_PROGRESS))
         if self.settings.interrupted == "fail":
             self._end_with_error(task, AnswerInterrupted(failed.problem))
         elif task.num_failures >= self._max_failures(failed):

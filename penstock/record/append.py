@@ -13,7 +13,7 @@ from penstock.record.claim import AppendOutcome, Claim
 from penstock.redis.scripts import load_script
 
 APPEND = load_script("penstock.record", "append")
-NUM_HEAD_WORDS = 8
+NUM_HEAD_WORDS = 9
 """Words of an append that are the same for all of a claim."""
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
@@ -125,9 +125,9 @@ class TokenAppender:
         return connection
 
 
-def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
+def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int, num_found: int) -> bytes:
     """Return the wire bytes of a claim's appends behind the number of words, up to position, hash and events."""
-    words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch
+    words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch, num_found
     assert len(words) == NUM_HEAD_WORDS
     return _encode_bulk_strings(*(str(word).encode() for word in words))
 

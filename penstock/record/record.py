@@ -178,8 +178,8 @@ class Record:
         ]
 
     def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
-        keys = self._request_keys(request_id)
-        _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
+        keys, channel = self._request_keys(request_id), self._pipeline.live_channel(request_id)
+        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens = reply
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
@@ -197,7 +197,8 @@ class Record:
             is_exhausted=attempts > self._settings.max_attempts,
             log=events,
             damage=damage,
-            append_head=encode_append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
+            append_head=encode_append_head(keys, channel, self._pending_ms, epoch, num_tokens),
+            most_tokens=most_tokens,
         )
 
     def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:

@@ -69,7 +69,7 @@ def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int
 
     Where that failed as often as a request may fail, its log ends with the error. Whoever has its delivery settles it.
     """
-    if claim.attempts_without_token < record.settings.fail_attempts:
+    if claim.attempts_in_vain < record.settings.fail_attempts:
         record.release_claim(claim, failed=True, delivered=False, wait_s=record.settings.retry_cap_s)
         return
 

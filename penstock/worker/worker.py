@@ -422,7 +422,7 @@ class Worker:
         """
         num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
         here = [*self.running.values(), *self._handing_off]
-        return claim.attempts > 1 and any(task.claim.attempts_without_token >= num_tries for task in here)
+        return claim.attempts > 1 and any(task.claim.attempts_in_vain >= num_tries for task in here)
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.

@@ -2,7 +2,9 @@
 
 import pytest
 
-from sim.endpoint import CountingEndpoint, write_numbers
+from penstock.config.settings import RecordSettings
+from penstock.endpoint_worker.worker import EndpointWorker
+from sim.endpoint import CountingEndpoint, Fault, write_numbers
 from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline
 
 
@@ -22,6 +24,31 @@ def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpo
     assert {result.id for result in results} == sent
     assert len(pipeline.read_results()) == 20
     assert {(result.text, result.error) for result in results} == {(write_numbers(20), None)}
+
+
+def test_who_ends_each_worker_behind_one_piece_is_given_up(make_pipeline: MakeEndpointPipeline) -> None:
+    """The first attempt brought more than none; those after it brought no more than that one."""
+    pipeline = make_pipeline("embedded")
+    pipeline.record_settings = RecordSettings(lease_s=0.3, max_attempts=3)
+    num_killed = 0
+    with CountingEndpoint() as endpoint:
+        endpoint.faults.extend([Fault("hang", after=1)] * 40)
+        pipeline.send(max_tokens=20)
+        while not pipeline.read_results():
+            worker = pipeline.add_worker(endpoint)
+
+            def has_a_piece(worker: EndpointWorker = worker) -> bool:
+                return any(task.claim.num_tokens > task.claim.num_found_tokens for task in worker.running.values())
+
+            pipeline.run_until(lambda: has_a_piece() or pipeline.read_results())
+            if worker.running:
+                pipeline.kill(worker)
+                num_killed += 1
+    (result,) = pipeline.read_results()
+    assert result.error is not None
+    assert result.error.code == "attempts_exhausted"
+    assert result.text == write_numbers(num_killed)
+    assert num_killed == 4
 
 
 def test_the_requests_of_a_loop_that_stands_still_go_on_elsewhere(line: EndpointPipeline) -> None:

@@ -7,7 +7,7 @@
 -- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, what record
 --          and log keys look like
 --
--- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts}, message}; none where the session is over
+-- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most}, message}; none where the session is over
 --
 -- Crash    before: nothing happened. After: the session runs out, and they are free again.
 --
@@ -24,7 +24,8 @@ end
 local taken = {}
 for _, id in ipairs(due) do
   local record, log = string.format(ARGV[6], id), string.format(ARGV[7], id)
-  local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message')
+  local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
+    'most')
   redis.call('ZREM', KEYS[1], id)
   -- Others ended, were handed off, or are another stage's by now.
   if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' then
@@ -33,7 +34,7 @@ for _, id in ipairs(due) do
     redis.call('SADD', KEYS[3], id)
     redis.call('PEXPIRE', record, ARGV[5])
     redis.call('PEXPIRE', log, ARGV[5])
-    taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts}, r[8]}
+    taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0)}, r[8]}
   end
 end
 return taken
