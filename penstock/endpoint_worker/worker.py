@@ -60,6 +60,7 @@ from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import (
     UNWRITABLE,
     build_failed_result,
+    build_fixed_end,
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
@@ -421,6 +422,8 @@ class EndpointWorker:
                     self._drop_lost_task(task)
                 case AppendOutcome.CANCELLED:
                     self._end_with_error(task, Cancelled("the request was cancelled"))
+                case AppendOutcome.REFUSED:
+                    self._end_with_error(task, InternalError(UNWRITABLE))
         self.load.throughput.record_step(len(entries), is_busy=bool(self.running))
 
     def _record_piece(self, task: EndpointTask, written_s: float) -> None:
@@ -502,10 +505,13 @@ class EndpointWorker:
         ends = [
             (task.claim, build_writable_end(task.id, task.build_end_event, task.claim.num_tokens)) for task in tasks
         ]
-        for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
-            if not done:
+        for task, (claim, built), outcome in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+            if outcome is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
+            end = built
+            if outcome is AppendOutcome.REFUSED and task.error is None:
+                task.error, end = InternalError(UNWRITABLE), build_fixed_end(claim.num_tokens)
             failpoint("endpoint.4.ended")
             # As it was written: with the number of pieces in the log.
             task.end_event = end.model_copy(update={"pieces": claim.num_tokens})

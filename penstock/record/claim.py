@@ -91,13 +91,15 @@ class Conflict:
 
 
 class AppendOutcome(IntEnum):
-    """The outcome of appending one token. The values are the replies of `append.lua`."""
+    """The outcome of appending one token, or an end. The values are the replies of `append.lua` and `finish.lua`."""
 
     FENCED = 0
     """Not written: another worker holds the request now. Forget the claim."""
     OK = 1
     CANCELLED = 2
     """Not written: the request was cancelled. The claim holds; append the end."""
+    REFUSED = 3
+    """Not written: the server says that this request's record or log is no record or log. End the request."""
 
 
 class ClaimEvent(Enum):

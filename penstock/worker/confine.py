@@ -60,6 +60,11 @@ def build_writable_end(request_id: str, build: Callable[[], EndEvent], pieces: i
         end = build()
         end.encode()
         return end
+    return build_fixed_end(pieces)
+
+
+def build_fixed_end(pieces: int | None = None) -> EndEvent:
+    """Return the end of a request whose own end cannot be written."""
     error = ErrorInfo.from_error(InternalError(UNWRITABLE))
     return EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=error, pieces=pieces)
 

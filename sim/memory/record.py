@@ -210,21 +210,21 @@ class MemoryRecord(Record):
     def forget_sent_tokens(self) -> None:
         self._sent = []
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
         with self._lock:
             return [self._finish(claim, end) for claim, end in ends]
 
-    def _finish(self, claim: Claim, end: EndEvent) -> bool:
+    def _finish(self, claim: Claim, end: EndEvent) -> AppendOutcome:
         rec = self._records.find(claim.id)
         if rec is None or rec.epoch != claim.epoch or len(rec.tokens) != claim.num_tokens:
-            return False
+            return AppendOutcome.FENCED
         if rec.stage == "end":
-            return True
+            return AppendOutcome.OK
         rec.end, keep_ms = self._complete_end(claim, end)
         rec.end.encode()  # raises for what cannot be written, as the record in Redis does
         rec.stage, rec.session, rec.message = "end", "", b""
         rec.expires_ms = self._records.now_ms() + keep_ms
-        return True
+        return AppendOutcome.OK
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         def note(claim: Claim) -> bool:

@@ -161,7 +161,7 @@ def write_all(record: Record, owner: str, length: int) -> bool:
     while not claim.is_ended and claim.num_tokens < length:
         if record.append_tokens([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
             return False
-    return claim.is_ended or record.finish_request(claim, end())
+    return claim.is_ended or bool(record.finish_request(claim, end()))
 
 
 def test_two_writers_that_take_each_others_claim_write_each_token_once(

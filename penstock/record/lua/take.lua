@@ -22,11 +22,10 @@ if #due == 0 then  -- what lies too far ahead was written before the clock went 
   due = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[4], '+inf', 'LIMIT', 0, ARGV[3])
 end
 local taken = {}
-for _, id in ipairs(due) do
+local function take(id)
   local record, log = string.format(ARGV[6], id), string.format(ARGV[7], id)
   local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
     'most')
-  redis.call('ZREM', KEYS[1], id)
   -- Others ended, were handed off, or are another stage's by now.
   if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' then
     local epoch, attempts = math.max(tonumber(r[1]) + 1, now), tonumber(r[6] or 0) + 1
@@ -36,5 +35,9 @@ for _, id in ipairs(due) do
     redis.call('PEXPIRE', log, ARGV[5])
     taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0)}, r[8]}
   end
+end
+for _, id in ipairs(due) do
+  redis.call('ZREM', KEYS[1], id)
+  pcall(take, id)  -- one whose record is none is left to its delivery
 end
 return taken
