@@ -209,6 +209,10 @@ class MemberFenced(BusError):
     """A newer member has this one's name, or it was away too long. A worker that still has its name joins anew."""
 
 
+class NameShared(MemberFenced):
+    """Another process has this worker's name at the same Kafka, with other Redis servers, where names are taken."""
+
+
 class ModelLoadError(PenstockError):
     """The model cannot be loaded."""
 

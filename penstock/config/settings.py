@@ -63,9 +63,10 @@ class RecordSettings(BaseSettings):
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
     """How long the record of an unfinished request is kept after its last change."""
     max_attempts: int = Field(default=8, ge=1)
-    """Claims without a new token in between, after which a request ends with `attempts_exhausted`: its workers died."""
+    """Claims in vain, after which a request ends with `attempts_exhausted`: its workers died, and none made more of the
+    answer than one before."""
     fail_attempts: int = Field(default=3, ge=1)
-    """Claims without a new token in between, after which a request whose work fails ends with what failed."""
+    """Claims in vain, after which a request whose work fails ends with what failed."""
     retry_first_s: float = Field(default=1.0, ge=0)
     """How long a request whose work failed waits until it is tried again."""
     retry_factor: float = Field(default=2.0, ge=1)

@@ -57,7 +57,7 @@ class EndpointTask:
     num_failures: int = 0
     """How often endpoints failed at this request since an answer brought more pieces than any that failed before."""
     most_pieces: int = 0
-    """The most pieces that an answer brought before it failed."""
+    """The most pieces that an answer brought before it failed, and no more than `GOOD_PROGRESS`."""
     log_events: list[TokenEvent] = field(default_factory=list)
     """The events of the log: those that were read, and those sent to it since."""
     finish_reason: FinishReason | None = None

@@ -52,6 +52,7 @@ from penstock.failpoints import failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage, piece_token
 from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
+from penstock.record.claim import GOOD_PROGRESS
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
@@ -59,6 +60,7 @@ from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import (
     UNWRITABLE,
     build_failed_result,
+    build_fixed_end,
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
@@ -420,6 +422,8 @@ class EndpointWorker:
                     self._drop_lost_task(task)
                 case AppendOutcome.CANCELLED:
                     self._end_with_error(task, Cancelled("the request was cancelled"))
+                case AppendOutcome.REFUSED:
+                    self._end_with_error(task, InternalError(UNWRITABLE))
         self.load.throughput.record_step(len(entries), is_busy=bool(self.running))
 
     def _record_piece(self, task: EndpointTask, written_s: float) -> None:
@@ -466,7 +470,8 @@ class EndpointWorker:
         if not failed.may_have_begun:
             return
         task.num_failures += 1
-        task.most_pieces = max(task.most_pieces, len(task.log_events) - task.num_pieces_before)
+        num_made = len(task.log_events) - task.num_pieces_before
+        task.most_pieces = max(task.most_pieces, min(num_made, GOOD_PROGRESS))
         if self.settings.interrupted == "fail":
             self._end_with_error(task, AnswerInterrupted(failed.problem))
         elif task.num_failures >= self._max_failures(failed):
@@ -500,10 +505,13 @@ class EndpointWorker:
         ends = [
             (task.claim, build_writable_end(task.id, task.build_end_event, task.claim.num_tokens)) for task in tasks
         ]
-        for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
-            if not done:
+        for task, (claim, built), outcome in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+            if outcome is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
+            end = built
+            if outcome is AppendOutcome.REFUSED and task.error is None:
+                task.error, end = InternalError(UNWRITABLE), build_fixed_end(claim.num_tokens)
             failpoint("endpoint.4.ended")
             # As it was written: with the number of pieces in the log.
             task.end_event = end.model_copy(update={"pieces": claim.num_tokens})

@@ -6,9 +6,9 @@ Each change is one Lua script under `lua/`, which says what a crash around it co
 
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver, compute_body_hash
 from penstock.record.log import AsyncTokenLog, RequestStatus, TokenLog, parse_event
-from penstock.record.record import Record, UnclaimedMessage
+from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
 from penstock.record.session import Session
-from penstock.record.spread import Sessions, check_key_types, check_server_key_types, connect_servers, open_record
+from penstock.record.spread import Sessions, check_key_types, connect_servers, open_record
 
 __all__ = [
     "AppendOutcome",

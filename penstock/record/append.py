@@ -1,5 +1,6 @@
 """Appends tokens to their logs: sends them in batches, and collects their outcomes later."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,10 +11,13 @@ from redis.exceptions import NoScriptError
 
 from penstock.messages import TokenEvent
 from penstock.record.claim import AppendOutcome, Claim
+from penstock.redis.client import raise_outage
 from penstock.redis.scripts import load_script
 
+log = logging.getLogger(__name__)
+
 APPEND = load_script("penstock.record", "append")
-NUM_HEAD_WORDS = 8
+NUM_HEAD_WORDS = 9
 """Words of an append that are the same for all of a claim."""
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
@@ -88,7 +92,7 @@ class TokenAppender:
         num_read = 0
         try:
             for sent in self._in_flight:
-                self._note_outcome(sent, AppendOutcome(self._read_reply()))
+                self._note_outcome(sent, self._read_outcome(sent.claim))
                 num_read += 1
         finally:
             del self._in_flight[:num_read]
@@ -96,12 +100,20 @@ class TokenAppender:
 
     def _note_outcome(self, sent: _Sent, outcome: AppendOutcome) -> None:
         self._outcomes += [outcome] * sent.num_tokens
-        if outcome is AppendOutcome.CANCELLED and sent.position < sent.claim.num_tokens:
+        if outcome in (AppendOutcome.CANCELLED, AppendOutcome.REFUSED) and sent.position < sent.claim.num_tokens:
             sent.claim.num_tokens, sent.claim.rolling_hash = sent.position, sent.hash_before
 
     def _write_commands(self, batch: Sequence[_Sent]) -> None:
         connection = self._connection or self._open_connection()
         connection.send_packed_command([b"".join(sent.packed for sent in batch)], check_health=False)
+
+    def _read_outcome(self, claim: Claim) -> AppendOutcome:
+        try:
+            return AppendOutcome(self._read_reply())
+        except redis.ResponseError as error:
+            (refusal,) = raise_outage([error])
+            log.error("request %s: Redis refuses its tokens: %s", claim.id, refusal)
+            return AppendOutcome.REFUSED
 
     def _read_reply(self) -> Any:
         if self._connection is None:
@@ -125,9 +137,9 @@ class TokenAppender:
         return connection
 
 
-def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
+def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int, num_found: int) -> bytes:
     """Return the wire bytes of a claim's appends behind the number of words, up to position, hash and events."""
-    words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch
+    words = "EVALSHA", APPEND.sha, len(keys), *keys, channel, pending_ms, epoch, num_found
     assert len(words) == NUM_HEAD_WORDS
     return _encode_bulk_strings(*(str(word).encode() for word in words))
 

@@ -9,6 +9,9 @@ from typing import Any
 from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
 from penstock.names import Stage, roll_hash
 
+GOOD_PROGRESS = 256
+"""An attempt that makes more tokens (or pieces of text) than this makes good all that were in vain before it."""
+
 
 @dataclass(eq=False)
 class Claim:
@@ -26,7 +29,7 @@ class Claim:
     """The log has its end: prefill hands off, decode settles the result from the log. No worker holds the request."""
     is_cancelled: bool
     attempts: int
-    """Claims since the last new token, this one included."""
+    """Claims since one made more of the answer than each before it, this one included (see `append.lua`)."""
     is_exhausted: bool
     """There were too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
@@ -35,6 +38,8 @@ class Claim:
     """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
     damage: str = ""
     """Why its record or its log cannot be read; then `log` is empty, and the request is to be ended."""
+    most_tokens: int = 0
+    """The most tokens that a claim before this one made, and no more than `GOOD_PROGRESS`."""
     num_found_tokens: int = field(init=False)
     """How many tokens the log had when the request was claimed."""
 
@@ -42,9 +47,9 @@ class Claim:
         self.num_found_tokens = self.num_tokens
 
     @property
-    def attempts_without_token(self) -> int:
-        """How many claims there were since the last new token; 0 if this claim produced one."""
-        return self.attempts if self.num_tokens == self.num_found_tokens else 0
+    def attempts_in_vain(self) -> int:
+        """How many claims there were since one made more tokens than each before it; 0 if this claim does."""
+        return self.attempts if self.num_tokens - self.num_found_tokens <= self.most_tokens else 0
 
     def next_event(
         self, token_id: int, text: str, logprobs: Logprobs | None = None, before: TokenEvent | None = None
@@ -86,13 +91,15 @@ class Conflict:
 
 
 class AppendOutcome(IntEnum):
-    """The outcome of appending one token. The values are the replies of `append.lua`."""
+    """The outcome of appending one token, or an end. The values are the replies of `append.lua` and `finish.lua`."""
 
     FENCED = 0
     """Not written: another worker holds the request now. Forget the claim."""
     OK = 1
     CANCELLED = 2
     """Not written: the request was cancelled. The claim holds; append the end."""
+    REFUSED = 3
+    """Not written: the server says that this request's record or log is no record or log. End the request."""
 
 
 class ClaimEvent(Enum):

@@ -105,7 +105,11 @@ class AsyncTokenLog:
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
-    """Return the events in a range of a log's entries. Raises `StreamError` where one is no event."""
+    """Return the events in a range of a log's entries. Raises `StreamError` where one is no event, and for an error in
+    place of the entries.
+    """
+    if isinstance(entries, redis.ResponseError):
+        raise StreamError(f"the log cannot be read: {entries}")
     return [parse_event(fields.get(b"e", b"")) for _, fields in entries or ()]
 
 

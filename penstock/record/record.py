@@ -1,21 +1,21 @@
 """The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import StreamError
+from penstock.errors import StateMismatch, StreamError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
-from penstock.redis.client import execute_pipeline
-from penstock.redis.scripts import Call, load_script
+from penstock.redis.client import execute_pipeline, raise_outage
+from penstock.redis.scripts import Call, Script, load_script
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ class Record:
         return [self._parse_outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
+        if self._note_refusal(request_id, reply):  # the holder of its delivery ends it, as if it had claimed it
+            return self._parse_claim(request_id, stage, (b"claim", 0, 0, b"", 0, 0, 1, 0), reply)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -153,7 +155,8 @@ class Record:
         that cannot be put down now, as their server of several is away.
         """
         calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
-        CLAIM.run_all(self._client, calls)
+        for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
+            self._note_refusal(one.id, reply)
         return []
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
@@ -171,20 +174,20 @@ class Record:
             with self._client.pipeline(transaction=False) as pipe:
                 for name, _, _ in taken:
                     pipe.xrange(pipeline.log_key(name.decode()))
-                logs = execute_pipeline(pipe)
+                logs = raise_outage(pipe.execute(raise_on_error=False))
         return [
             TakenOver(self._parse_claim(name.decode(), stage, reply, log), message)
             for (name, reply, message), log in zip(taken, logs, strict=True)
         ]
 
     def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
-        keys = self._request_keys(request_id)
-        _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
+        keys, channel = self._request_keys(request_id), self._pipeline.live_channel(request_id)
+        _, epoch, num_tokens, rolled, ended, cancelled, attempts, most_tokens = reply
         events, damage = list[TokenEvent | EndEvent](), ""
         try:
             rolling_hash, events = rolled.decode(), parse_entries(log)
         except (StreamError, UnicodeDecodeError) as error:  # this request's: the others that were claimed go on
-            rolling_hash, damage = START_HASH, f"its log cannot be read ({type(error).__name__})"
+            rolling_hash, damage = START_HASH, f"its record or log cannot be read ({type(error).__name__})"
         return Claim(
             id=request_id,
             stage=stage,
@@ -197,7 +200,8 @@ class Record:
             is_exhausted=attempts > self._settings.max_attempts,
             log=events,
             damage=damage,
-            append_head=encode_append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
+            append_head=encode_append_head(keys, channel, self._pending_ms, epoch, num_tokens),
+            most_tokens=most_tokens,
         )
 
     def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
@@ -229,8 +233,8 @@ class Record:
         """Give up the tokens that were sent: the next claim finds out whether they were written."""
         self._appends.forget_sent()
 
-    def finish_request(self, claim: Claim, end: EndEvent) -> bool:
-        """Append the end event. Return False when fenced. Collect the claim's tokens first. May be repeated.
+    def finish_request(self, claim: Claim, end: EndEvent) -> AppendOutcome:
+        """Append the end event. Collect the claim's tokens first. May be repeated.
 
         The number of events in the log becomes the usage's `completion_tokens`, or the end's `pieces` where it has any:
         readers rely on it. The record is kept
@@ -239,10 +243,10 @@ class Record:
         """
         return self.finish_all([(claim, end)])[0]
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
         """Append the ends of several requests in one round trip, see `finish_request`."""
         calls = [(self._request_keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
-        return [bool(reply) for reply in FINISH.run_all(self._client, calls)]
+        return self._run_for_all(FINISH, [claim for claim, _ in ends], calls)
 
     def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
         event, keep_ms = self._complete_end(claim, end)
@@ -268,7 +272,7 @@ class Record:
         calls: list[Call] = [
             (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
         ]
-        return [bool(reply) for reply in HANDED.run_all(self._client, calls)]
+        return [outcome is AppendOutcome.OK for outcome in self._run_for_all(HANDED, claims, calls)]
 
     def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         """Give an unfinished request back, to be claimed after `wait_s`. Return False if it was lost or given back
@@ -279,17 +283,37 @@ class Record:
         take it over.
         """
         call = self._release_call(claim, failed=failed, delivered=delivered, wait_s=wait_s)
-        return bool(RELEASE.run(self._client, *call))
+        return self._run_for_all(RELEASE, [claim], [call]) == [AppendOutcome.OK]
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
         """Release several claims, each with whether it was delivered, in one round trip, see `release_claim`."""
         calls = [self._release_call(claim, delivered=delivered) for claim, delivered in claims]
-        return [bool(reply) for reply in RELEASE.run_all(self._client, calls)]
+        outcomes = self._run_for_all(RELEASE, [claim for claim, _ in claims], calls)
+        return [outcome is AppendOutcome.OK for outcome in outcomes]
 
     def _release_call(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> Call:
         keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
         grace_ms = self._lease_ms if delivered else 0
         return keys, [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
+
+    def _run_for_all(self, script: Script, claims: Sequence[Claim], calls: Sequence[Call]) -> list[AppendOutcome]:
+        """Run a script for each claim, in one round trip."""
+        replies = script.run_all(self._client, calls)
+        return [
+            AppendOutcome.REFUSED if self._note_refusal(claim.id, reply) else AppendOutcome(reply)
+            for claim, reply in zip(claims, replies, strict=True)
+        ]
+
+    def _note_refusal(self, request_id: str, reply: Any) -> bool:
+        """Return whether a reply is an error about this request alone.
+
+        Raise `StateMismatch` if a key that all share may be the reason.
+        """
+        if not isinstance(reply, redis.ResponseError):
+            return False
+        check_server_key_types(self._client, self._pipeline.list_key_types())
+        log.error("request %s: Redis refuses a change of its record: %s", request_id, reply)
+        return True
 
     # Sessions, see `penstock.record.session`.
 
@@ -367,3 +391,18 @@ class Record:
 
     def _request_keys(self, request_id: str) -> list[str]:
         return [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]
+
+
+def check_server_key_types(client: "redis.Redis", expected: Mapping[str, str], server: str = "") -> None:
+    """Raise `StateMismatch` if a key of one server has another type than the expected one, and `redis.RedisError`."""
+    with client.pipeline(transaction=False) as pipe:
+        for key in expected:
+            pipe.type(key)
+        found = [kind.decode() for kind in execute_pipeline(pipe)]
+    where = f" {server}" if server else ""
+    for (key, kind), other in zip(expected.items(), found, strict=True):
+        if other not in (kind, "none"):
+            raise StateMismatch(
+                f"the key {key} on Redis{where} is a {other}, and this version expects a {kind}: another version or "
+                f"program left it. Stop all workers of the pipeline, delete it (redis-cli DEL {key}), and start them"
+            )

@@ -12,21 +12,20 @@ A crash at any of these steps costs what the death of a worker costs, on that se
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.errors import StateMismatch
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
 from penstock.record.log import RequestStatus
-from penstock.record.record import Record, UnclaimedMessage
+from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
 from penstock.record.session import Session
-from penstock.redis.client import execute_pipeline, is_outage, redis_client
+from penstock.redis.client import is_outage, redis_client
 from penstock.redis.servers import ByServer, choose_server, store_server_list
 from penstock.redis.urls import split_urls
 
@@ -171,14 +170,14 @@ class _SpreadRecord(Record):
         outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
         return [next(outcomes[server.name]) for server in sent_to]
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
-        return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all)
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
+        return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all, AppendOutcome.FENCED)
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
-        return self._note_on_servers(claims, lambda claim: claim.id, Record.note_all_handed_off)
+        return self._note_on_servers(claims, lambda claim: claim.id, Record.note_all_handed_off, False)
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
-        return self._note_on_servers(claims, lambda one: one[0].id, Record.release_all)
+        return self._note_on_servers(claims, lambda one: one[0].id, Record.release_all, False)
 
     def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         server = self.servers[claim.id]
@@ -212,13 +211,13 @@ class _SpreadRecord(Record):
             yield self.servers.parts[index], mine
 
     def _note_on_servers(
-        self, items: Sequence[T], id_of: Callable[[T], str], note: Callable[[Record, Sequence[T]], list[bool]]
-    ) -> list[bool]:
-        """Return for each item whether its server noted it; False where the server is away."""
+        self, items: Sequence[T], id_of: Callable[[T], str], note: Callable[[Record, Sequence[T]], list[R]], lost: R
+    ) -> list[R]:
+        """Return for each item whether its server noted it; `lost` where the server is away."""
         return self._ask_servers(
             items,
             id_of,
-            lambda server, mine: server.call_or_default(partial(note, server.record, mine), [False] * len(mine)),
+            lambda server, mine: server.call_or_default(partial(note, server.record, mine), [lost] * len(mine)),
         )
 
     def _ask_servers(
@@ -387,20 +386,6 @@ def check_key_types(clients: ByServer["redis.Redis"], pipeline: Pipeline) -> Non
         except redis.RedisError as error:
             if len(clients.parts) == 1 or not is_outage(error):
                 raise
-
-
-def check_server_key_types(client: "redis.Redis", expected: Mapping[str, str], server: str) -> None:
-    """Raise `StateMismatch` if a key of one server has another type than the expected one, and `redis.RedisError`."""
-    with client.pipeline(transaction=False) as pipe:
-        for key in expected:
-            pipe.type(key)
-        found = [kind.decode() for kind in execute_pipeline(pipe)]
-    for (key, kind), other in zip(expected.items(), found, strict=True):
-        if other not in (kind, "none"):
-            raise StateMismatch(
-                f"the key {key} on Redis {server} is a {other}, and this version expects a {kind}: another version or "
-                f"program left it. Stop all workers of the pipeline, delete it (redis-cli DEL {key}), and start them"
-            )
 
 
 def open_record(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:

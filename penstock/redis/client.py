@@ -9,7 +9,14 @@ import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthorizationError, ClusterDownError, NoPermissionError, OutOfMemoryError, TryAgainError
+from redis.exceptions import (
+    AuthorizationError,
+    ClusterDownError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    TryAgainError,
+)
 from redis.retry import Retry
 
 from penstock.errors import BusUnavailable
@@ -113,7 +120,7 @@ def execute_pipeline(pipe: "redis.client.Pipeline") -> list[Any]:
 
 
 def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the replies to commands that must not run twice. Raise the first error among them.
+    """Return the replies to commands that must not run twice, errors in their places.
 
     Raise `redis.ConnectionError` or `redis.TimeoutError` where the connection breaks before all replies are read: then
     it is unknown which commands ran. redis-py's own methods would send them again.
@@ -128,7 +135,7 @@ def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> li
         raise
     finally:
         pool.release(connection)
-    return raise_first_error(replies)
+    return replies
 
 
 def _read_reply(client: "redis.Redis", connection: Any, name: str) -> Any:
@@ -145,6 +152,16 @@ def raise_first_error(replies: list[Any]) -> list[Any]:
     """
     for reply in replies:
         if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+def raise_outage(replies: list[Any]) -> list[Any]:
+    """Return the replies, with errors in the places of commands that the server refuses. Raise what is about them all:
+    an outage, and `NoScriptError`.
+    """
+    for reply in replies:
+        if isinstance(reply, Exception) and (is_outage(reply) or isinstance(reply, NoScriptError)):
             raise reply
     return replies
 

@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from penstock.redis.client import execute_once, execute_pipeline
+from penstock.redis.client import execute_once, raise_outage
 
 Arguments = Sequence[str | int | float | bytes]
 Call = tuple[Sequence[str], Arguments]
@@ -43,7 +43,7 @@ class Script:
             return await cast("Any", client.eval(self.text, len(keys), *values))
 
     def run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
-        """Return the replies to many calls, in one round trip.
+        """Return the replies to many calls, in one round trip, see `penstock.redis.client.raise_outage`.
 
         Where the server does not know the script, or the connection breaks, calls may be made twice.
         """
@@ -56,15 +56,16 @@ class Script:
             return self._run_pipelined(client, calls)
 
     def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the replies to commands of this script, and to others between them that only read, in one round trip.
+        """Return the replies to commands of this script, and to others between them that only read, in one round trip,
+        see `penstock.redis.client.raise_outage`.
 
         Nothing is sent again, see `penstock.redis.client.execute_once`.
         """
         try:
-            return execute_once(client, commands)
+            return raise_outage(execute_once(client, commands))
         except NoScriptError:  # none of them was run
             client.script_load(self.text)
-            return execute_once(client, commands)
+            return raise_outage(execute_once(client, commands))
 
     def command(self, keys: Sequence[str | bytes], args: Arguments) -> list[Any]:
         """Return a call as the words of a command."""
@@ -74,7 +75,7 @@ class Script:
         with client.pipeline(transaction=False) as pipe:
             for keys, args in calls:
                 pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
-            return execute_pipeline(pipe)
+            return raise_outage(pipe.execute(raise_on_error=False))
 
 
 def load_script(package: str, *names: str) -> Script:

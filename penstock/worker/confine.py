@@ -60,6 +60,11 @@ def build_writable_end(request_id: str, build: Callable[[], EndEvent], pieces: i
         end = build()
         end.encode()
         return end
+    return build_fixed_end(pieces)
+
+
+def build_fixed_end(pieces: int | None = None) -> EndEvent:
+    """Return the end of a request whose own end cannot be written."""
     error = ErrorInfo.from_error(InternalError(UNWRITABLE))
     return EndEvent(finish_reason="error", timings=Timings(finished=now_s()), error=error, pieces=pieces)
 
@@ -69,7 +74,7 @@ def give_up_claim(record: Record, claim: Claim, error: RequestError, pieces: int
 
     Where that failed as often as a request may fail, its log ends with the error. Whoever has its delivery settles it.
     """
-    if claim.attempts_without_token < record.settings.fail_attempts:
+    if claim.attempts_in_vain < record.settings.fail_attempts:
         record.release_claim(claim, failed=True, delivered=False, wait_s=record.settings.retry_cap_s)
         return
 

@@ -10,7 +10,7 @@ the bus. A request that was taken over has no delivery: its claim is only releas
 waiting time. No message waits behind a deferred delivery, as offsets are committed out of order. A worker defers no
 more deliveries than its `DeliveryQueue` allows.
 
-A worker that dies reports no error. So a request that was claimed a few times without a new token begins as a suspect,
+A worker that dies reports no error. So a request that was claimed a few times in vain begins as a suspect,
 which is computed alone (`penstock.engine.quarantine`). A worker has one suspect at a time: if that is the one that
 kills workers, no other request loses an attempt with it.
 """
@@ -39,7 +39,7 @@ from penstock.redis.client import is_outage
 from penstock.worker.delivery_queue import DeliveryQueue
 
 TRUSTED_ATTEMPTS = 2
-"""How many claims without a new token count as bad luck. After them a request is a suspect."""
+"""How many claims in vain count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
 """How long a suspect is deferred that has to wait for others."""
 
@@ -53,7 +53,7 @@ class RetryPolicy:
 
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end."""
-        tries = claim.attempts_without_token
+        tries = claim.attempts_in_vain
         if tries >= self._record.settings.fail_attempts:
             return False
         delay_s = self._delay_s(tries)
@@ -83,7 +83,9 @@ def reason_to_end(claim: Claim, deadline: float | None, now_s: float) -> Request
     if claim.is_cancelled:
         return Cancelled("the request was cancelled")
     if claim.is_exhausted:
-        return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
+        return AttemptsExhausted(
+            f"worker lost: {claim.attempts - 1} in a row, and none made more of the answer than one before"
+        )
     return deadline_error(deadline, now_s)
 
 
@@ -121,5 +123,5 @@ def make_dead_letters(
     """Return the dead letter of a request that ends with `error`, if that error calls for one."""
     if error is None or error.code not in POISONOUS:
         return []
-    tries = 1 if claim is None else max(1, claim.attempts_without_token - isinstance(error, AttemptsExhausted))
+    tries = 1 if claim is None else max(1, claim.attempts_in_vain - isinstance(error, AttemptsExhausted))
     return [build_dead_letter(pipeline, delivery, f"{error.code}: {error}", error.stack, tries)]

@@ -61,6 +61,7 @@ from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import (
     UNWRITABLE,
+    build_fixed_end,
     build_writable_dead_letter,
     build_writable_end,
     confine_error,
@@ -422,7 +423,7 @@ class Worker:
         """
         num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
         here = [*self.running.values(), *self._handing_off]
-        return claim.attempts > 1 and any(task.claim.attempts_without_token >= num_tries for task in here)
+        return claim.attempts > 1 and any(task.claim.attempts_in_vain >= num_tries for task in here)
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.
@@ -593,9 +594,10 @@ class Worker:
             with confine_error(task.id):
                 for _ in range(counts[AppendOutcome.OK]):
                     self._record_token_metrics(task, written_s)
-            if num_cancelled := counts[AppendOutcome.CANCELLED]:
-                del task.log_events[-num_cancelled:]
-                task.error = Cancelled("the request was cancelled")
+            if num_left := counts[AppendOutcome.CANCELLED] + counts[AppendOutcome.REFUSED]:
+                del task.log_events[-num_left:]
+                is_cancelled = counts[AppendOutcome.CANCELLED] > 0
+                task.error = Cancelled("the request was cancelled") if is_cancelled else InternalError(UNWRITABLE)
                 ended.append(task)
             elif task.finish_reason is not None or task.error is not None:
                 ended.append(task)
@@ -645,10 +647,13 @@ class Worker:
                 task.finish_reason = "cancelled" if isinstance(task.error, Cancelled) else "error"
             self._remove_task(task)
         ends = [(task.claim, build_writable_end(task.id, partial(self.role.build_end_event, task))) for task in tasks]
-        for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
-            if not done:
+        for task, (claim, built), outcome in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+            if outcome is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
+            end = built
+            if outcome is AppendOutcome.REFUSED and task.error is None:
+                task.error, end = InternalError(UNWRITABLE), build_fixed_end()
             stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
             task.end_event = end
             with confine_error(task.id):

@@ -20,6 +20,8 @@ class Proxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._delay_s, self._refuses, self._loses = 0.0, False, False
+        self.num_reply_bytes = 0
+        """How many bytes of replies were read."""
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
@@ -95,6 +97,7 @@ class Proxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, are_replies: bool = False
     ) -> None:
         while piece := await reader.read(CHUNK_BYTES):
+            self.num_reply_bytes += len(piece) * are_replies
             if are_replies and self._loses:
                 self._loses = False
                 return

@@ -10,7 +10,7 @@ from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
-from penstock.record.claim import TakenOver
+from penstock.record.claim import GOOD_PROGRESS, TakenOver
 from penstock.record.log import RecordStage
 from penstock.record.record import Renewed
 
@@ -25,6 +25,10 @@ class RequestRecord:
     bound: str = ""
     body: str = ""
     attempts: int = 0
+    num_found: int = 0
+    """How many tokens there were when it was claimed."""
+    most: int = 0
+    """The most tokens that a claim in this stage made."""
     cancelled: bool = False
     message: bytes = b""
     not_before_ms: int = 0
@@ -107,9 +111,10 @@ class MemoryRecord(Record):
         if (busy := self._find_holder(rec, stage, session, now_ms)) is not None:
             return busy
         attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts
+        rec.most = rec.most if rec.stage == stage else 0
         rec.epoch, rec.session, rec.stage = max(rec.epoch + 1, now_ms), session, stage
         rec.attempts, rec.not_before_ms, rec.message = attempts + bool(session), 0, asked.message
-        rec.expires_ms = now_ms + self._pending_ms
+        rec.num_found, rec.expires_ms = len(rec.tokens), now_ms + self._pending_ms
         rec.body = asked.body_hash or rec.body
         if not prefill:
             rec.bound = asked.job_id
@@ -146,7 +151,7 @@ class MemoryRecord(Record):
                 if rec is not None and rec.stage == stage and not rec.session and rec.message:
                     rec.epoch, rec.session = max(rec.epoch + 1, now_ms), session
                     rec.not_before_ms, rec.expires_ms = 0, now_ms + self._pending_ms
-                    rec.attempts += 1
+                    rec.attempts, rec.num_found = rec.attempts + 1, len(rec.tokens)
                     taken.append(TakenOver(self._build_claim(name, stage, rec), rec.message))
         return taken
 
@@ -161,6 +166,7 @@ class MemoryRecord(Record):
             is_cancelled=rec.cancelled,
             attempts=rec.attempts,
             is_exhausted=rec.attempts > self._settings.max_attempts,
+            most_tokens=rec.most if rec.stage == stage else 0,
             log=_list_events(rec) if stage == "decode" else [],
         )
 
@@ -187,7 +193,9 @@ class MemoryRecord(Record):
         if position > len(rec.tokens):
             return AppendOutcome.FENCED
         rec.tokens += events
-        rec.rolling_hash, rec.attempts = rolled, 0
+        rec.rolling_hash, made = rolled, len(rec.tokens) - rec.num_found
+        if made > rec.most:
+            rec.attempts, rec.most = 0, min(made, GOOD_PROGRESS)
         return AppendOutcome.OK
 
     def collect_outcomes(self) -> list[AppendOutcome]:
@@ -203,21 +211,21 @@ class MemoryRecord(Record):
     def forget_sent_tokens(self) -> None:
         self._sent = []
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
         with self._lock:
             return [self._finish(claim, end) for claim, end in ends]
 
-    def _finish(self, claim: Claim, end: EndEvent) -> bool:
+    def _finish(self, claim: Claim, end: EndEvent) -> AppendOutcome:
         rec = self._records.find(claim.id)
         if rec is None or rec.epoch != claim.epoch or len(rec.tokens) != claim.num_tokens:
-            return False
+            return AppendOutcome.FENCED
         if rec.stage == "end":
-            return True
+            return AppendOutcome.OK
         rec.end, keep_ms = self._complete_end(claim, end)
         rec.end.encode()  # raises for what cannot be written, as the record in Redis does
         rec.stage, rec.session, rec.message = "end", "", b""
         rec.expires_ms = self._records.now_ms() + keep_ms
-        return True
+        return AppendOutcome.OK
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         def note(claim: Claim) -> bool:

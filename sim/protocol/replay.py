@@ -122,12 +122,13 @@ class Replay:
             case Conflict():
                 assert reply == ("conflict",)
             case Claim():
-                kind, epoch, tokens, ended, cancelled, attempts = reply
+                kind, epoch, tokens, ended, cancelled, *attempts = reply
                 known = self.epochs.get(epoch)
                 assert kind == "claim"
                 assert outcome.epoch > max(self.epochs.values()) if known is None else outcome.epoch == known
-                found = outcome.num_tokens, outcome.is_ended, outcome.is_cancelled, outcome.attempts
-                assert found == (tokens, ended, cancelled, attempts)
+                found = outcome.num_tokens, outcome.is_ended, outcome.is_cancelled
+                assert found == (tokens, ended, cancelled)
+                assert [outcome.attempts, outcome.most_tokens] == attempts
                 self.epochs[epoch] = outcome.epoch
                 self.claims[epoch] = outcome
 

@@ -44,6 +44,10 @@ class RequestRecord(NamedTuple):
     bound: int = 0
     body: int = 0
     attempts: int = 0
+    found: int = 0
+    """The number of tokens when it was claimed: in Redis a holder says it with its tokens."""
+    most: int = 0
+    """The most tokens that a claim in this stage made."""
     cancelled: bool = False
     message: Message | None = None
     waits: bool = False
@@ -103,6 +107,8 @@ def claim_request(
         bound=bound,
         body=message.body if prefill else rec.body,
         attempts=attempts + 1,
+        found=len(rec.tokens),
+        most=rec.most if rec.stage == stage else 0,
         message=message,
         waits=False,
     )
@@ -119,7 +125,7 @@ def take_over_request(
     if rec.stage != stage or rec.session != NOBODY or rec.message is None:
         return rec, ("gone",)
     epoch = max(rec.epoch + 1, clock)
-    rec = rec._replace(epoch=epoch, session=session, attempts=rec.attempts + 1, waits=False)
+    rec = rec._replace(epoch=epoch, session=session, attempts=rec.attempts + 1, found=len(rec.tokens), waits=False)
     return rec, _build_claim_reply(rec)
 
 
@@ -138,7 +144,7 @@ def pass_waiting_times(rec: RequestRecord) -> RequestRecord:
 
 
 def _build_claim_reply(rec: RequestRecord, *, ended: bool = False) -> Reply:
-    return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts
+    return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts, 0 if ended else rec.most
 
 
 def append_tokens(
@@ -155,7 +161,9 @@ def append_tokens(
         return rec, 2
     if position > len(rec.tokens):
         return rec, 0
-    return rec._replace(tokens=rec.tokens + (epoch,) * count, attempts=0), 1
+    rec = rec._replace(tokens=rec.tokens + (epoch,) * count)
+    made = len(rec.tokens) - rec.found
+    return rec._replace(attempts=0, most=made) if made > rec.most else rec, 1
 
 
 def finish_request(rec: RequestRecord, epoch: int, end: End, flaw: str = "") -> tuple[RequestRecord, int]:

@@ -135,7 +135,7 @@ def _begin_run(
     delivery: Message | None,
 ) -> State:
     """Return the state in which the worker runs the claimed request, or ends it."""
-    rec, (_, epoch, tokens, ended, cancelled, attempts), message = claimed
+    rec, (_, epoch, tokens, ended, cancelled, attempts, _), message = claimed
     if worker.run is not None:
         worker, delivery = _merge_claims(worker, worker.run, message, delivery, rules)
     cause = message.error or (

@@ -21,7 +21,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.bus.streams.member import StreamsMember
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShared, RequestTooLarge
 from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
@@ -242,6 +242,20 @@ def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> Non
             again = take_deliveries(new, 2)
             new.settle([make_settlement(pipeline, d) for d in again])
     assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
+
+
+def test_a_process_of_the_same_name_that_redis_does_not_know_is_told(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
+    """Its names are compared on other Redis servers."""
+    publish_messages(kafka_bus, make_messages(pipeline.job_topic("interactive"), 1))
+    transactional_id = f"{pipeline.consumer_group('decode')}.a"
+    with kafka_bus.join_group("decode", "a") as member:
+        (taken,) = take_deliveries(member, 1)
+        stranger = kafka_bus.create_transactions(transactional_id)
+        told = f"{transactional_id} at Kafka {kafka_bus.bootstrap}: .* PENSTOCK_PIPELINE or PENSTOCK_WORKER_NAME"
+        with pytest.raises(NameShared, match=told):
+            member.settle([make_settlement(pipeline, taken)])
+        stranger.close()
+    assert kafka_bus.read_all(pipeline.results_topic) == []
 
 
 def test_redelivery_after_a_crash(

@@ -1,8 +1,11 @@
 """Endpoint workers on real servers are lost in the middle of answers."""
 
 import pytest
+import redis
 
-from sim.endpoint import CountingEndpoint, write_numbers
+from penstock.config.settings import RecordSettings
+from penstock.endpoint_worker.worker import EndpointWorker
+from sim.endpoint import CountingEndpoint, Fault, write_numbers
 from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline
 
 
@@ -22,6 +25,56 @@ def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpo
     assert {result.id for result in results} == sent
     assert len(pipeline.read_results()) == 20
     assert {(result.text, result.error) for result in results} == {(write_numbers(20), None)}
+
+
+def test_who_ends_each_worker_behind_one_piece_is_given_up(make_pipeline: MakeEndpointPipeline) -> None:
+    """The first attempt brought more than none; those after it brought no more than that one."""
+    pipeline = make_pipeline("embedded")
+    pipeline.record_settings = RecordSettings(lease_s=0.3, max_attempts=3)
+    num_killed = 0
+    with CountingEndpoint() as endpoint:
+        endpoint.faults.extend([Fault("hang", after=1)] * 40)
+        pipeline.send(max_tokens=20)
+        while not pipeline.read_results():
+            worker = pipeline.add_worker(endpoint)
+
+            def has_a_piece(worker: EndpointWorker = worker) -> bool:
+                return any(task.claim.num_tokens > task.claim.num_found_tokens for task in worker.running.values())
+
+            pipeline.run_until(lambda: has_a_piece() or pipeline.read_results())
+            if worker.running:
+                pipeline.kill(worker)
+                num_killed += 1
+    (result,) = pipeline.read_results()
+    assert result.error is not None
+    assert result.error.code == "attempts_exhausted"
+    assert result.text == write_numbers(num_killed)
+    assert num_killed == 4
+
+
+@pytest.mark.parametrize("what", ["record", "log"])
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_a_record_or_log_that_redis_refuses_to_change_ends_its_request_alone(
+    make_pipeline: MakeEndpointPipeline, server: "redis.Redis", what: str, moment: str
+) -> None:
+    pipeline = make_pipeline("embedded")
+    key = getattr(pipeline.pipeline, f"{what}_key")("bad")
+    with CountingEndpoint(pause_s=0.01) as endpoint:
+        worker = pipeline.add_worker(endpoint)
+        if moment == "before":
+            server.set(key, "no record and no log")
+        for name in ("a", "bad", "z"):
+            pipeline.send(max_tokens=8, id=name)
+        if moment == "meanwhile":
+            pipeline.run_until(lambda: "bad" in worker.running and worker.running["bad"].log_events)
+            server.set(key, "no record and no log")
+        results = {result.id: result for result in pipeline.run_until_results(3)}
+        pipeline.run_until(worker.is_settled)
+    assert len(results) == len(pipeline.read_results()) == 3
+    error = results.pop("bad").error
+    assert error is not None
+    assert error.code == "internal_error"
+    assert {result.text for result in results.values()} == {write_numbers(8)}
 
 
 def test_the_requests_of_a_loop_that_stands_still_go_on_elsewhere(line: EndpointPipeline) -> None:

@@ -24,6 +24,7 @@ from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, Record, compute_body_hash
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
+from penstock.worker.worker import Worker
 from sim.forked import fork_process
 from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.waiting import wait_for
@@ -327,6 +328,42 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
     wait_for(is_through, "all through", 0)
     check(line, work, line.run_until_results(4), num_errors=0)
     assert line.read_dead_letters() == []
+
+
+def kill(worker: Worker) -> None:
+    """Let a worker end as by SIGKILL, and its session at once."""
+    worker.session.stop()
+    worker.settler.abandon()
+    worker.rescuer.close()
+    worker.engine.abandon()
+    worker.member.close()
+    worker.record.end_expired_sessions(worker.stage, 0, worker.session.id)
+    worker.record.close()
+
+
+def test_who_kills_each_worker_behind_one_token_is_given_up(make_line: Callable[..., InProcessPipeline]) -> None:
+    """The first attempt made more than none; those after it made no more than that one."""
+    line = make_line(record=RecordSettings(max_attempts=3, lease_s=0.4))
+    line.send_requests(poison(max_tokens=30))
+    line.run_prefill(1)
+    num_killed = 0
+
+    def has_made_one() -> bool:
+        line.decode.run_once()
+        return any(one.claim.num_tokens > one.claim.num_found_tokens for one in line.decode.running.values())
+
+    while not line.read_results():
+        wait_for(lambda: has_made_one() or line.read_results(), "a token, or the end", 0)
+        if line.decode.running:
+            kill(line.decode)
+            num_killed += 1
+            line.add_decode(f"decode-{num_killed}")
+    (result,) = line.read_results()
+    assert result.error is not None
+    assert result.error.code == "attempts_exhausted"
+    assert num_killed == len(result.token_ids) - 1 == 4
+    (dead,) = line.run_until_dead(1)
+    assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
 @contextlib.contextmanager

@@ -5,9 +5,20 @@ import time
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.messages import EndEvent, Request, Timings
+from penstock.messages import EndEvent, Request, Timings, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
-from penstock.record import Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage, compute_body_hash
+from penstock.record import (
+    AppendOutcome,
+    Bound,
+    Busy,
+    Claim,
+    Conflict,
+    Record,
+    RequestStatus,
+    UnclaimedMessage,
+    compute_body_hash,
+)
+from penstock.record.claim import GOOD_PROGRESS
 from sim.waiting import wait_for
 from tests.record.play import alive, die, end, prefill, say
 
@@ -92,6 +103,52 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) 
     third = alive(record, "decode", "w3")
     assert isinstance(record.claim_decode("r1", third, "j1"), Busy)  # the delivery came back
     assert isinstance(record.claim_decode("r1", third, "j2"), Bound)
+
+
+def take_over(record: Record, number: int) -> Claim:
+    """Let a worker take over what another one held."""
+    (taken,) = record.take_over_free("decode", alive(record, "decode", f"w{number}"), 9)
+    return taken.claim
+
+
+def make_tokens_and_die(record: Record, claim: Claim, count: int, number: int) -> None:
+    """Append tokens in one call, and end the session of their worker."""
+    events: list[TokenEvent] = []
+    for token in range(count):
+        events.append(claim.next_event(token, "x", before=events[-1] if events else None))
+    assert set(record.append_tokens([(claim, event) for event in events])) == {AppendOutcome.OK}
+    die(record, "decode", f"w{number}")
+
+
+def test_attempts_that_make_no_more_tokens_than_one_before_are_in_vain(hasty: Record) -> None:
+    """The first one is good; those after it make as many, and the third of them is one too many."""
+    make_tokens_and_die(hasty, claim_with_message(hasty, "decode"), 3, 1)
+    for number, made in ((2, 3), (3, 1)):
+        claim = take_over(hasty, number)
+        make_tokens_and_die(hasty, claim, made, number)
+        assert (claim.attempts, claim.attempts_in_vain, claim.is_exhausted) == (number - 1, number - 1, False)
+    assert take_over(hasty, 4).is_exhausted
+
+
+def test_attempts_that_make_more_tokens_than_those_before_or_many_are_good(record: Record) -> None:
+    made = [1, 2, 3, 500, GOOD_PROGRESS + 1, 300]
+    make_tokens_and_die(record, claim_with_message(record, "decode"), made[0], 1)
+    for number, count in enumerate(made[1:], 2):
+        claim = take_over(record, number)
+        assert claim.attempts == 1
+        make_tokens_and_die(record, claim, count, number)
+        assert claim.attempts_in_vain == 0
+    claim = take_over(record, 8)
+    make_tokens_and_die(record, claim, GOOD_PROGRESS, 8)
+    assert (claim.attempts_in_vain, take_over(record, 9).attempts) == (1, 2)
+
+
+def test_what_prefill_made_is_no_measure_for_decode(record: Record) -> None:
+    claim = prefill(record)
+    say(record, claim, [7])
+    record.note_handed_off(claim)
+    make_tokens_and_die(record, claim_with_message(record, "decode"), 1, 1)
+    assert take_over(record, 2).attempts == 1
 
 
 def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> None:

@@ -165,7 +165,7 @@ def write_all(record: Record, owner: str, length: int, has_written: Mapping[str,
         has_written[owner].set()
         if claim.num_tokens == length // 2:
             assert all(event.wait(PATIENCE_S) for event in has_written.values())
-    return claim.is_ended or record.finish_request(claim, end())
+    return claim.is_ended or bool(record.finish_request(claim, end()))
 
 
 def test_two_writers_that_take_each_others_claim_write_each_token_once(

@@ -65,7 +65,7 @@ def test_a_request_is_on_the_server_of_its_id(
     claims = [claimed(spread, sessions, name) for name in (LEFT[0], RIGHT[0], LEFT[1], RIGHT[1])]
     events = [(claim, claim.next_event(number, "x")) for number, claim in enumerate(claims)]
     assert spread.append_tokens(events) == [AppendOutcome.OK] * 4
-    assert spread.finish_all([(claim, end()) for claim in claims]) == [True] * 4
+    assert spread.finish_all([(claim, end()) for claim in claims]) == [AppendOutcome.OK] * 4
     for (claim, event), name in zip(events, (0, 1, 0, 1), strict=True):
         assert spread.read_log(claim.id)[0] == event
         assert isinstance(spread.read_log(claim.id)[1], EndEvent)
@@ -108,7 +108,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         assert sessions.collect_events() == []
         assert isinstance(spread.claim_decode(RIGHT[6], sessions.id, "j1"), Busy)
         assert not spread.release_claim(others)
-        assert spread.finish_all([(others, end())]) == [False]
+        assert spread.finish_all([(others, end())]) == [AppendOutcome.FENCED]
         kept = [UnclaimedMessage(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
         assert spread.put_down("decode", kept) == kept[1:]
         assert [one.claim.id for one in spread.take_over_free("decode", sessions.id, 9)] == [LEFT[7]]

@@ -22,9 +22,13 @@ BROKER_TIMEOUT_S = 15.0
 """Brokers that do not answer within this time count as not reachable."""
 SOCKET_TIMEOUT_S = 10.0
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
+FETCH_BYTES = 2**20
+"""How much brokers send at once; a larger batch comes alone. It arrives together: over a slow link
+a small message waits for all of it, and a member takes what does not arrive for long for a fault.
+"""
 FETCH_LIMITS = {
-    "max.partition.fetch.bytes": MAX_BATCH_BYTES,
-    "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
+    "max.partition.fetch.bytes": FETCH_BYTES,
+    "fetch.max.bytes": FETCH_BYTES,
     "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
 }
 """Settings of all consumers of a stage's topics.

@@ -13,7 +13,7 @@ from penstock.bus.kafka.buffer import Commit
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, FENCED_ERRORS, bus_errors, produce_message, producer_settings
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.partitioner import Partitioner
-from penstock.errors import MemberFenced
+from penstock.errors import MemberFenced, NameShared
 from penstock.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,9 @@ class Transactions:
 
     def __init__(self, clients: Mapping[str, Any], transactional_id: str, timeout_s: float) -> None:
         write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences the producer
-        self._flush_s = write_s + 1
+        self._flush_s, self._timeout_s = write_s + 1, timeout_s
+        self._id, self._brokers = transactional_id, clients["bootstrap.servers"]
+        self._begun_s = 0.0
         self._producer = Producer(
             producer_settings(clients)
             | {
@@ -133,7 +135,7 @@ class Transactions:
         """
         try:
             self._producer.begin_transaction()
-            self._open = True
+            self._open, self._begun_s = True, time.monotonic()
             write_and_flush(self._producer, self._partitions, outputs, self._flush_s)  # 3
             failpoint("kafka.3.written")
             self._producer.send_offsets_to_transaction(offsets, membership, BROKER_TIMEOUT_S)  # 4
@@ -169,6 +171,13 @@ class Transactions:
         self._partitions.forget_leaders()
         error: KafkaError = raised.args[0]
         if error.fatal() or error.code() in FENCED_ERRORS:
+            # The brokers end a transaction that lasts too long. Before that, only another producer of this id ends it.
+            if time.monotonic() - self._begun_s < self._timeout_s:
+                raise NameShared(
+                    f"another process uses the transactional id {self._id} at Kafka {self._brokers}: each worker of a"
+                    " pipeline needs a name of its own. Where that process has other Redis servers, names are not"
+                    " compared: stop it, or give it another PENSTOCK_PIPELINE or PENSTOCK_WORKER_NAME"
+                )
             raise MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")
         if self._in_doubt and error.retriable():
             return  # the commit may have happened: the next settlement repeats it

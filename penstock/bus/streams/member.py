@@ -22,7 +22,7 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import execute_once
+from penstock.redis.client import execute_once, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
 from penstock.threads import CheckedThread
 
@@ -249,7 +249,8 @@ class StreamsMember:
         wanted = [(topic, count) for topic, count in self._list_streams(left) if count > 0]
         read, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
         # A busy worker does this in each turn, and redis-py's own methods take half as long again.
-        replies = execute_once(self._client, [[*read, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
+        commands = [[*read, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted]
+        replies = raise_first_error(execute_once(self._client, commands))
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():

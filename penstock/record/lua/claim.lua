@@ -9,7 +9,7 @@
 --          the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
 --          message, what `held` keys look like (a set for each session: ids of requests)
 --
--- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts}
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}
 --          {'busy', ms}     another session holds it, or it is to be left alone: ask again after that time. Also where
 --                           the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
@@ -30,9 +30,10 @@
 local id, stage, session, job, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local lease, longest, prefill, puts_down = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
-  'not_before')
+  'not_before', 'most')
 local epoch, holder, was, bound = tonumber(r[1] or 0), r[2] or '', r[3] or 'new', r[4] or ''
 local tokens, hash, attempts, cancelled = tonumber(r[6] or 0), r[7] or ARGV[9], tonumber(r[8] or 0), r[9] and 1 or 0
+local most = was == stage and tonumber(r[11] or 0) or 0
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -54,7 +55,7 @@ if was == 'end' then
   else
     redis.call('HSET', KEYS[1], 'bound', job)
   end
-  return {'claim', epoch, tokens, hash, 1, cancelled, attempts}
+  return {'claim', epoch, tokens, hash, 1, cancelled, attempts, most}
 end
 
 -- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode
@@ -78,10 +79,10 @@ else
 end
 epoch = math.max(epoch + 1, now)
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
-  'tokens', tokens, 'hash', hash, 'message', ARGV[10])
+  'most', most, 'tokens', tokens, 'hash', hash, 'message', ARGV[10])
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
 if not prefill then redis.call('HSET', KEYS[1], 'bound', job) end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if puts_down then return {'down'} end
-return {'claim', epoch, tokens, hash, 0, cancelled, attempts}
+return {'claim', epoch, tokens, hash, 0, cancelled, attempts, most}

@@ -4,7 +4,8 @@
 -- KEYS[2]  log      stream; the end after n tokens is the entry `n-2`
 -- ARGV     live channel, epoch, n, event as JSON, keep of an ended stream in ms, id, what `held` keys look like
 --
--- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, or n is not the number of tokens
+-- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, or n is not the number of tokens,
+--          3 ended, but what is there in place of a log takes no end
 --
 -- Crash    before: the next holder goes on. After: the next holder sees the end and only settles.
 
@@ -12,10 +13,11 @@ local r = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session')
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
 if r[3] == 'end' then return 1 end
 
-redis.call('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])
+local is_refused = type(redis.pcall('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])) == 'table'
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end
 redis.call('HSET', KEYS[1], 'stage', 'end', 'session', '', 'message', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
+if is_refused then return 3 end
 redis.call('PUBLISH', ARGV[1], ARGV[4])
 return 1

@@ -24,7 +24,7 @@ for _, session in ipairs(over) do
   local held = string.format(ARGV[4], session)
   for _, id in ipairs(redis.call('SMEMBERS', held)) do
     local record = string.format(ARGV[6], id)
-    if redis.call('HGET', record, 'session') == session then
+    if redis.pcall('HGET', record, 'session') == session then  -- what is no record is nobody's
       redis.call('HSET', record, 'session', '')
       redis.call('ZADD', KEYS[2], now, id)
     end

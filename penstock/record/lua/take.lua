@@ -7,7 +7,7 @@
 -- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, what record
 --          and log keys look like
 --
--- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts}, message}; none where the session is over
+-- Replies  for each {id, {'claim', epoch, tokens, hash, 0, cancelled, attempts, most}, message}; none where the session is over
 --
 -- Crash    before: nothing happened. After: the session runs out, and they are free again.
 --
@@ -22,10 +22,10 @@ if #due == 0 then  -- what lies too far ahead was written before the clock went 
   due = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[4], '+inf', 'LIMIT', 0, ARGV[3])
 end
 local taken = {}
-for _, id in ipairs(due) do
+local function take(id)
   local record, log = string.format(ARGV[6], id), string.format(ARGV[7], id)
-  local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message')
-  redis.call('ZREM', KEYS[1], id)
+  local r = redis.call('HMGET', record, 'epoch', 'session', 'stage', 'tokens', 'hash', 'attempts', 'cancelled', 'message',
+    'most')
   -- Others ended, were handed off, or are another stage's by now.
   if r[3] == ARGV[2] and (r[2] or '') == '' and (r[8] or '') ~= '' then
     local epoch, attempts = math.max(tonumber(r[1]) + 1, now), tonumber(r[6] or 0) + 1
@@ -33,7 +33,11 @@ for _, id in ipairs(due) do
     redis.call('SADD', KEYS[3], id)
     redis.call('PEXPIRE', record, ARGV[5])
     redis.call('PEXPIRE', log, ARGV[5])
-    taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts}, r[8]}
+    taken[#taken + 1] = {id, {'claim', epoch, tonumber(r[4]), r[5], 0, r[7] and 1 or 0, attempts, tonumber(r[9] or 0)}, r[8]}
   end
+end
+for _, id in ipairs(due) do
+  redis.call('ZREM', KEYS[1], id)
+  pcall(take, id)  -- one whose record is none is left to its delivery
 end
 return taken

@@ -1,0 +1,77 @@
+"""Messages that take longer to come than a member waits for them, over a link that brings few bytes at a time."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from penstock.bus.contract import Settlement
+from penstock.bus.kafka import member as kafka_member
+from penstock.bus.kafka import position_lookup
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.client import FETCH_LIMITS
+from penstock.errors import BusUnavailable
+from penstock.local.kafka import KafkaServer
+from penstock.local.processes import find_free_port
+from penstock.names import Pipeline
+from sim.chaos.proxy import Proxy
+from sim.servers import start_or_skip
+from tests.bus.buses import CAPACITY, SETTINGS
+
+LARGE_BYTES = 4_000_000
+"""At least 61 of the proxy's pieces."""
+DELAY_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """The one way to a broker, which lets all through at first."""
+    with Proxy(find_free_port()) as proxy:
+        server = KafkaServer(tmp_path_factory.mktemp("kafka"), proxy.target_port, advertised=proxy.port)
+        with start_or_skip(server.start):
+            yield proxy
+
+
+def test_a_small_message_does_not_wait_for_all_that_others_may_bring(link: Proxy, pipeline: Pipeline) -> None:
+    """What is fetched at once is one message, or about a MB of several."""
+    bus, topic = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SETTINGS), pipeline.request_topic("batch")
+    bus.create_topics()
+    producer = Producer(bus.clients | {"linger.ms": 0})
+    for partition, value in [(0, os.urandom(900_000))] * 12 + [(1, b"beside")]:
+        producer.produce(topic, value, partition=partition)
+        assert producer.flush(30) == 0
+    consumer, num_before = Consumer(bus.clients | FETCH_LIMITS | {"group.id": topic}), link.num_reply_bytes
+    consumer.assign([TopicPartition(topic, number, 0) for number in range(2)])
+    values: list[bytes | None] = []
+    while b"beside" not in values:
+        values += [message.value() for message in consumer.consume(1, 1.0)]
+    consumer.close()
+    assert link.num_reply_bytes - num_before < 6_000_000
+
+
+def test_a_message_that_takes_long_is_answered_and_so_are_those_behind_it_and_beside_it(
+    link: Proxy, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 3 seconds or more, and the first member waits for one."""
+    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.1)
+    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 1.0)
+    monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.05)
+    bus, topic = KafkaBus(pipeline, f"127.0.0.1:{link.port}", SETTINGS), pipeline.request_topic("interactive")
+    bus.create_topics()
+    producer, large = Producer(bus.clients | {"message.max.bytes": 2 * LARGE_BYTES}), os.urandom(LARGE_BYTES)
+    for partition, value in ((0, large), (0, b"behind"), (1, b"beside")):
+        producer.produce(topic, value, partition=partition)
+        assert producer.flush(30) == 0
+    came: set[bytes] = set()
+    link.delay_forwarding(DELAY_S)
+    while len(came) < 3:
+        with suppress(BusUnavailable), bus.join_group("prefill", "a") as member:
+            while len(came) < 3:
+                found = member.poll(0.1, CAPACITY)
+                came |= {delivery.value for delivery in found}
+                member.settle([Settlement(delivery) for delivery in found])
+    link.forward_normally()
+    assert came == {large, b"behind", b"beside"}
+    assert bus.read_all(pipeline.dead_letter_topic) == []

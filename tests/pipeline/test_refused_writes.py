@@ -1,0 +1,94 @@
+"""A record or a log of one request that Redis refuses to change ends that request alone."""
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from penstock.config.settings import RecordSettings
+from penstock.errors import StateMismatch
+from penstock.messages import Request, Sampling
+from penstock.names import Pipeline
+from penstock.record import Record
+from penstock.waiting import wait_until
+from penstock.worker.loop import run_until_idle
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers
+from tests.record.play import alive
+
+SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+WORK = [Request(id=name, prompt="In the beginning", sampling=SAMPLING) for name in ("a", "bad", "z")]
+
+
+@pytest.fixture
+def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(record=RecordSettings(lease_s=0.4))
+
+
+def spoil(line: InProcessPipeline, what: str) -> None:
+    """Let the record or the log of one request be a string."""
+    line.client.set(getattr(line.pipeline, f"{what}_key")("bad"), "no record and no log")
+
+
+def check(line: InProcessPipeline) -> None:
+    """Check that the bad request has one result, an error, and the others have their answers."""
+    results = {result.id: result for result in line.run_until_results(3)}
+    run_until_idle(line.prefill)
+    run_until_idle(line.decode)
+    assert len(results) == len(line.read_results()) == 3
+    error = results.pop("bad").error
+    assert error is not None
+    assert error.code == "internal_error"
+    expected = compute_answers(WORK)
+    assert {name: result.token_ids for name, result in results.items()} == {
+        name: expected[name].token_ids for name in ("a", "z")
+    }
+    assert {len(line.prefill.running), len(line.decode.running)} == {0}
+    assert "bad" in [letter.key for letter in line.run_until_dead(1)]
+
+
+@pytest.mark.parametrize("what", ["record", "log"])
+@pytest.mark.parametrize("moment", ["before prefill", "in prefill", "before decode", "in decode"])
+def test_it_ends_alone(line: InProcessPipeline, what: str, moment: str) -> None:
+    if moment == "before prefill":
+        spoil(line, what)
+    line.send_requests(*WORK)
+    if moment == "in prefill":
+        wait_until(lambda: line.prefill.run_once() and "bad" in line.prefill.running, 30, "it runs", 0)
+        spoil(line, what)
+    if moment in ("before decode", "in decode"):
+        line.run_prefill(3)
+    if moment == "in decode":
+        line.run_until_tokens("bad", 2)
+    if "decode" in moment:
+        spoil(line, what)
+    check(line)
+
+
+@pytest.mark.parametrize("what", ["record", "log"])
+def test_those_that_a_dead_worker_held_with_it_are_taken_over(line: InProcessPipeline, what: str) -> None:
+    line.send_requests(*WORK)
+    line.run_prefill(3)
+    line.run_until_tokens("z", 1)
+    silent = line.silence_worker("decode", 1)
+    assert len(silent.running) == 3
+    spoil(line, what)
+
+    def others_have_ended() -> bool:
+        line.decode.run_once()
+        found = [line.decode.record.read_status(name) for name in ("a", "z")]
+        return all(status is not None and status.stage == "end" for status in found)
+
+    wait_until(others_have_ended, 60, "the others have their answers", 0)
+    silent.member.close()  # now the bus gives its deliveries to another
+    check(line)
+
+
+def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
+    record: Record, pipeline: Pipeline, server: "redis.Redis"
+) -> None:
+    """No request ends by it: the worker does, and says what to do."""
+    session = alive(record, "prefill", "w1")
+    server.set(pipeline.free_key("prefill"), "no set")
+    with pytest.raises(StateMismatch, match="redis-cli DEL"):
+        record.claim_prefill("r1", session, "b", b"message")
