@@ -470,7 +470,12 @@ def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: A
     with first, ThreadPoolExecutor(2) as pool:
         assert first.take_name() == "prefill-0"
         taking = [pool.submit(refused.take_name), pool.submit(second.take_name, next_free=True)]
-        wait_for(lambda: first.write_beat() or all(one.done() for one in taking), "they have seen that the first lives")
+
+        def have_seen_it() -> bool:
+            first.write_beat()
+            return all(one.done() for one in taking)
+
+        wait_for(have_seen_it, "they have seen that the first lives")
         with pytest.raises(NameTaken, match=f"on {socket.gethostname()} with pid {os.getpid()}: stop"):
             taking[0].result()
         assert taking[1].result() == "prefill-1"
