@@ -32,6 +32,7 @@ from penstock.errors import PenstockError
 from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
+from sim.forked import ForkedStack
 
 NUM_STREAMS = 4
 PROMPT_TOKENS, STREAM_NEW = 64, 256
@@ -162,7 +163,7 @@ class EngineSide:
 class PipelineSide:
     """The pipeline as a client sees it. The job is submitted before its window, and cancelled after it."""
 
-    def __init__(self, client: Client, job: int = 400) -> None:
+    def __init__(self, client: Client, job: int) -> None:
         """Measure with a client; `job` is the number of requests, more than a window can answer."""
         self._client, self._job = client, job
 
@@ -232,11 +233,11 @@ def run(given: Arguments) -> dict[str, float]:
     engine = alternate_windows("engine", EngineSide(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        Stack(Path(directory), environment=_ENVIRONMENT) as stack,
+        given.choose_size(Stack, Stack, ForkedStack)(Path(directory), environment=_ENVIRONMENT) as stack,
     ):
         stack.wait_until_ready(300)
         with Client(stack.addresses) as client:
-            side = PipelineSide(client)
+            side = PipelineSide(client, given.choose_size(400, 400, 20))
             side.run_window(1.0, busy=True)
             pipeline = alternate_windows("pipeline", side, rounds, seconds)
     print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams")

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -31,8 +31,8 @@ SPLIT_CHUNK = 512
 NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
 BLOCK_TOKENS = 16
+StartMethod = Literal["spawn", "forkserver"]
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
-_LEAD_S = 1.5  # streams have their first tokens before a window begins
 _MIN_TAKEN_SHARE = 0.9
 _TIMEOUT_S = 900.0
 
@@ -48,19 +48,23 @@ class Extent:
     rounds: int
     chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
     """What the undivided engine may take as chunk."""
+    method: StartMethod = "spawn"
+    """How processes start."""
+    lead_s: float = 1.5
+    """Streams have their first tokens before a window begins."""
 
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
-SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1, chunk_sizes=(512,))
+SMOKE = Extent("smoke", 64, window_s=0.3, search_s=0.2, rounds=1, chunk_sizes=(512,), method="forkserver", lead_s=0.3)
 
 
 class WorkerProcess:
     """One process and the pipe to it."""
 
     def __init__(self, role: str, settings: dict[str, Any], cores: list[int], jobs: Connection | None = None,
-                 memory: SharedMemory | None = None) -> None:  # fmt: skip
-        context = mp.get_context("spawn")
+                 memory: SharedMemory | None = None, method: StartMethod = "spawn") -> None:  # fmt: skip
+        context = mp.get_context(method)
         self._commands, theirs = context.Pipe()
         name = memory.name if memory else None
         self._process = context.Process(
@@ -92,21 +96,21 @@ class BothSystems:
     """Both systems, loaded; they run windows in turn."""
 
     def __init__(self, shape: Shape, extent: Extent) -> None:
-        self.shape = shape
+        self.shape, self._lead_s = shape, extent.lead_s
         model = str(make_model_directory(shape, DIRECTORY / "models"))
         # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
                  "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
-        self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1])
+        self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1], method=extent.method)
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
         ours, theirs = mp.get_context("spawn").Pipe()
-        self._prefill = WorkerProcess("prefill", {**given, "threads": 1}, [0], ours, self._memory)
-        self._decode = WorkerProcess("decode", {**given, "threads": 1}, [1], theirs, self._memory)
+        self._prefill = WorkerProcess("prefill", {**given, "threads": 1}, [0], ours, self._memory, extent.method)
+        self._decode = WorkerProcess("decode", {**given, "threads": 1}, [1], theirs, self._memory, extent.method)
 
     def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
         """Return a window that begins as soon as the streams run."""
-        begin_s = time.monotonic() + _LEAD_S
+        begin_s = time.monotonic() + self._lead_s
         return Window(begin_s, length_s, NUM_STREAMS, arrivals, PROMPT_TOKENS, chunk, self.shape.vocabulary)
 
     def run_undivided(self, window: Window) -> WindowResult:
