@@ -192,11 +192,11 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
     for number in itertools.count():
         for place, bus in enumerate(BUSES):
-            seconds = given.choose_size(MAX_ROUND_S[bus], 6.0, 2.0)
+            seconds, workers = given.choose_size((MAX_ROUND_S[bus], (3, 4)), (6.0, (3, 4)), (2.0, (1, 2)))
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
-                given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated,
+                given.seed + number, bus, seconds, KILLS_PER_ROUND, *workers, is_replicated=is_replicated,
                 with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
                 answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS),
             )  # fmt: skip

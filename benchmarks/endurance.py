@@ -91,9 +91,11 @@ class Extent:
     answer_tokens: int = LONG_ANSWER_TOKENS
     keep_s: int = 10
     """How long an ended request can be read: much less than a full run, so that its keys are seen to go."""
+    num_workers: tuple[int, int] = (2, 2)
+    """Prefill and decode workers."""
 
 
-FULL, QUICK, SMOKE = Extent(20.0), Extent(0.15), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1)
+FULL, QUICK, SMOKE = Extent(20.0), Extent(0.15), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, num_workers=(1, 1))
 
 
 def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
@@ -133,7 +135,7 @@ def run_on_bus(
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
         settings = {"PENSTOCK_RECORD_KEEP_S": str(extent.keep_s)}
-        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, (2, 2), settings)
+        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, extent.num_workers, settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         stack.wait_until_ready(120)

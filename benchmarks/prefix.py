@@ -69,7 +69,7 @@ def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds = measure_first(*given.choose_size((8, "q06"), (2, "q06"), (1, "smoke")))
+    rounds = measure_first(*given.choose_size((8, "q06", 1024), (2, "q06", 1024), (1, "smoke", 64)))
     print(f"{describe_machine()}; 0.6B shape, bf16")
     print_table(rounds)
     hits = measure_hits(*given.choose_size((Stack, 2000), (Stack, 400), (ForkedStack, 10)))
