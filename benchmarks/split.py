@@ -15,8 +15,9 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ SPLIT_CHUNK = 512
 NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
 BLOCK_TOKENS = 16
-StartMethod = Literal["spawn", "forkserver"]
+Context = SpawnContext | ForkServerContext
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
 _MIN_TAKEN_SHARE = 0.9
 _TIMEOUT_S = 900.0
@@ -48,7 +49,7 @@ class Extent:
     rounds: int
     chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
     """What the undivided engine may take as chunk."""
-    method: StartMethod = "spawn"
+    context: Context = mp.get_context("spawn")
     """How processes start."""
     lead_s: float = 1.5
     """Streams have their first tokens before a window begins."""
@@ -56,15 +57,23 @@ class Extent:
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
-SMOKE = Extent("smoke", 64, window_s=0.3, search_s=0.2, rounds=1, chunk_sizes=(512,), method="forkserver", lead_s=0.3)
+SMOKE = Extent(
+    "smoke",
+    64,
+    window_s=0.3,
+    search_s=0.2,
+    rounds=1,
+    chunk_sizes=(512,),
+    context=mp.get_context("forkserver"),
+    lead_s=0.3,
+)
 
 
 class WorkerProcess:
     """One process and the pipe to it."""
 
-    def __init__(self, role: str, settings: dict[str, Any], cores: list[int], jobs: Connection | None = None,
-                 memory: SharedMemory | None = None, method: StartMethod = "spawn") -> None:  # fmt: skip
-        context = mp.get_context(method)
+    def __init__(self, context: Context, role: str, settings: dict[str, Any], cores: list[int],
+                 jobs: Connection | None = None, memory: SharedMemory | None = None) -> None:  # fmt: skip
         self._commands, theirs = context.Pipe()
         name = memory.name if memory else None
         self._process = context.Process(
@@ -101,12 +110,12 @@ class BothSystems:
         # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
                  "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
-        self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1], method=extent.method)
+        self._undivided_worker = WorkerProcess(extent.context, "undivided", {**given, "threads": 2}, [0, 1])
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
         ours, theirs = mp.get_context("spawn").Pipe()
-        self._prefill = WorkerProcess("prefill", {**given, "threads": 1}, [0], ours, self._memory, extent.method)
-        self._decode = WorkerProcess("decode", {**given, "threads": 1}, [1], theirs, self._memory, extent.method)
+        self._prefill = WorkerProcess(extent.context, "prefill", {**given, "threads": 1}, [0], ours, self._memory)
+        self._decode = WorkerProcess(extent.context, "decode", {**given, "threads": 1}, [1], theirs, self._memory)
 
     def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
         """Return a window that begins as soon as the streams run."""
