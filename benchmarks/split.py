@@ -33,6 +33,7 @@ NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
 BLOCK_TOKENS = 16
 Context = SpawnContext | ForkServerContext
+_SPAWN = mp.get_context("spawn")
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
 _MIN_TAKEN_SHARE = 0.9
 _TIMEOUT_S = 900.0
@@ -49,7 +50,7 @@ class Extent:
     rounds: int
     chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
     """What the undivided engine may take as chunk."""
-    context: Context = mp.get_context("spawn")
+    context: Context = _SPAWN
     """How processes start."""
     lead_s: float = 1.5
     """Streams have their first tokens before a window begins."""
@@ -113,7 +114,7 @@ class BothSystems:
         self._undivided_worker = WorkerProcess(extent.context, "undivided", {**given, "threads": 2}, [0, 1])
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
-        ours, theirs = mp.get_context("spawn").Pipe()
+        ours, theirs = _SPAWN.Pipe()
         self._prefill = WorkerProcess(extent.context, "prefill", {**given, "threads": 1}, [0], ours, self._memory)
         self._decode = WorkerProcess(extent.context, "decode", {**given, "threads": 1}, [1], theirs, self._memory)
 
