@@ -1,4 +1,7 @@
-"""Each benchmark runs to its end in a size of seconds, and writes its figures."""
+"""Each benchmark runs to its end in a size of seconds, and writes its figures.
+
+It is forked from a process that has imported torch and transformers, which take longer than most runs.
+"""
 
 import itertools
 import json
@@ -22,6 +25,7 @@ NAMES = sorted(
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
 )
 TIMEOUT_S = 600.0
+"""As long as any test may take."""
 ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
 
 
