@@ -78,7 +78,7 @@ def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (64, 1, 2, 3.0), (4, 1, 1, 0.2))
     count, warm_count, job_lines = given.choose_size(
-        (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (8, 8, 100)
+        (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (8, 8, 400)
     )
     how = given.choose_size(Stack, Stack, ForkedStack)
     with run_stack(how, _LARGE_ENVIRONMENT) as stack:

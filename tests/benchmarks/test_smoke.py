@@ -6,6 +6,7 @@ It is forked from a process that has imported torch and transformers, which take
 import itertools
 import json
 import math
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
 
 def run_benchmark(name: str, *arguments: str) -> None:
     """Run a benchmark as the main program of this process."""
+    os.chdir(FOLDER.parent)
     sys.argv = [name, *arguments]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
 
