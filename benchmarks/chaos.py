@@ -38,7 +38,7 @@ from benchmarks.chaos_flushes import flush_often
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.names import STAGES, Stage
 from sim.chaos.checker import Finding, count_by_kind
-from sim.chaos.clients import Load
+from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
@@ -192,12 +192,13 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
     for number in itertools.count():
         for place, bus in enumerate(BUSES):
-            seconds = given.choose_size(MAX_ROUND_S[bus], 6.0, 2.0)
+            seconds, workers = given.choose_size((MAX_ROUND_S[bus], (3, 4)), (6.0, (3, 4)), (2.0, (1, 2)))
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
-                given.seed + number, bus, seconds, KILLS_PER_ROUND, is_replicated=is_replicated,
+                given.seed + number, bus, seconds, KILLS_PER_ROUND, *workers, is_replicated=is_replicated,
                 with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
+                answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS),
             )  # fmt: skip
 
 

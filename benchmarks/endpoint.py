@@ -41,6 +41,7 @@ from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from sim.endpoint import MODEL, write_numbers
+from sim.forked import ForkedStack
 
 NUM_READERS = 32
 NUM_PIECES, PAUSE_S = 40, 0.02
@@ -159,7 +160,9 @@ def ask_undisturbed(endpoint: Child, port: int) -> dict[str, str]:
         return answers
 
 
-def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: int, command: str) -> dict[str, float]:
+def run_requests(
+    num_requests: int, num_endpoint_kills: int, num_gateway_kills: int, command: str, how: type[Stack]
+) -> dict[str, float]:
     """Return the figures of a run."""
     make_prompt = make_story_prompt if command else make_count_prompt
     port, gateway_port = find_free_port(), find_free_port()
@@ -171,7 +174,7 @@ def run_requests(num_requests: int, num_endpoint_kills: int, num_gateway_kills: 
     undisturbed = ask_undisturbed(endpoint, port) if command else {}
     with tempfile.TemporaryDirectory() as folder:
         environment = build_endpoint_environment([f"http://127.0.0.1:{port}"])
-        stack = Stack(
+        stack = how(
             Path(folder), prefill=0, decode=0, endpoint=2, gateway=gateway_port, environment=environment, port=None
         )
         with stack:
@@ -240,7 +243,8 @@ def main() -> None:
     given = Options(**vars(parser.parse_args()))
     print(describe_machine())
     size = given.choose_size((1000, 5, 3), (200, 2, 1), (20, 1, 1))
-    report_figures(run_requests(*size, given.command), given)
+    how = given.choose_size(Stack, Stack, ForkedStack)
+    report_figures(run_requests(*size, given.command, how), given)
 
 
 if __name__ == "__main__":

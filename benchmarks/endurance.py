@@ -35,7 +35,7 @@ from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import WorkerSlot
 from penstock.waiting import wait_until
 from sim.chaos.checker import Finding, check_history, count_by_kind
-from sim.chaos.clients import LONG_ANSWER_TOKENS, Clients, make_client_task, prepare_known_requests
+from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Clients, make_client_task, prepare_known_requests
 from sim.chaos.faults import ANY_TIME, Bus, KillPlan
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History, read_history
@@ -45,8 +45,6 @@ from sim.chaos.system import ChaosStack, Servers
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 SEED = 20261121
 MAX_OPEN_REQUESTS = 12
-RECORD_KEEP_S = 10
-"""How long an ended request can be read: much less than the run, so that its keys are seen to go."""
 WORKER_LIFE_S = (2.0, 16.0)
 ANSWER_TIMEOUT_S = 90.0
 PANEL_TITLES = {
@@ -85,6 +83,21 @@ class EnduranceResult:
         }
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is done."""
+
+    minutes: float
+    answer_tokens: int = LONG_ANSWER_TOKENS
+    keep_s: int = 10
+    """How long an ended request can be read: much less than a full run, so that its keys are seen to go."""
+    num_workers: tuple[int, int] = (2, 2)
+    """Prefill and decode workers."""
+
+
+FULL, QUICK, SMOKE = Extent(20.0), Extent(0.1), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, num_workers=(1, 1))
+
+
 def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
     """Return when to kill a worker. The first worker of each stage is never killed; some others are paused instead."""
     chance = random.Random(f"{SEED}/{worker.name}/{life}")
@@ -112,27 +125,26 @@ def make_sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> 
 
 
 def run_on_bus(
-    bus: Bus, minutes: float, directory: Path, fork_server: ForkServer, progress: Progress
+    bus: Bus, extent: Extent, directory: Path, fork_server: ForkServer, progress: Progress
 ) -> EnduranceResult:
     """Run the load on a bus, and check its history."""
     directory.mkdir(parents=True)
-    prepare_known_requests(LONG_ANSWER_TOKENS, "text")  # takes seconds: not in the middle of it
-    task = progress.add_task(bus, total=60 * minutes)
+    prepare_known_requests(extent.answer_tokens, "text")  # takes seconds: not in the middle of it
+    task = progress.add_task(bus, total=60 * extent.minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
-        settings = dict.fromkeys(("PENSTOCK_RECORD_KEEP_S", "PENSTOCK_TRACE_KEEP_S"), str(RECORD_KEEP_S))
-        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, (2, 2), settings)
+        settings = dict.fromkeys(("PENSTOCK_RECORD_KEEP_S", "PENSTOCK_TRACE_KEEP_S"), str(extent.keep_s))
+        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, extent.num_workers, settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         stack.wait_until_ready(120)
         sample = make_sampler(stack, servers, client)
         before = sample()
-        with Clients(
-            history, stack.addresses, partial(make_client_task, SEED), MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S
-        ) as clients:
+        make_task = partial(make_client_task, SEED, max_tokens=extent.answer_tokens)
+        with Clients(history, stack.addresses, make_task, MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S) as clients:
             with Watch(sample) as watch:
-                _run_load(60 * minutes, stack, clients, lambda s: progress.update(task, completed=s))
+                _run_load(60 * extent.minutes, stack, clients, lambda s: progress.update(task, completed=s))
             clients.stop_sending()
             stack.is_killing = False
             wait_until_calm(
@@ -141,7 +153,7 @@ def run_on_bus(
                 ANSWER_TIMEOUT_S + 30.0,
                 lambda line: progress.update(task, description=f"{bus}: {line}"),
             )
-        keys_left, lag_left = _wait_until_empty(stack, sample, before)
+        keys_left, lag_left = _wait_until_empty(stack, sample, before, 2 * extent.keep_s + 10)
         record_topics(stack, history)
     kills = sum(stack.counts.kills.values())
     findings = check_history(read_history(history.path))
@@ -158,7 +170,9 @@ def _run_load(seconds: float, stack: ChaosStack, clients: Clients, passed: Calla
         time.sleep(0.05)
 
 
-def _wait_until_empty(stack: ChaosStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
+def _wait_until_empty(
+    stack: ChaosStack, sample: Callable[[], Sample], before: Sample, within_s: float
+) -> tuple[float, float]:
     """Wait until no new keys and no messages are left, or the time is over; return how many are left of each."""
 
     def left() -> tuple[float, float]:
@@ -167,7 +181,7 @@ def _wait_until_empty(stack: ChaosStack, sample: Callable[[], Sample], before: S
         return now["keys"]["Redis"] - before["keys"]["Redis"], now["lag"]["all topics"]
 
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: left() <= (0.0, 0.0), 2 * RECORD_KEEP_S + 10, "all keys go", every_s=0.5)
+        wait_until(lambda: left() <= (0.0, 0.0), within_s, "all keys go", every_s=0.5)
     return left()
 
 
@@ -180,14 +194,14 @@ class Options(Arguments):
 
 def run(given: Options) -> dict[str, float]:
     """Run on each bus, print and draw; return the figures."""
-    minutes = given.choose_size(20.0, 0.1, 0.03)
+    extent = given.choose_size(FULL, QUICK, SMOKE)
     directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
-    figures: dict[str, float] = {"endurance_minutes": minutes}
+    figures: dict[str, float] = {"endurance_minutes": extent.minutes}
     fork_server = ForkServer(directory)
     try:
         for bus in [given.bus] if given.bus else given.choose_size(BUSES, BUSES, BUSES[:1]):
             with Progress(transient=True) as progress:
-                endured = run_on_bus(bus, minutes, directory / bus, fork_server, progress)
+                endured = run_on_bus(bus, extent, directory / bus, fork_server, progress)
             print(
                 f"{bus}: {endured.num_requests} requests, {endured.num_kills} kills, {len(endured.findings)} findings"
             )

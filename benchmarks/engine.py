@@ -18,6 +18,7 @@ while another is measured; they take turns, and ratios are formed within a round
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Extent:
     flip_prompts: int
     flip_new: int
     cells: tuple[Cell, ...]
+    is_forked: bool = False
+    """Whether processes of ours are forked, as `Side` has it."""
 
 
 FULL = Extent(
@@ -59,15 +62,17 @@ FULL = Extent(
     cells=CELLS + DRAWN_CELLS,
 )  # fmt: skip
 QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=15.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
-SMOKE = Extent(("smoke",), (), rounds=1, rounds_s=0.0, num_loads=1, flip_prompts=2, flip_new=4, cells=CELLS[:1])
+SMOKE = Extent(("smoke",), (), rounds=1, rounds_s=0.0, num_loads=1, flip_prompts=2, flip_new=4, cells=CELLS[:1],
+               is_forked=True)  # fmt: skip
 
 
 def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
     """Measure one shape: all rounds, and the figures that only our engine has."""
     model = make_model_directory(shape, DIRECTORY / "models")
     how: dict[str, Any] = {"threads": THREADS, "pool_mb": POOL_MB[shape.name], "device": device}
-    figures = measure_loads(shape, model, extent.num_loads, logs, how)
-    rounds = Rounds(shape, extent.cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
+    figures = measure_loads(shape, model, extent.num_loads, logs, how, is_forked=extent.is_forked)
+    say = partial(print, shape.name, flush=True)
+    rounds = Rounds(shape, extent.cells, say, is_forked=extent.is_forked)
     try:
         for name in ("limits", OURS, *extent.others):
             if device != "cpu" and name in PEERS and name not in GPU_PEERS:
@@ -107,11 +112,13 @@ def measure_own_figures(rounds: Rounds, extent: Extent) -> dict[str, float]:
     return figures
 
 
-def measure_loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]) -> dict[str, float]:
+def measure_loads(
+    shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any], *, is_forked: bool = False
+) -> dict[str, float]:
     """Measure our engine's start in fresh processes: its time to that of reading the file, and its memory."""
     found: list[dict[str, float]] = []
     for _ in range(times):
-        side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, how["pool_mb"])
+        side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, how["pool_mb"], is_forked=is_forked)
         try:
             found.append(side.ask("load", model=str(model), **{**how, "pool_mb": _LOAD_POOL_MB}))
         except SideFailed as error:

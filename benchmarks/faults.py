@@ -23,14 +23,14 @@ ANSWERS_PER_RESTART = 5
 
 def main() -> None:
     given = parse_arguments("damage in every tier of the KV store while it serves")
-    reads = given.choose_size(10_000, 1_000, 20)
+    reads, num_prompts = given.choose_size((10_000, 24), (1_000, 24), (20, 6))
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as name:
         directory = Path(name)
         with ValkeyServer(directory / "stream") as stream, ValkeyServer(directory / "kv", appendonly=False) as kv:
-            report_figures(run(directory, stream, kv, reads), given)
+            report_figures(run(directory, stream, kv, reads, num_prompts), given)
 
 
-def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> dict[str, float]:
+def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int, num_prompts: int) -> dict[str, float]:
     addresses = Addresses(pipeline="faults", stream_url=stream.url, kv_url=kv.url)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -46,7 +46,7 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
                 kv.kill()
                 kv.start()
 
-        answers, wrong = serve_damaged(line, lambda: count_reads(line) >= reads, restart)
+        answers, wrong = serve_damaged(line, lambda: count_reads(line) >= reads, restart, num_prompts)
         counters = [
             tier.counters
             for store in (serving_engine(line.prefill).store, serving_engine(line.decode).store)

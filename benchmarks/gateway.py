@@ -43,6 +43,7 @@ from benchmarks.interference import (
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
+from sim.forked import ForkedStack
 
 MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
@@ -75,14 +76,17 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (32, 1, 2, 3.0), (4, 1, 1, 0.5))
-    count = given.choose_size(NUM_STREAMS, NUM_STREAMS, NUM_WARM_STREAMS)
-    with run_stack(_LARGE_ENVIRONMENT) as stack:
-        run_round(stack, NUM_WARM_STREAMS, tokens)
+    tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (32, 1, 2, 3.0), (4, 1, 1, 0.2))
+    count, warm_count, job_lines = given.choose_size(
+        (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (8, 8, 400)
+    )
+    how = given.choose_size(Stack, Stack, ForkedStack)
+    with run_stack(how, _LARGE_ENVIRONMENT) as stack:
+        run_round(stack, warm_count, tokens)
         rss_kb = read_resident_kb(stack)
         seen = [run_round(stack, count, tokens) for _ in range(rounds)]
-    with run_stack({}) as stack:
-        windows = alternate_windows("gateway", GatewaySide(stack.gateway_url), pairs, seconds)
+    with run_stack(how, {}) as stack:
+        windows = alternate_windows("gateway", GatewaySide(stack.gateway_url, job_lines), pairs, seconds)
     print(f"\n{describe_machine()}; demo model, float32, {count} streams of {tokens} tokens")
     if given.is_full:
         draw_plot(seen, windows)
@@ -96,11 +100,11 @@ def run(given: Arguments) -> dict[str, float]:
 
 
 @contextmanager
-def run_stack(environment: dict[str, str]) -> Iterator[Stack]:
+def run_stack(how: type[Stack], environment: dict[str, str]) -> Iterator[Stack]:
     """Run a pipeline with a gateway; it is ready when this yields."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        Stack(Path(directory), gateway=find_free_port(), environment=_ENVIRONMENT | environment) as stack,
+        how(Path(directory), gateway=find_free_port(), environment=_ENVIRONMENT | environment) as stack,
     ):
         stack.wait_until_ready(300)
         yield stack
@@ -173,8 +177,8 @@ def read_gateway_cpu_s(stack: Stack) -> float:
 class GatewaySide:
     """The pipeline as a client of the gateway sees it. A window's job is cancelled after it."""
 
-    def __init__(self, url: str) -> None:
-        self._address = urlsplit(url).netloc
+    def __init__(self, url: str, job_lines: int) -> None:
+        self._job_lines, self._address = job_lines, urlsplit(url).netloc
         self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S)
 
     def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
@@ -190,7 +194,7 @@ class GatewaySide:
         lines = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
              "body": {"model": MODEL, "prompt": make_prompt(), "max_tokens": draw_batch_tokens(), "ignore_eos": True}}
-            for number in range(_JOB_LINES)
+            for number in range(self._job_lines)
         ]  # fmt: skip
         content = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         file = self._sdk.files.create(file=("job.jsonl", content), purpose="batch")

@@ -32,6 +32,7 @@ from penstock.errors import PenstockError
 from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
+from sim.forked import ForkedStack
 
 NUM_STREAMS = 4
 PROMPT_TOKENS, STREAM_NEW = 64, 256
@@ -41,7 +42,7 @@ BATCH_ANSWER_TOKENS = (16, 96)
 PERCENTILES = (50, 99)
 _TIMEOUT_S = 120.0
 _SETTLE_S = 1.0
-"""How long streams and job run before gaps count."""
+"""How long streams and job run before gaps count; no longer than the window."""
 _SETTINGS = EngineSettings(dtype="float32", device="cpu", threads=1)
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 _chance = random.Random(20)
@@ -128,8 +129,8 @@ class EngineSide:
         """Measure a window, as `Side` says."""
         engine, seen, alive = self._engine, WindowResult(), set[Sequence]()
         last_s: dict[Sequence, float] = {}
-        begin_s = time.perf_counter() + _SETTLE_S
-        while (now_s := time.perf_counter()) < begin_s + seconds:
+        begin_s = time.perf_counter() + min(_SETTLE_S, seconds)
+        while (now_s := time.perf_counter()) < begin_s + seconds or not seen.gaps_s:
             streams = sum(seq.klass == "interactive" for seq in alive)
             job = len(alive) - streams
             for _ in range(NUM_STREAMS - streams):
@@ -162,7 +163,7 @@ class EngineSide:
 class PipelineSide:
     """The pipeline as a client sees it. The job is submitted before its window, and cancelled after it."""
 
-    def __init__(self, client: Client, job: int = 400) -> None:
+    def __init__(self, client: Client, job: int) -> None:
         """Measure with a client; `job` is the number of requests, more than a window can answer."""
         self._client, self._job = client, job
 
@@ -204,17 +205,17 @@ class PipelineSide:
 def measure_stream_gaps(
     answer: Callable[[], Iterator[object]], seconds: float, streams: int = NUM_STREAMS
 ) -> list[float]:
-    """Return the gaps between tokens of some streams at once. Each reads one answer after the other."""
+    """Return the gaps between tokens of some streams at once, at least one. Each reads one answer after the other."""
     gaps_s: list[float] = []
-    begin_s = time.perf_counter() + _SETTLE_S
+    begin_s = time.perf_counter() + min(_SETTLE_S, seconds)
 
     def read() -> None:
-        while time.perf_counter() < begin_s + seconds:
+        while time.perf_counter() < begin_s + seconds or not gaps_s:
             last_s = 0.0
             with contextlib.closing(answer()) as items:  # type: ignore[type-var]
                 for _ in items:
                     now_s = time.perf_counter()
-                    if now_s >= begin_s + seconds:
+                    if now_s >= begin_s + seconds and gaps_s:
                         return
                     if last_s >= begin_s:
                         gaps_s.append(now_s - last_s)
@@ -228,16 +229,16 @@ def measure_stream_gaps(
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    rounds, seconds = given.choose_size((8, 8.0), (2, 2.0), (1, 0.5))
+    rounds, seconds = given.choose_size((8, 8.0), (2, 2.0), (1, 0.2))
     engine = alternate_windows("engine", EngineSide(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        Stack(Path(directory), environment=_ENVIRONMENT) as stack,
+        given.choose_size(Stack, Stack, ForkedStack)(Path(directory), environment=_ENVIRONMENT) as stack,
     ):
         stack.wait_until_ready(300)
         with Client(stack.addresses) as client:
-            side = PipelineSide(client)
-            side.run_window(1.0, busy=True)
+            side = PipelineSide(client, given.choose_size(400, 400, 20))
+            side.run_window(min(1.0, seconds), busy=True)
             pipeline = alternate_windows("pipeline", side, rounds, seconds)
     print(f"\n{describe_machine()}; demo model, float32, {NUM_STREAMS} streams")
     for name, measured in (("engine", engine), ("pipeline", pipeline)):

@@ -16,6 +16,7 @@ are formed within a round. What is not installed (`python -m benchmarks.peers.se
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
 from benchmarks.engine import PEERS, QUICK_PEERS, THREADS, format_table, measure_loads
@@ -26,7 +27,6 @@ from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
 from benchmarks.peers.write import make_model_directory
 
-POOL_MB = 1024
 MEASURED = ("decode_b1", "decode_b8", "prefill_512")
 
 
@@ -38,6 +38,9 @@ class Extent:
     others: tuple[str, ...]
     rounds: int
     flip_prompts: int
+    pool_mb: int = 1024
+    is_forked: bool = False
+    """Whether processes of ours are forked, as `Side` has it."""
 
 
 FULL = Extent(SHAPES["moe"], tuple(name for name in PEERS if name != "vllm"), rounds=5, flip_prompts=32)
@@ -45,7 +48,7 @@ QUICK = Extent(replace(SHAPES["moe"], name="moe_quick", layers=4), QUICK_PEERS, 
 SMOKE = Extent(
     replace(SHAPES["smoke"], name="moe_smoke", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", tied=True,
             normed_heads=True, experts=4, experts_per_token=2),
-    (), rounds=1, flip_prompts=2,
+    (), rounds=1, flip_prompts=2, pool_mb=64, is_forked=True,
 )  # fmt: skip
 
 
@@ -54,11 +57,12 @@ def measure(extent: Extent) -> tuple[Results, dict[str, float]]:
     shape, logs = extent.shape, DIRECTORY / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     model = make_model_directory(shape, DIRECTORY / "models")
-    how = {"threads": THREADS, "pool_mb": POOL_MB, "device": "cpu"}
-    loads = measure_loads(shape, model, 1, logs, dict(how))
+    how = {"threads": THREADS, "pool_mb": extent.pool_mb, "device": "cpu"}
+    loads = measure_loads(shape, model, 1, logs, dict(how), is_forked=extent.is_forked)
     figures = {f"moe_{name}": value for name, value in loads.items() if name == "load_memory_ratio"}
     cells = tuple(cell for cell in CELLS if cell.name in MEASURED)
-    rounds = Rounds(shape, cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
+    say = partial(print, shape.name, flush=True)
+    rounds = Rounds(shape, cells, say, is_forked=extent.is_forked)
     try:
         for name in ("limits", OURS, *extent.others):
             if is_available(name):

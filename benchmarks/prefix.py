@@ -23,6 +23,8 @@ from matplotlib.figure import Figure
 from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
 from benchmarks.prefix_first import TIERS, FirstToken, measure_first
 from benchmarks.prefix_hits import Hits, measure_hits
+from penstock.local.stack import Stack
+from sim.forked import ForkedStack
 
 COLD_SIDE = "cold"
 
@@ -67,10 +69,10 @@ def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds = measure_first(*given.choose_size((8, "q06"), (1, "q06"), (1, "smoke")))
+    rounds = measure_first(*given.choose_size((8, "q06", 1024), (1, "q06", 1024), (1, "smoke", 64)))
     print(f"{describe_machine()}; 0.6B shape, bf16")
     print_table(rounds)
-    hits = measure_hits(given.choose_size(2000, 200, 10))
+    hits = measure_hits(*given.choose_size((Stack, 2000), (Stack, 200), (ForkedStack, 10)))
     print(
         f"found {hits.hit_rate:.4f}; an infinite cache finds {hits.infinite_hit_rate:.4f}, "
         f"in what was computed {hits.known_hit_rate:.4f}"

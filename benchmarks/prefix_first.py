@@ -128,26 +128,28 @@ class PrefillSide:
 
 
 @contextlib.contextmanager
-def open_prefill_side(shape: str) -> Iterator[PrefillSide]:
-    """Start a worker on tiers of its own, warmed up."""
+def open_prefill_side(shape: str, tier_mb: int) -> Iterator[PrefillSide]:
+    """Start a worker on tiers of its own, of so many MB each, warmed up."""
     model = str(make_model_directory(SHAPES[shape], DIRECTORY / "models"))
-    settings = EngineSettings(model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=1024, max_step_tokens=512)
+    settings = EngineSettings(
+        model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=tier_mb, max_step_tokens=512
+    )
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=SHM))
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-")))
         server = exits.enter_context(ValkeyServer(directory / "valkey", appendonly=False))
         addresses = Addresses(pipeline="benchmark", stream_url=server.url)
-        kv = KVSettings(shared_mb=1024, shared_dir=memory, disk_mb=1024, disk_dir=str(directory / "blocks"),
-                        redis_mb=1024)  # fmt: skip
+        kv = KVSettings(shared_mb=tier_mb, shared_dir=memory, disk_mb=tier_mb, disk_dir=str(directory / "blocks"),
+                        redis_mb=tier_mb)  # fmt: skip
         worker = PrefillSide(addresses, settings, kv)
         exits.callback(worker.close)
         yield worker
 
 
-def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, FirstToken]]:
+def measure_first(rounds: int, shape: str, tier_mb: int) -> list[dict[str, FirstToken]]:
     """Measure cold, then a hit in each tier, in every round, after a shorter round to warm up."""
     measured = []
-    with open_prefill_side(shape) as worker:
+    with open_prefill_side(shape, tier_mb) as worker:
         vocabulary = SHAPES[shape].vocabulary
 
         def tokens(name: str, count: int) -> list[int]:

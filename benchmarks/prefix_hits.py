@@ -183,7 +183,7 @@ def send_prompts(client: Client, work: Sequence[SentPrompt]) -> list[AnsweredPro
     return seen
 
 
-def measure_hits(count: int) -> Hits:
+def measure_hits(how: type[Stack], count: int) -> Hits:
     """Measure with two workers a stage, as processes."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-hits-", dir=SHM) as memory,
@@ -195,7 +195,7 @@ def measure_hits(count: int) -> Hits:
             "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK_TOKENS),
             "PENSTOCK_KV_STORE_SHARED_DIR": memory,
         }
-        with Stack(Path(directory), pipeline="hits", prefill=2, decode=2, environment=environment) as stack:
+        with how(Path(directory), pipeline="hits", prefill=2, decode=2, environment=environment) as stack:
             stack.wait_until_ready(300)
             with Client(stack.addresses) as client:
                 return simulate_caches(send_prompts(client, list(generate_prompts(count))))

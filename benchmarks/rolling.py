@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
-from benchmarks.rolling_phases import make_known_requests, run_phases
+from benchmarks.rolling_phases import FULL, QUICK, SMOKE, Extent, make_known_requests, run_phases
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.history import read_history
 
@@ -82,11 +82,9 @@ def compute_first_tokens(history: Iterable[dict[str, Any]], phase: str) -> list[
 def run(given: Arguments) -> dict[str, float]:
     """Run on each bus, print and draw; return the figures."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-rolling-"))
-    make_known_requests()  # takes seconds: not in the middle of it
-    found = {
-        bus: run_on_bus(bus, directory / bus, is_full=given.is_full)
-        for bus in given.choose_size(BUSES, BUSES, BUSES[:1])
-    }
+    extent = given.choose_size(FULL, QUICK, SMOKE)
+    make_known_requests(extent.answer_tokens)  # takes seconds: not in the middle of it
+    found = {bus: run_on_bus(bus, directory / bus, extent) for bus in given.choose_size(BUSES, BUSES, BUSES[:1])}
     figures: dict[str, float] = {}
     for bus, rolled in found.items():
         figures |= rolled.make_figures(bus)
@@ -100,13 +98,11 @@ def run(given: Arguments) -> dict[str, float]:
     return {"rolling_errors": sum(figures[f"rolling_errors_{bus}"] for bus in found)} | figures
 
 
-def run_on_bus(bus: str, directory: Path, *, is_full: bool) -> RollingResult:
+def run_on_bus(bus: str, directory: Path, extent: Extent) -> RollingResult:
     """Run all phases on a bus; return what readers saw."""
     with Progress(transient=True) as bar:
         task = bar.add_task(bus, total=None)
-        path, drains = run_phases(
-            bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), is_full=is_full
-        )
+        path, drains = run_phases(bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), extent)
     entries = list(read_history(path))
     gaps, firsts = (
         {phase: how(entries, phase) for phase in list_phases(entries)} for how in (compute_gaps, compute_first_tokens)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,8 +21,6 @@ from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 NUM_DISTINCT_REQUESTS = 6
-ANSWER_TOKENS = 160
-"""Tokens of an answer."""
 MAX_OPEN_REQUESTS = 4
 ANSWER_TIMEOUT_S = 120.0
 DRAIN_S, SHORT_DRAIN_S = 20.0, 1.0
@@ -30,19 +29,33 @@ KILL_AFTER_S = 60.0
 Server = ValkeyServer | KafkaServer
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is done."""
+
+    steady_s: float
+    answer_tokens: int = 160
+    """Tokens of an answer."""
+    is_full: bool = False
+    """Whether there are all phases, with all workers."""
+
+
+FULL, QUICK, SMOKE = Extent(120.0, is_full=True), Extent(3.0), Extent(0.0, answer_tokens=24)
+
+
 @cache
-def make_known_requests() -> list[tuple[Request, ExpectedAnswer]]:
+def make_known_requests(answer_tokens: int) -> list[tuple[Request, ExpectedAnswer]]:
     """Return the requests that are sent repeatedly, and their answers."""
     made = []
     for request in make_requests(NUM_DISTINCT_REQUESTS, "rolling"):
-        sampling = request.sampling.model_copy(update={"max_tokens": ANSWER_TOKENS, "ignore_eos": True})
+        sampling = request.sampling.model_copy(update={"max_tokens": answer_tokens, "ignore_eos": True})
         made.append(request.model_copy(update={"token_ids": (request.token_ids or [])[:200], "sampling": sampling}))
     return list(zip(made, compute_answers(made).values(), strict=True))
 
 
-def make_task(phase: str, number: int) -> ClientTask:
+def make_task(answer_tokens: int, phase: str, number: int) -> ClientTask:
     """Return a task: one reader reads from the first token to the last."""
-    request, answer = make_known_requests()[number % NUM_DISTINCT_REQUESTS]
+    request, answer = make_known_requests(answer_tokens)[number % NUM_DISTINCT_REQUESTS]
     named = request.model_copy(update={"id": f"{phase}-{number}", "tenant": f"tenant-{number % 5}"})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
@@ -63,8 +76,11 @@ class QuickStack(RollingStack, ForkedStack):
 class RollingPhases:
     """The phases on one bus, and their load."""
 
-    def __init__(self, stack: Stack, servers: list[Server], history: History, progress: WriteLine) -> None:
+    def __init__(
+        self, stack: Stack, servers: list[Server], history: History, progress: WriteLine, answer_tokens: int
+    ) -> None:
         self._stack, self._servers, self._history, self._progress = stack, servers, history, progress
+        self._make_task = partial(make_task, answer_tokens)
         self.drains_s: list[float] = []
 
     def run_steady(self, phase: str, seconds: float) -> None:
@@ -99,7 +115,7 @@ class RollingPhases:
         """Run clients within the block; then wait until all streams have ended."""
         self._progress(phase)
         with Clients(
-            self._history, self._stack.addresses, partial(make_task, phase), MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S
+            self._history, self._stack.addresses, partial(self._make_task, phase), MAX_OPEN_REQUESTS, ANSWER_TIMEOUT_S
         ) as clients:
             self._wait_for_answers(clients)
             yield clients
@@ -129,7 +145,7 @@ class RollingPhases:
         self._stack.wait_until_ready(300)
 
 
-def run_phases(bus: str, directory: Path, progress: WriteLine, *, is_full: bool) -> tuple[Path, list[float]]:
+def run_phases(bus: str, directory: Path, progress: WriteLine, extent: Extent) -> tuple[Path, list[float]]:
     """Run all phases; return the history, and the seconds that each worker took to end after SIGTERM."""
     directory.mkdir()
     path = directory / "history.jsonl"
@@ -141,18 +157,18 @@ def run_phases(bus: str, directory: Path, progress: WriteLine, *, is_full: bool)
             kafka = exits.enter_context(KafkaServer(directory / "kafka"))
             servers.append(kafka)
             bootstrap = kafka.bootstrap
-        made = (RollingStack if is_full else QuickStack)(
+        made = (RollingStack if extent.is_full else QuickStack)(
             directory / "stack", kafka=bootstrap, redis=valkey.url, prefill=2, decode=2, environment=ENVIRONMENT
         )
         stack = exits.enter_context(made)
         stack.wait_until_ready(300)
         history = exits.enter_context(History(path))
-        roll = RollingPhases(stack, servers, history, progress)
+        roll = RollingPhases(stack, servers, history, progress, extent.answer_tokens)
         roll.run_steady("warm", 0.0)
-        roll.run_steady("steady", 120.0 if is_full else 3.0)
+        roll.run_steady("steady", extent.steady_s)
         stack.drain_s = SHORT_DRAIN_S  # of those that come now
-        roll.restart_workers("rolling", None if is_full else 1)
-        if is_full:
+        roll.restart_workers("rolling", None if extent.is_full else 1)
+        if extent.is_full:
             roll.restart_workers("handed")
             roll.restart_servers("servers")
         record_topics(stack, history)

@@ -58,9 +58,9 @@ def measure_share(num_steps: int, shape: Shape) -> float:
     return statistics.median(shares)
 
 
-def measure_penalties(num_rounds: int) -> float:
+def measure_penalties(num_rounds: int, vocabulary: int) -> float:
     """Return the milliseconds that penalties add to drawing the tokens of a batch, in the median of the rounds."""
-    vocabulary, chance = SHAPES["q06"].vocabulary, np.random.default_rng(0)
+    chance = np.random.default_rng(0)
     logits = (torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()  # the shape's
     counts = [TokenCounts(chance.integers(0, vocabulary, CONTEXT_TOKENS).tolist()) for _ in range(ROWS)]
     kinds = [Sampling(), Sampling(repetition_penalty=1.2, presence_penalty=0.5)]
@@ -82,13 +82,11 @@ def measure_penalties(num_rounds: int) -> float:
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
     print(f"{describe_machine()}; {THREADS} threads")
-    figures = {
-        "sampler_share_b32_temperature": measure_share(
-            given.choose_size(100, 10, 2), SHAPES[given.choose_size("q06", "q06", "smoke")]
-        )
+    shape = SHAPES[given.choose_size("q06", "q06", "smoke")]
+    return {
+        "sampler_share_b32_temperature": measure_share(given.choose_size(100, 10, 2), shape),
+        "penalty_ms_b32_4k": measure_penalties(given.choose_size(200, 20, 2), shape.vocabulary),
     }
-    figures["penalty_ms_b32_4k"] = measure_penalties(given.choose_size(200, 20, 2))
-    return figures
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tools import TierLocation, open_tiers
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
+from sim.forked import ForkedStack
 
 BUDGET_MB = 24
 VALKEY_NAME = "Valkey, blocks"
@@ -70,7 +71,7 @@ def find_leaks(places: list[TierLocation], disk: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
+def start_system(how: type[Stack]) -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
     """Start the stack and its KV server; yield them with the tiers as seen from outside."""
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=SHM))
@@ -89,7 +90,7 @@ def start_system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Pa
             "PENSTOCK_KV_STORE_DISK_DIR": str(disk),
             "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
         }
-        stack = exits.enter_context(Stack(directory / "stack", pipeline="soak", environment=environment))
+        stack = exits.enter_context(how(directory / "stack", pipeline="soak", environment=environment))
         stack.wait_until_ready(300)
         settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
         places = open_tiers(settings, [server.url], exits, None, print)
@@ -112,8 +113,8 @@ def run_load(stack: Stack, load: SoakLoad, minutes: float) -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Run, check and draw; return the figures."""
     minutes = given.choose_size(10.0, 0.4, 0.03)
-    load = SoakLoad()
-    with start_system() as (stack, server, places, disk):
+    load = SoakLoad(given.choose_size(20, 20, 2))
+    with start_system(given.choose_size(Stack, Stack, ForkedStack)) as (stack, server, places, disk):
         with Watch(make_sampler(stack, server, places)) as watch:
             run_load(stack, load, minutes)
         names = {worker.name for worker in stack.workers}

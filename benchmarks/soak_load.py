@@ -9,8 +9,6 @@ from penstock.errors import RequestError, StreamExpired, StreamTimeout
 from penstock.messages import Request
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
-NUM_KNOWN_REQUESTS = 20
-"""Requests whose answer is computed beforehand; as many more continue the first ones' answers."""
 NUM_TENANTS = 4
 MAX_OPEN_REQUESTS = 6
 PROMPT_TOKENS = (100, 300)
@@ -30,13 +28,14 @@ class SentRequest:
 class SoakLoad:
     """Sends, reads and compares."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_known: int) -> None:
+        """Compute the answers of so many requests, and of as many more that continue the first ones' answers."""
         self.num_answered = self.num_compared = self.num_stuck = 0
         self.mistakes: list[str] = []
         """Unexpected answers, as text."""
         self._chance = random.Random(11)
         self._under_way: deque[SentRequest] = deque()
-        first = make_requests(NUM_KNOWN_REQUESTS, "soak")
+        first = make_requests(num_known, "soak")
         answers = compute_answers(first)
         further = [_make_next_turn(request, answers[request.id], first[0]) for request in first]
         self._known = first + further

@@ -15,6 +15,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -31,8 +32,9 @@ SPLIT_CHUNK = 512
 NUM_STREAMS = 8
 PROMPT_TOKENS = 1024
 BLOCK_TOKENS = 16
+Context = SpawnContext | ForkServerContext
+_SPAWN = mp.get_context("spawn")
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
-_LEAD_S = 1.5  # streams have their first tokens before a window begins
 _MIN_TAKEN_SHARE = 0.9
 _TIMEOUT_S = 900.0
 
@@ -48,19 +50,31 @@ class Extent:
     rounds: int
     chunk_sizes: tuple[int, ...] = (64, 128, 256, 512)
     """What the undivided engine may take as chunk."""
+    context: Context = _SPAWN
+    """How processes start."""
+    lead_s: float = 1.5
+    """Streams have their first tokens before a window begins."""
 
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
-SMOKE = Extent("smoke", 64, window_s=0.5, search_s=0.3, rounds=1, chunk_sizes=(512,))
+SMOKE = Extent(
+    "smoke",
+    64,
+    window_s=0.3,
+    search_s=0.2,
+    rounds=1,
+    chunk_sizes=(512,),
+    context=mp.get_context("forkserver"),
+    lead_s=0.3,
+)
 
 
 class WorkerProcess:
     """One process and the pipe to it."""
 
-    def __init__(self, role: str, settings: dict[str, Any], cores: list[int], jobs: Connection | None = None,
-                 memory: SharedMemory | None = None) -> None:  # fmt: skip
-        context = mp.get_context("spawn")
+    def __init__(self, context: Context, role: str, settings: dict[str, Any], cores: list[int],
+                 jobs: Connection | None = None, memory: SharedMemory | None = None) -> None:  # fmt: skip
         self._commands, theirs = context.Pipe()
         name = memory.name if memory else None
         self._process = context.Process(
@@ -92,21 +106,21 @@ class BothSystems:
     """Both systems, loaded; they run windows in turn."""
 
     def __init__(self, shape: Shape, extent: Extent) -> None:
-        self.shape = shape
+        self.shape, self._lead_s = shape, extent.lead_s
         model = str(make_model_directory(shape, DIRECTORY / "models"))
         # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
                  "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
-        self._undivided_worker = WorkerProcess("undivided", {**given, "threads": 2}, [0, 1])
+        self._undivided_worker = WorkerProcess(extent.context, "undivided", {**given, "threads": 2}, [0, 1])
         slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
-        ours, theirs = mp.get_context("spawn").Pipe()
-        self._prefill = WorkerProcess("prefill", {**given, "threads": 1}, [0], ours, self._memory)
-        self._decode = WorkerProcess("decode", {**given, "threads": 1}, [1], theirs, self._memory)
+        ours, theirs = _SPAWN.Pipe()
+        self._prefill = WorkerProcess(extent.context, "prefill", {**given, "threads": 1}, [0], ours, self._memory)
+        self._decode = WorkerProcess(extent.context, "decode", {**given, "threads": 1}, [1], theirs, self._memory)
 
     def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
         """Return a window that begins as soon as the streams run."""
-        begin_s = time.monotonic() + _LEAD_S
+        begin_s = time.monotonic() + self._lead_s
         return Window(begin_s, length_s, NUM_STREAMS, arrivals, PROMPT_TOKENS, chunk, self.shape.vocabulary)
 
     def run_undivided(self, window: Window) -> WindowResult:

@@ -127,13 +127,13 @@ def run_undivided(engine: Engine, window: Window) -> WindowResult:
 
 
 def _run_steps(live: LiveSequences, window: Window, seen: WindowResult, arrive: Callable[[float], None]) -> None:
-    """Step until the window is over, then remove all sequences."""
+    """Step until the window is over and has a gap, then remove all sequences."""
     live.engine.settings = live.engine.settings.model_copy(
         update={"max_step_tokens": window.chunk_tokens + window.num_streams}
     )
     streams = SteadyStreams(live, window, seen)
     end_s = window.begin_s + window.length_s
-    while (now_s := time.monotonic()) < end_s:
+    while (now_s := time.monotonic()) < end_s or not seen.gaps_s:
         arrive(now_s)
         sampled = live.engine.step()
         now_s = time.monotonic()

@@ -20,13 +20,15 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures
+from benchmarks.common import TIMEOUT_S, Arguments, describe_machine, format_spread, parse_arguments, report_figures
 from benchmarks.pipeline import PipelineSide, make_prompts, run_in_turns
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.ops.live import LiveWatch
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",
@@ -115,7 +117,7 @@ def watch_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
+def open_sides(how: type[Stack]) -> Iterator[dict[str, Callable[[int, int, int], float]]]:
     """Start both; each returns tokens per second, given a seed, and a number of prompts and of tokens each."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
@@ -126,8 +128,8 @@ def open_sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
             "OTEL_METRIC_EXPORT_INTERVAL": "5000",
         }
         stacks = {
-            OFF: Stack(directory / OFF, environment=ENVIRONMENT | {"PENSTOCK_TELEMETRY": "off"}),
-            ON: Stack(directory / ON, environment=ENVIRONMENT | told),
+            OFF: how(directory / OFF, environment=ENVIRONMENT | {"PENSTOCK_TELEMETRY": "off"}),
+            ON: how(directory / ON, environment=ENVIRONMENT | told),
         }
         made: dict[str, Callable[[int, int, int], float]] = {}
         for name, stack in stacks.items():
@@ -141,19 +143,18 @@ def open_sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
 
             made[name] = once
         yield made
-        if not to.num_posts:
-            raise RuntimeError("nothing came by OTLP: what was measured is not everything")
+        wait_until(lambda: to.num_posts > 0, TIMEOUT_S, "something came by OTLP: what was measured is everything")
 
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
     rounds, load, max_new = given.choose_size((16, 160, 64), (6, 96, 64), (1, 4, 8))
-    return measure_ratio(rounds, load, max_new)
+    return measure_ratio(given.choose_size(Stack, Stack, ForkedStack), rounds, load, max_new)
 
 
-def measure_ratio(rounds: int, load: int, max_new: int) -> dict[str, float]:
+def measure_ratio(how: type[Stack], rounds: int, load: int, max_new: int) -> dict[str, float]:
     """Run both sides in turn; each round has the same prompts on both, and no other round has them."""
-    with open_sides() as both:
+    with open_sides(how) as both:
         for name in both:
             both[name](-1, 8, 8)
         begun_s = time.perf_counter()

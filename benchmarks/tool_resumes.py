@@ -160,8 +160,8 @@ def join_deltas(events: Sequence[Event]) -> Message:
     return Message(content, reasoning, [calls[index] for index in sorted(calls)], finish_reason)
 
 
-def resume_answers(gateways: Gateways, bodies: Iterator[Body], num_resumes: int) -> dict[str, float]:
-    """Cut and resume answers of one conversation after the other; return the figures."""
+def resume_answers(gateways: Gateways, bodies: Iterator[Body], num_resumes: int, cut_every: int) -> dict[str, float]:
+    """Cut and resume answers of one conversation after the other, each after some more events; return the figures."""
     found: list[Resume] = []
     num_conversations = 0
     with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -169,7 +169,7 @@ def resume_answers(gateways: Gateways, bodies: Iterator[Body], num_resumes: int)
             body, num_conversations = next(bodies), num_conversations + 1
             num_cuts = len(gateways.read_stream(body)) - 1
             cut = partial(gateways.resume_answer, body)
-            found += pool.map(cut, range(1, num_cuts + 1), itertools.cycle((0, 1)))
+            found += pool.map(cut, range(1, num_cuts + 1, cut_every), itertools.cycle((0, 1)))
             print(f"{len(found)} answers, {sum(one.is_equal for one in found)} equal", end="\r", flush=True)
     return {
         "resumes": len(found),
@@ -208,9 +208,9 @@ def serve_tools(directory: Path) -> Iterator[Gateways]:
 
 def main() -> None:
     given = parse_arguments(__doc__)
-    num_resumes = given.choose_size(NUM_RESUMES, NUM_QUICK_RESUMES, 2)
+    num_resumes, cut_every = given.choose_size((NUM_RESUMES, 1), (NUM_QUICK_RESUMES, 1), (2, 8))
     with tempfile.TemporaryDirectory(prefix="penstock-resumes-") as directory, serve_tools(Path(directory)) as gateways:
-        figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes)
+        figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes, cut_every)
     print(f"\n{describe_machine()}")
     report_figures(figures, given)
 

@@ -37,6 +37,7 @@ import statistics
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,12 @@ def count_demo_bits(native: Library) -> float:
     return 8 * sum(one.num_bytes for one in packed) / sum(one.weight.numel() for one in linears)
 
 
-def measure(shape: Shape, measured: tuple[str, ...], *, with_peers: bool) -> Results:
-    """Run all rounds."""
+def measure(shape: Shape, measured: tuple[str, ...], num_rounds: int, *, with_peers: bool, is_forked: bool) -> Results:
+    """Run all rounds. Processes of ours are forked, if `is_forked`, as `Side` has it."""
     model, logs = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / "logs"
     logs.mkdir(exist_ok=True)
     cells = tuple(cell for cell in CELLS if cell.name in measured)
-    rounds = Rounds(shape, cells, say=lambda line: print(f"{shape.name} {line}", flush=True))
+    rounds = Rounds(shape, cells, partial(print, shape.name, flush=True), is_forked=is_forked)
     pool_mb = POOL_MB[shape.name]
 
     def load(name: str, engine: str, **form: str) -> None:
@@ -180,14 +181,14 @@ def measure(shape: Shape, measured: tuple[str, ...], *, with_peers: bool) -> Res
                 else:
                     print(f"{name}: left out, not installed")
         rounds.warm_up()
-        for number in range(3):
+        for number in range(num_rounds):
             rounds.run_round(number)
     finally:
         rounds.close()
     return rounds.results
 
 
-def measure_loads(shape: Shape, num_rounds: int) -> dict[str, float]:
+def measure_loads(shape: Shape, num_rounds: int, *, is_forked: bool) -> dict[str, float]:
     """Return how long a start takes: with a file of packed weights, without one, and llama.cpp's, by turns."""
     logs = DIRECTORY / "logs"
     logs.mkdir(exist_ok=True)
@@ -202,8 +203,8 @@ def measure_loads(shape: Shape, num_rounds: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(num_rounds):
         for name in sides if number % 2 else reversed(sides):
-            engine, given = sides[name]
-            with closing(Side(engine, logs / f"load-{name}.log", THREADS, LOAD_POOL_MB)) as side:
+            (engine, given), log = sides[name], logs / f"load-{name}.log"
+            with closing(Side(engine, log, THREADS, LOAD_POOL_MB, is_forked=is_forked)) as side:
                 answer = side.ask(
                     "load", model=str(model), threads=THREADS, pool_mb=LOAD_POOL_MB, device="cpu", **given
                 )
@@ -255,8 +256,10 @@ def run(given: Arguments) -> dict[str, float]:
     )
     model = make_model_directory(shape, DIRECTORY / "models")
     figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 4, 40), (64, 2, 2)))
-    figures |= measure_loads(shape, given.choose_size(6, 3, 2))
-    results = measure(shape, given.choose_size(MEASURED, MEASURED, MEASURED[:1]), with_peers=given.is_full)
+    is_forked = given.size == "smoke"
+    figures |= measure_loads(shape, given.choose_size(6, 3, 2), is_forked=is_forked)
+    cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 3), (MEASURED[:1], 1))
+    results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_forked)
     if given.is_full:
         draw_plot(results)
     return figures | compare(results)

@@ -94,6 +94,7 @@ def _run_child(module: str, name: str, log: str, environment: Mapping[str, str],
     """Run in the child: become a process like those of `start_child`, and call the function."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
+    multiprocessing.current_process().daemon = False  # it may fork processes itself
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)

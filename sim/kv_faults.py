@@ -119,10 +119,13 @@ def count_reads(line: InProcessPipeline) -> int:
 
 
 def serve_damaged(
-    line: InProcessPipeline, enough: Callable[[], bool], after_round: Callable[[int], None] = lambda number: None
+    line: InProcessPipeline,
+    enough: Callable[[], bool],
+    after_round: Callable[[int], None] = lambda number: None,
+    num_prompts: int = 24,
 ) -> tuple[int, int]:
     """Serve the same prompts again and again until `enough()`. Returns the numbers of answers, and of wrong answers."""
-    work = make_requests(24, line.pipeline.name)
+    work = make_requests(num_prompts, line.pipeline.name)
     expected = {
         request.id: answer.token_ids for request, answer in zip(work, compute_answers(work).values(), strict=True)
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -11,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.serve import serve_pipes
 from benchmarks.peers.setup import DIRECTORY, environment_python, is_installed
+from sim.forked import ForkedProcess
 
 ROOT = Path(__file__).parents[2]
 OWN = ("penstock", "generate", "limits")
@@ -31,20 +34,31 @@ def is_available(name: str) -> bool:
 class Side:
     """One engine's process group. It runs only while it is asked: an idle runtime may spin, and take others' core."""
 
-    def __init__(self, name: str, log: Path, threads: int, pool_mb: int) -> None:
+    def __init__(self, name: str, log: Path, threads: int, pool_mb: int, *, is_forked: bool = False) -> None:
+        """Start it. One of ours can be forked from a process that has imported what it needs."""
         self.name = name
         self.log = log
         python = Path(sys.executable) if name in OWN else environment_python(name)
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.peers.serve", name],
-                cwd=ROOT,
-                env=os.environ | _variables(name, python, threads, pool_mb),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
+        environment = os.environ | _variables(name, python, threads, pool_mb)
+        theirs_in, self._questions = multiprocessing.Pipe(duplex=False)
+        self._answers, theirs_out = multiprocessing.Pipe(duplex=False)
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        log.write_bytes(b"")
+        if is_forked and name in OWN:
+            self._process = ForkedProcess(serve_pipes, log, environment, name, theirs_in, theirs_out)
+        else:
+            with log.open("ab") as errors:
+                self._process = subprocess.Popen(
+                    [str(python), "-m", "benchmarks.peers.serve", name],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=theirs_in.fileno(),
+                    stdout=theirs_out.fileno(),
+                    stderr=errors,
+                    start_new_session=True,
+                )
+        theirs_in.close()
+        theirs_out.close()
         # It kills the group when this process has ended, however it ended: its stdin ends with us.
         self._guard = subprocess.Popen(
             ["sh", "-c", f"cat >/dev/null; kill -KILL -- -{self._process.pid}"],
@@ -65,21 +79,19 @@ class Side:
     def send(self, do: str, **given: Any) -> None:
         """Let it run, and ask; it goes on until somebody stops it."""
         self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, "with": given}).encode() + b"\n")
-            self._process.stdin.flush()
+            with open(self._questions.fileno(), "wb", closefd=False) as questions:
+                questions.write(json.dumps({"do": do, "with": given}).encode() + b"\n")
         except OSError as error:
             raise SideFailed(f"{self.name} is gone: {error}; see {self.log}") from None
 
     def receive(self, timeout_s: float = 600.0) -> Any:
         """The answer to what was sent."""
-        assert self._process.stdout is not None
         line = b""
         end_s = time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end_s - time.monotonic()))
-            piece = os.read(self._process.stdout.fileno(), 2**20) if ready else b""
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, end_s - time.monotonic()))
+            piece = os.read(self._answers.fileno(), 2**20) if ready else b""
             if not piece:
                 what = "ended" if ready else f"did not answer within {timeout_s:.0f} s"
                 raise SideFailed(f"{self.name} {what}; see {self.log}")
@@ -101,15 +113,14 @@ class Side:
 
     def close(self) -> None:
         """End it, and all that it started."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._questions.close()
         self._signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._guard.communicate()
+        self._answers.close()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -67,8 +67,11 @@ class Results:
 class Rounds:
     """The sides of one shape, loaded, and their results so far."""
 
-    def __init__(self, shape: Shape, cells: tuple[Cell, ...] = CELLS, say: Say = print) -> None:
-        self.shape, self.cells, self.say = shape, cells, say
+    def __init__(
+        self, shape: Shape, cells: tuple[Cell, ...] = CELLS, say: Say = print, *, is_forked: bool = False
+    ) -> None:
+        """`is_forked`: whether ours are forked, as `Side` has it."""
+        self.shape, self.cells, self.say, self._is_forked = shape, cells, say, is_forked
         self.results = Results(shape)
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
@@ -93,7 +96,7 @@ class Rounds:
         if missing_mb > 0:
             self.say(f"{name}: left out, {missing_mb:,} MB of memory are missing")
             return
-        side = Side(engine or name, log, threads, pool_mb)
+        side = Side(engine or name, log, threads, pool_mb, is_forked=self._is_forked)
         try:
             answer = side.ask(
                 "load", _LOAD_TIMEOUT_S, model=str(model), threads=threads, pool_mb=pool_mb, device=device, **form

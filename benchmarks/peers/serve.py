@@ -15,8 +15,9 @@ import json
 import os
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.peers.workload import Request, Timeline
 
@@ -71,12 +72,17 @@ def _read_status_kib(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    module = importlib.import_module(f"benchmarks.peers.engines.{sys.argv[1]}")
+def serve_pipes(name: str, questions: Connection, answers: Connection) -> None:
+    """Serve an engine in a process that was forked."""
+    with open(questions.fileno(), closefd=False) as asked, open(answers.fileno(), "w", closefd=False) as said:
+        serve_engine(name, asked, said)
+
+
+def serve_engine(name: str, questions: TextIO, answers: TextIO) -> None:
+    """Answer questions until they end."""
+    module = importlib.import_module(f"benchmarks.peers.engines.{name}")
     engine: Any = None
-    for line in sys.stdin:
+    for line in questions:
         question = json.loads(line)
         given = question.get("with", {})
         answer: Any
@@ -93,6 +99,12 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve_engine(sys.argv[1], sys.stdin, answers)
 
 
 if __name__ == "__main__":

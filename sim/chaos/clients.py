@@ -103,10 +103,10 @@ class ClientTask:
         return cancelled if self.request.deadline is None else [*cancelled, DeadlineExceeded.code]
 
 
-def make_client_task(seed: int, number: int, load: Load = "text") -> ClientTask:
+def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: int = LONG_ANSWER_TOKENS) -> ClientTask:
     """Return the task with this number. Equal seeds give equal tasks."""
     chance = random.Random(f"{seed}/errand/{number}")
-    request, answer = chance.choice(prepare_known_requests(LONG_ANSWER_TOKENS, load))
+    request, answer = chance.choice(prepare_known_requests(max_tokens, load))
     update: dict[str, object] = {
         "id": f"e{number}",
         "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",

@@ -74,6 +74,8 @@ class ChaosRound:
     """Whether faults of the whole system are injected, too."""
     load: Load = "text"
     """What clients ask; it says which model the workers have."""
+    answer_tokens: int = LONG_ANSWER_TOKENS
+    """Tokens of the long answers."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def run_round(
     """Run a round. The history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    for max_tokens in (LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS) if plan.with_system_faults else (LONG_ANSWER_TOKENS,):
+    for max_tokens in (plan.answer_tokens, SHORT_ANSWER_TOKENS) if plan.with_system_faults else (plan.answer_tokens,):
         prepare_known_requests(max_tokens, plan.load)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
@@ -104,7 +106,7 @@ def run_round(
         )
         fork_server.disk.remove_all()
         stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers))
-        make = partial(make_client_task, plan.seed, load=plan.load)
+        make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
         with clients:

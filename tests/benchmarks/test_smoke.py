@@ -1,9 +1,13 @@
-"""Each benchmark runs to its end in a size of seconds, and writes its figures."""
+"""Each benchmark runs to its end in a size of seconds, and writes its figures.
+
+It is forked from a process that has imported torch and transformers, which take longer than most runs.
+"""
 
 import itertools
 import json
 import math
-import subprocess
+import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import common
+from sim.forked import fork_process
 
 FOLDER = Path(common.__file__).parent
 OTHER_ENVIRONMENTS = {"vllm_engine", "vllm_kills"}
@@ -20,6 +25,8 @@ NAMES = sorted(
     for path in FOLDER.glob("*.py")
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
 )
+TIMEOUT_S = 600.0
+"""As long as any test may take."""
 ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
 
 
@@ -27,18 +34,19 @@ ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ARGUMENTS.get(name, ["--smoke"])
-    command = [sys.executable, "-m", f"benchmarks.{name}", *size, "--json", str(figures)]
-    ran = subprocess.run(
-        command,
-        cwd=FOLDER.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = fork_process(name, tmp_path / "log", run_benchmark, name, *size, "--json", str(figures))
+    status = ran.wait(TIMEOUT_S)
+    assert status == 0, ran.read_log_tail(200)
     found = list_numbers(json.loads(figures.read_text()))
     assert found
     assert all(map(math.isfinite, found)), found
+
+
+def run_benchmark(name: str, *arguments: str) -> None:
+    """Run a benchmark as the main program of this process."""
+    os.chdir(FOLDER.parent)
+    sys.argv = [name, *arguments]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
 
 
 def list_numbers(figures: dict[str, Any]) -> list[float]:

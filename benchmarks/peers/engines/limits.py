@@ -1,7 +1,8 @@
 """The machine's limits, measured: how fast memory can be read, how fast bf16 matrices can be multiplied.
 
-Bandwidth is that of reading a gigabyte that no cache holds, by as many threads as the engines have. Of several ways to
-read the best is taken, and likewise the best product: torch's and our own kernels', over several sizes.
+Bandwidth is that of reading a gigabyte that no cache holds, by as many threads as the engines have; less where their
+pool is less. Of several ways to read the best is taken, and likewise the best product: torch's and our own kernels',
+over several sizes.
 """
 
 import time
@@ -25,27 +26,27 @@ def prepare(model: Path) -> Path:
 
 
 def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "Limits":
-    """The threads and the device; the model does not matter."""
+    """The threads, the device and a bound of what is read; the model does not matter."""
     torch.set_num_threads(threads)
     native = library.load_library() if device == "cpu" else None
     if native is not None:
         native.set_threads(threads)
-    return Limits(device, native)
+    return Limits(device, native, min(_READ_BYTES, pool_mb * 2**20))
 
 
 class Limits:
     """Both limits, over and over."""
 
-    def __init__(self, device: str, native: library.Library | None) -> None:
-        self._device, self._native = device, native
-        self._memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    def __init__(self, device: str, native: library.Library | None, read_bytes: int) -> None:
+        self._device, self._native, self._read_bytes = device, native, read_bytes
+        self._memory = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
 
     def bandwidth(self) -> float:
         """Bytes a second."""
         ways: list[Callable[[], object]] = [self._memory.sum, self._memory.max]
         if (native := self._native) is not None:
-            ways.append(lambda: native.read(self._memory.data_ptr(), _READ_BYTES))
-        return _READ_BYTES / min(self._repeat_best(ways))
+            ways.append(lambda: native.read(self._memory.data_ptr(), self._read_bytes))
+        return self._read_bytes / min(self._repeat_best(ways))
 
     @torch.inference_mode()
     def gemm(self) -> float:
