@@ -26,8 +26,8 @@ class Arguments:
     """The arguments that all benchmarks have."""
 
     size: Literal["full", "quick", "smoke"]
-    """A quick run takes a minute, or two on a slow machine. A smoke run takes seconds and shows only that the benchmark works:
-    its figures mean nothing, as what it starts is forked from a process that has imported all.
+    """A quick run takes a minute, or two on a slow machine. A smoke run takes seconds and shows only that the benchmark
+    works: its figures mean nothing, as what it starts is forked from a process that has imported all.
     """
     json: Path | None
     """Where the figures are written, as one flat object."""
