@@ -20,14 +20,15 @@ NAMES = sorted(
     for path in FOLDER.glob("*.py")
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
 )
-ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
+ARGUMENTS = {"gpu": "--part 4 --device cpu"}
+RUNS = [f"{name} {ARGUMENTS.get(name, '--smoke')}" for name in NAMES] + ["chaos --smoke --one-kill"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    size = ARGUMENTS.get(name, ["--smoke"])
-    command = [sys.executable, "-m", f"benchmarks.{name}", *size, "--json", str(figures)]
+    name, *arguments = run.split()
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(figures)]
     ran = subprocess.run(
         command,
         cwd=FOLDER.parent,
