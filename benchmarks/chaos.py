@@ -1,6 +1,6 @@
 """Kill everything, over and over, and hold what everybody saw against the promises.
 
-python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --flushes N]
+python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --flushes N | --one-kill]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
@@ -16,6 +16,8 @@ whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 From round to round of a bus the workers have another model: the demo's, the one that calls tools, whose readers parse
 its calls as they come, and one whose layers keep states.
 What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
+
+With `--one-kill` there is one stream, whose decode worker is killed, and the picture of it: `docs/plots/kill.svg`.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
 """
@@ -35,6 +37,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from benchmarks.chaos_flushes import flush_often
+from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.names import STAGES, Stage
 from sim.chaos.checker import Finding, count_by_kind
@@ -236,11 +239,12 @@ def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks; the seed of the first rounds, the number of kills, or of flushes."""
+    """The arguments of all benchmarks; the first rounds' seed, the number of kills, or of flushes, or one kill."""
 
     seed: int = 1
     kills: int = 1000
     flushes: int = 0
+    one_kill: bool = False
 
 
 def main() -> None:
@@ -248,10 +252,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
     parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
     parser.add_argument("--flushes", type=int, default=0, help="instead: Redis loses everything so often, on Kafka")
+    parser.add_argument("--one-kill", action="store_true", help="instead: one stream, whose worker is killed")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     if given.flushes:
         report_figures(run_flushes(directory, given), given)
+        return
+    if given.one_kill:
+        report_figures(kill_one(directory, given), given)
         return
     total = run_chaos(directory, given)
     print(f"\n{describe_machine()}; histories and logs: {directory}")

@@ -83,8 +83,9 @@ def describe_machine() -> str:
     return f"{platform.machine()}, Python {platform.python_version()}"
 
 
-def save_plot(figure: Figure, name: str) -> None:
+def save_plot(figure: Figure, name: str, kind: Literal["png", "svg"] = "png") -> None:
     """Write the plot to docs/plots."""
     PLOTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOTS / f"{name}.png", dpi=110, bbox_inches="tight")
-    print(f"plot: docs/plots/{name}.png")
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(PLOTS / f"{name}.{kind}", dpi=110, bbox_inches="tight", metadata=metadata)
+    print(f"plot: docs/plots/{name}.{kind}")

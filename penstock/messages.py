@@ -110,7 +110,7 @@ class ChatMessage(Wire):
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     """The call that a turn of role `tool` has the result of."""
     reasoning_content: str | None = None
-    """What an assistant thought before its turn; templates may leave it out."""
+    """An assistant's reasoning before its turn; templates may leave it out."""
 
     def describe(self) -> dict[str, Any]:
         """Return the turn as chat templates have it: the arguments of calls are objects, not their JSON."""
@@ -126,7 +126,7 @@ class ChatMessage(Wire):
 
 
 class GrammarSpec(Wire):
-    """What an answer must match. It travels in the request and in its job."""
+    """A form that an answer must match. It travels in the request and in its job."""
 
     kind: GrammarKind
     source: str = ""
@@ -239,7 +239,7 @@ class Request(Wire):
     messages: list[ChatMessage] | None = Field(default=None, fail_fast=True)
     token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
     chat_template_kwargs: dict[str, Any] | None = None
-    """What the chat template is given beside `messages`: `tools`, or other variables that it has."""
+    """Variables of the chat template beside `messages`, such as `tools`."""
     sampling: Sampling = Sampling()
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class if it is given."""

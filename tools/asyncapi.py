@@ -108,7 +108,7 @@ def _make_channels() -> Json:
             _NAMES.results_topic, "One result for each request. Read with read_committed.", [Result]
         ),
         "dead": _make_topic_channel(
-            _NAMES.dead_letter_topic, "Messages nobody can do anything with, as they came.", [Request, Job]
+            _NAMES.dead_letter_topic, "Messages that cannot be answered, as they came.", [Request, Job]
         ),
         "log": _make_stream_channel(
             _NAMES.log_key("ID"), "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2."

@@ -95,8 +95,8 @@ It takes the memory of the plain model, not of its files, and workers of a host 
 `PENSTOCK_ENGINE_WEIGHTS` may keep it in fewer bits again ([precision of weights](precision.md)).
 Activations and the KV cache are in the engine's dtype, also where the format would quantise them: scales that a
 checkpoint has for them are left out. The tokens are those of `generate()` with the unpacked weights, and the log says
-how many tensors were unpacked. The fingerprint is not
-that of the model before it was quantised: the two exchange no KV blocks.
+how many tensors were unpacked. Its fingerprint differs
+from that of the model before it was quantised: the two exchange no KV blocks.
 
 Refused by name, before weights are read: other formats (AQLM, HQQ and more), other numbers of bits, inputs that a
 layer scales first (`pre_quant_scale`), and GGUF files. A tensor that is missing, that has another shape or type than
@@ -108,10 +108,10 @@ MIXTURES = """\
 ## Mixtures of experts
 
 Where a layer has its experts in two merged tensors, as nearly all mixtures in transformers have, the native kernels of
-a CPU compute them in one call, in every form of the weights, and the router's product with its weight in another. What
-they compute is compared with the original at load, and stays only if it is the same. Weights are freed layer by layer
-as they are packed, so that memory never holds the model twice; that holds for unpacked checkpoints, too. In bfloat16
-tokens do not depend on the batch, the chunks or the number of threads.
+a CPU compute them in one call, in every form of the weights, and the router's product with its weight in another.
+Their results are compared with the original at load; the kernels stay only where they are the same. Weights are freed
+layer by layer as they are packed, so that memory never holds the model twice, unpacked checkpoints included. In
+bfloat16 tokens do not depend on the batch, the chunks or the number of threads.
 
 With latent attention (DeepSeek, Kimi, GLM-4.7-Flash) that holds for the experts alone: PyTorch computes the attention,
 and its sums may depend on the chunks in which a prompt is read. In bfloat16 a token may therefore depend on the chunks,
@@ -355,7 +355,7 @@ with where it was read. One with * was rebuilt from the model's report and trans
 ## All architectures of transformers
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers work in their default
-configuration, by the same proof. A checkpoint may still have what the default has not; that is found at load.
+configuration, by the same proof. A checkpoint may differ from the default; the proof at load finds it out.
 
 {make_architectures(verdicts)}"""
 

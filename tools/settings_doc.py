@@ -19,13 +19,13 @@ _HEAD = """\
 
 All settings are environment variables. Each program reads them once, when it starts; a `Client` reads those that it is
 not given when it is made. A `PENSTOCK_` variable that is not on this page is an error that names the nearest one that
-is; a bad value is one that names its variable. `penstock config show` prints what holds and where it comes from,
-without secrets; `penstock config check` says everything that is wrong.
+is; a bad value is one that names its variable. `penstock config show` prints all values with their sources,
+without secrets; `penstock config check` lists every error.
 
-What is secret, or has a password in it, may be in a file that `…_FILE` names instead: {secrets}.
+A secret, or an address with a password in it, may be in a file that `…_FILE` names instead: {secrets}.
 
 `PENSTOCK_CONFIG` names a TOML file with settings that the environment does not give: a variable's name in small letters
-without `PENSTOCK_`, at the top or in a table that is named as its beginning (`[engine]` with `max_batch = 8`).
+without `PENSTOCK_`, at the top or in a table named by the variable's beginning (`[engine]` with `max_batch = 8`).
 
 Written by `python -m tools.settings_doc docs/settings.md`.
 """

@@ -66,7 +66,7 @@ class RecordSettings(BaseSettings):
     """Claims in vain, after which a request ends with `attempts_exhausted`: its workers died, and none made more of the
     answer than one before."""
     fail_attempts: int = Field(default=3, ge=1)
-    """Claims in vain, after which a request whose work fails ends with what failed."""
+    """Claims in vain, after which a request whose work fails ends with its error."""
     retry_first_s: float = Field(default=1.0, ge=0)
     """How long a request whose work failed waits until it is tried again."""
     retry_factor: float = Field(default=2.0, ge=1)
@@ -123,7 +123,7 @@ class EngineSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """Who computes the answers: `own`, Penstock's engine in prefill and decode workers; `vllm`, vLLM in the same
+    """The source of the answers: `own`, Penstock's engine in prefill and decode workers; `vllm`, vLLM in the same
     workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
     (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
@@ -153,14 +153,14 @@ class EngineSettings(BaseSettings):
     worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where
     none fits, weights are packed at each start."""
     cache_dir: str = ""
-    """The directory of packed weights that have no place beside their model, and of notes on what a start has found
-    out: hashes of files, and what was proved. Empty: `~/.cache/penstock/engine`."""
+    """The directory of packed weights that have no place beside their model, and of notes of a
+    start: hashes of files, and proofs. Empty: `~/.cache/penstock/engine`."""
     threads: int = Field(default=1, ge=1)
     """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=256, ge=1)
-    """Memory for KV blocks. On a GPU, if it is not set: what weights and the largest step leave of `gpu_share`."""
+    """Memory for KV blocks. On a GPU, if it is not set: `gpu_share` less weights and the largest step."""
     gpu_share: float = Field(default=0.9, gt=0, le=1)
     """The part of a GPU's memory for this worker, where `pool_mb` is not set. `penstock up` divides it by its
     workers."""
@@ -170,7 +170,7 @@ class EngineSettings(BaseSettings):
     max_step_tokens: int = Field(default=256, ge=1)
     """Token budget of one step; longer prompts are prefilled in chunks. On a GPU, if it is not set: 2048."""
     speculate: bool = True
-    """Whether a step may give a sequence several tokens, where what follows can be guessed. Its tokens are the same
+    """Whether a step may give a sequence several tokens, where its next tokens can be guessed. Its tokens are the same
     either way."""
     vllm_args: str = ""
     """With `vllm`: further arguments of `vllm serve`, as on its command line, such as `--tensor-parallel-size 2`."""
@@ -220,7 +220,7 @@ class EndpointSettings(BaseSettings):
     silence_s: float = Field(default=120.0, gt=0)
     """A server that sends nothing for this long, also before the first piece of an answer, counts as failed."""
     interrupted: Literal["continue", "restart-if-unseen", "fail"] = "continue"
-    """What becomes of an answer whose worker or server was lost in the middle of it. `continue`: a server is asked to
+    """The fate of an answer whose worker or server was lost in the middle of it. `continue`: a server is asked to
     go on behind the text so far, where it can. `restart-if-unseen`: it begins anew, if the log has nothing of it.
     `fail`: it ends with `answer_interrupted`. Each does what the next one does where it cannot do its own."""
 
@@ -247,7 +247,7 @@ class WorkerSettings(BaseSettings):
 
 
 class AdmissionSettings(BaseSettings):
-    """Who may use the gateway, and when it refuses requests."""
+    """Access to the gateway, and its refusal of requests."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
 
@@ -261,7 +261,7 @@ class AdmissionSettings(BaseSettings):
 
 
 class GuardSettings(BaseSettings):
-    """What a connection to the gateway may cost."""
+    """Limits of a connection to the gateway."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
 
@@ -367,12 +367,12 @@ class ResponsesSettings(BaseSettings):
 
 
 class WebhookSettings(BaseSettings):
-    """Webhooks: who is told when a response with `background` or a batch has ended."""
+    """Webhooks: notices that a response with `background` or a batch has ended."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WEBHOOK_", extra="forbid")
 
     secret: str = Field(default="", repr=False)
-    """What signs events: `whsec_` and 24 to 64 bytes in base64, the same for all gateways. Empty: there are no
+    """The key that signs events: `whsec_` and 24 to 64 bytes in base64, the same for all gateways. Empty: there are no
     webhooks."""
     url: str = Field(default="", repr=False)
     """Where the events of tenants go that have no webhook of their own. Empty: nowhere."""

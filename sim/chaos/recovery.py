@@ -38,8 +38,6 @@ from sim.waiting import wait_for
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 NUM_DISTINCT_REQUESTS = 6
-MIN_REQUESTS_TO_KILL: dict[Stage, int] = {"prefill": 2, "decode": 4}
-"""Workers with fewer requests are not killed."""
 HANDED_OFF_STAGES = ("handed", "decode", "end")
 """Stages of a request's record in which no prefill worker has it any more."""
 MAX_WAIT_S = 120.0
@@ -84,11 +82,20 @@ class RecoveryPlan:
     """Tokens of each prompt."""
     length: int = 400
     """Tokens of each answer."""
+    min_requests: int = 4
+    """Workers with fewer requests are not killed."""
+    min_tokens: int = 1
+    """Decode workers are killed only once each stream has so many tokens."""
 
 
 def make_prefill_plan(kills: int) -> RecoveryPlan:
     """Plan kills of prefill workers, each in its own wave: a restarted worker has no partitions at first."""
-    return RecoveryPlan(kills, 1, "prefill", streams=9, prompt=900, length=8)
+    return RecoveryPlan(kills, 1, "prefill", streams=9, prompt=900, length=8, min_requests=2)
+
+
+def make_single_plan(length: int) -> RecoveryPlan:
+    """Plan one kill, a third of the way through the only stream."""
+    return RecoveryPlan(1, 1, streams=1, length=length, min_requests=1, min_tokens=length // 3)
 
 
 @contextlib.contextmanager
@@ -193,7 +200,10 @@ class _Wave:
 
     def _all_decoding(self) -> bool:
         now = self._read_states()
-        return len(now) == len(self._ids) and all(status.stage in ("decode", "end") for status in now.values())
+        return len(now) == len(self._ids) and all(
+            status.stage == "end" or (status.stage == "decode" and status.num_tokens >= self._plan.min_tokens)
+            for status in now.values()
+        )
 
     def _find_victim(self) -> str:
         """Return the worker that holds most requests, or an empty name where none holds enough.
@@ -204,7 +214,7 @@ class _Wave:
             now = self._read_states()
             held = Counter(one.worker_name for one in now.values() if one.stage == self._plan.stage and one.worker_name)
             name, count = max(held.items(), key=lambda item: item[1], default=("", 0))
-            if count >= MIN_REQUESTS_TO_KILL[self._plan.stage]:
+            if count >= self._plan.min_requests:
                 return name
             is_over = len(now) == len(self._ids) and all(one.stage in HANDED_OFF_STAGES for one in now.values())
             if self._plan.stage == "decode" or is_over:

@@ -27,14 +27,15 @@ NAMES = sorted(
 )
 TIMEOUT_S = 600.0
 """As long as any test may take."""
-ARGUMENTS = {"gpu": ["--part", "4", "--device", "cpu"]}
+ARGUMENTS = {"gpu": "--part 4 --device cpu"}
+RUNS = [f"{name} {ARGUMENTS.get(name, '--smoke')}" for name in NAMES] + ["chaos --smoke --one-kill"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    size = ARGUMENTS.get(name, ["--smoke"])
-    ran = fork_process(name, tmp_path / "log", run_benchmark, name, *size, "--json", str(figures))
+    name, *arguments = run.split()
+    ran = fork_process(name, tmp_path / "log", run_benchmark, name, *arguments, "--json", str(figures))
     status = ran.wait(TIMEOUT_S)
     assert status == 0, ran.read_log_tail(200)
     found = list_numbers(json.loads(figures.read_text()))
