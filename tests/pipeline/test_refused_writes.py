@@ -1,20 +1,25 @@
 """A record or a log of one request that Redis refuses to change ends that request alone."""
 
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.errors import StateMismatch
-from penstock.messages import Request, Sampling
+from penstock.local.valkey import ValkeyServer
+from penstock.messages import EndEvent, Request, Sampling
 from penstock.names import Pipeline
-from penstock.record import Record
-from penstock.waiting import wait_until
+from penstock.record import AppendOutcome, Record
+from penstock.redis.client import redis_client
 from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline
+from sim.servers import start_or_skip
+from sim.waiting import wait_for
 from sim.workload import compute_answers
-from tests.record.play import alive
+from tests.record.play import alive, end, prefill, say
 
 SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
 WORK = [Request(id=name, prompt="In the beginning", sampling=SAMPLING) for name in ("a", "bad", "z")]
@@ -54,7 +59,7 @@ def test_it_ends_alone(line: InProcessPipeline, what: str, moment: str) -> None:
         spoil(line, what)
     line.send_requests(*WORK)
     if moment == "in prefill":
-        wait_until(lambda: line.prefill.run_once() and "bad" in line.prefill.running, 30, "it runs", 0)
+        wait_for(lambda: line.prefill.run_once() and "bad" in line.prefill.running, "it runs", 0)
         spoil(line, what)
     if moment in ("before decode", "in decode"):
         line.run_prefill(3)
@@ -79,7 +84,7 @@ def test_those_that_a_dead_worker_held_with_it_are_taken_over(line: InProcessPip
         found = [line.decode.record.read_status(name) for name in ("a", "z")]
         return all(status is not None and status.stage == "end" for status in found)
 
-    wait_until(others_have_ended, 60, "the others have their answers", 0)
+    wait_for(others_have_ended, "the others have their answers", 0)
     silent.member.close()  # now the bus gives its deliveries to another
     check(line)
 
@@ -92,3 +97,20 @@ def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
     server.set(pipeline.free_key("prefill"), "no set")
     with pytest.raises(StateMismatch, match="redis-cli DEL"):
         record.claim_prefill("r1", session, "b", b"message")
+
+
+def test_a_server_without_memory_is_an_outage_and_no_requests_fault(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Nothing is written then, and the end is what it was once there is memory."""
+    with (
+        start_or_skip(ValkeyServer(tmp_path).start) as server,
+        redis_client(server.url) as client,
+        closing(Record(client, pipeline, RecordSettings(lease_s=600))) as record,
+    ):
+        claim = prefill(record)
+        say(record, claim, [7])
+        client.config_set("maxmemory", 1)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            record.finish_request(claim, end())
+        client.config_set("maxmemory", 0)
+        assert record.finish_request(claim, end()) is AppendOutcome.OK
+        assert isinstance(record.read_log(claim.id)[-1], EndEvent)

@@ -13,7 +13,10 @@ local r = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session')
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
 if r[3] == 'end' then return 1 end
 
-local is_refused = type(redis.pcall('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])) == 'table'
+local added = redis.pcall('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])
+local is_refused = type(added) == 'table'
+-- Where no log would take an end (OOM, MISCONF, …), nothing was written, and the worker tries again.
+if is_refused and not (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR')) then return added end
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end
 redis.call('HSET', KEYS[1], 'stage', 'end', 'session', '', 'message', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
