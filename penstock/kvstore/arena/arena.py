@@ -104,7 +104,7 @@ class Arena:
     @classmethod
     def open_on_disk(cls, form: BlockFormat, root: Path, budget_bytes: int, tables_directory: str = "") -> "Arena":
         """Open or make a format's slot file in a directory, in the steps of `directory.py`. Raise `KVStoreError`."""
-        wanted = _fit_budget(form, budget_bytes, f"{directory.SETTING}_MB", on_disk=True)
+        wanted = _fit_budget(form, budget_bytes, directory.SIZE_SETTING, on_disk=True)
         try:
             folder = directory.SlotDirectory(root, budget_bytes, tables_directory, create=True)
             try:
@@ -114,7 +114,7 @@ class Arena:
                 folder.close()
                 raise
         except OSError as error:
-            raise KVStoreError(f"{directory.SETTING}_DIR: {root} cannot hold KV blocks: {error}") from error
+            raise KVStoreError(f"{directory.DIRECTORY_SETTING}: {root} cannot hold KV blocks: {error}") from error
         arena = cls._open_slot_file(path, tables, geometry, form, SlotFile(slots, geometry, form, folder))
         arena.allocator.start()
         return arena
@@ -139,7 +139,7 @@ class Arena:
         cls, path: Path, tables: int, geometry: Geometry, form: BlockFormat, slot_file: SlotFile
     ) -> "Arena":
         try:
-            with closing_on_error(tables, path, f"{directory.SETTING}_MB"):
+            with closing_on_error(tables, path, directory.SIZE_SETTING):
                 return cls(path, tables, geometry, form, slot_file)
         except BaseException:
             slot_file.close()

@@ -45,7 +45,7 @@ from penstock.kvstore.block import BlockFormat
 
 log = logging.getLogger(__name__)
 
-SETTING = "PENSTOCK_KV_STORE_DISK_"
+DIRECTORY_SETTING, SIZE_SETTING = "PENSTOCK_KV_STORE_DISK_DIR", "PENSTOCK_KV_STORE_DISK_MB"
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _MAGIC = b"PKVSLOTS"
 _SUPERBLOCK = struct.Struct("<8sQQ32s16sQ")
@@ -86,7 +86,7 @@ class SlotDirectory:
             tables_id = used or _read_slot_superblock(slots, form)
             if used and (found is None or found.id != used):
                 raise KVStoreError(
-                    f"{SETTING}DIR: processes that have other shared memory use {self._root}: let all that use the "
+                    f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use the "
                     f"directory have one {path.parent}, or give each a directory of its own"
                 )
             if not used and (found is None or (found.id, found.geometry) != (tables_id, wanted)):
@@ -97,8 +97,8 @@ class SlotDirectory:
                 if os.fstat(slots).st_size > wanted.total_bytes:
                     os.ftruncate(slots, wanted.total_bytes)
             geometry = found.geometry if used and found else wanted
-            tables = open_in_use(path, create=True, setting=f"{SETTING}MB")
-            with closing_on_error(tables, path, f"{SETTING}MB"):
+            tables = open_in_use(path, create=True, setting=SIZE_SETTING)
+            with closing_on_error(tables, path, SIZE_SETTING):
                 initialize_arena(tables, path, geometry, form, str(self._root), tables_id)
                 locks.lock_byte(FIRST_TABLES_BYTE + tables_id, shared=True)
                 os.utime(slots)
@@ -117,7 +117,7 @@ class SlotDirectory:
             found = _read_tables(path)
             if found is None or found.id != (_find_tables_in_use(slots) or _read_slot_superblock(slots, found.form)):
                 raise KVStoreError(f"{slot_path}: no worker with shared memory here has opened it since the host began")
-            tables = open_in_use(path, create=False, setting=f"{SETTING}MB")
+            tables = open_in_use(path, create=False, setting=SIZE_SETTING)
             ByteLocks(slots).lock_byte(FIRST_TABLES_BYTE + found.id, shared=True)
             return slots, tables, path, found.geometry, found.form
         except BaseException:
