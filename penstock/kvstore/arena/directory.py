@@ -86,8 +86,8 @@ class SlotDirectory:
             tables_id = used or _read_slot_superblock(slots, form)
             if used and (found is None or found.id != used):
                 raise KVStoreError(
-                    f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use the "
-                    f"directory have one {path.parent}, or give each a directory of its own"
+                    f"{DIRECTORY_SETTING}: processes that have other shared memory use {self._root}: let all that use "
+                    f"the directory have one {path.parent}, or give each a directory of its own"
                 )
             if not used and (found is None or (found.id, found.geometry) != (tables_id, wanted)):
                 path.unlink(missing_ok=True)
