@@ -31,7 +31,7 @@ def flush_often(
     """Run the load with flushes; return what became of the requests."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
+    prepare_known_requests(LONG_ANSWER_TOKENS, "text")  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, "kafka", SHORT_TIMEOUTS))

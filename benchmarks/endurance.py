@@ -91,11 +91,17 @@ class Extent:
     answer_tokens: int = LONG_ANSWER_TOKENS
     keep_s: int = 10
     """How long an ended request can be read: much less than a full run, so that its keys are seen to go."""
+    trace_keep_s: int = 600
+    """How long the spans of a request are kept. `…_left` counts those that are still there in the end."""
     num_workers: tuple[int, int] = (2, 2)
     """Prefill and decode workers."""
 
 
-FULL, QUICK, SMOKE = Extent(20.0), Extent(0.15), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, num_workers=(1, 1))
+FULL, QUICK, SMOKE = (
+    Extent(20.0),
+    Extent(0.15),
+    Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, trace_keep_s=1, num_workers=(1, 1)),
+)
 
 
 def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
@@ -129,12 +135,12 @@ def run_on_bus(
 ) -> EnduranceResult:
     """Run the load on a bus, and check its history."""
     directory.mkdir(parents=True)
-    prepare_known_requests(extent.answer_tokens)  # takes seconds: not in the middle of it
+    prepare_known_requests(extent.answer_tokens, "text")  # takes seconds: not in the middle of it
     task = progress.add_task(bus, total=60 * extent.minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
-        settings = {"PENSTOCK_RECORD_KEEP_S": str(extent.keep_s)}
+        settings = {"PENSTOCK_RECORD_KEEP_S": str(extent.keep_s), "PENSTOCK_TRACE_KEEP_S": str(extent.trace_keep_s)}
         stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, extent.num_workers, settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))

@@ -55,7 +55,7 @@ _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]
 
 
 @cache
-def prepare_known_requests(max_tokens: int, load: Load = "text") -> list[tuple[Request, ExpectedAnswer]]:
+def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, ExpectedAnswer]]:
     """Return requests that are sent repeatedly under other ids, with their answers.
 
     Every eighth has one token, and every third a grammar; with the load `tools` all others offer tools.
