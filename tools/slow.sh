@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # slow.sh CMD…: run CMD with all that it starts on half a core. The quota is a
-# cgroup's, of version 2 or 1. Where no cgroup can be made, CMD runs beside eight busy loops, which end with this script.
+# cgroup's, of version 2 or 1. Where no cgroup can be made, CMD runs beside four busy loops for each core, which
+# end with this script.
 set -u
 [ $# -gt 0 ] || { echo "usage: tools/slow.sh CMD…" >&2; exit 2; }
 period=100000
@@ -50,11 +51,11 @@ if limit; then
     echo "slow.sh: half a core, by $group" >&2
 else
     # A loop looks whether this script lives: it ends, too, when the script is killed.
-    for _ in 1 2 3 4 5 6 7 8; do
+    for ((number = 4 * $(nproc); number > 0; number--)); do
         bash -c 'while [ -d /proc/'$$' ]; do for ((i = 0; i < 100000; i++)); do :; done; done' &
         loops+=($!)
     done
-    echo "slow.sh: no cgroup can be made here: beside eight busy loops" >&2
+    echo "slow.sh: no cgroup can be made here: beside ${#loops[@]} busy loops" >&2
 fi
 "$@" &
 child=$!

@@ -19,8 +19,18 @@ from penstock.names import Pipeline
 from penstock.ops.status import check_health, read_worker_status
 from penstock.waiting import wait_until
 from sim.waiting import PATIENCE_S, wait_for
-from tests.pipeline.checks import results_of
-from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, hanging, leave, site_on, streaming, submit, work
+from tests.pipeline.site import (
+    NUM_REQUESTS,
+    OUTAGE_S,
+    Site,
+    hanging,
+    leave,
+    site_on,
+    streaming,
+    submit,
+    wait_for_results,
+    work,
+)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +131,7 @@ def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> N
     assert len(answers) > 20
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
     ids = {answer.id for answer in answers}
-    settled = Counter(result.id for result in results_of(on_kafka.stack.addresses) if result.id in ids)
+    settled = Counter(result.id for result in wait_for_results(on_kafka.stack.addresses, ids) if result.id in ids)
     assert settled == Counter(ids)
 
 

@@ -45,6 +45,12 @@ def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
 
 
 @pytest.fixture
+def patient(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    """Nothing waits for two leases here: after these a message is put down, and may be read again."""
+    return make_line(record=RecordSettings(lease_s=600))
+
+
+@pytest.fixture
 def work(pipeline: Pipeline) -> list[Request]:
     """Three that are neighbours of the fourth, which is called `long`."""
     found = make_requests(4, pipeline.name, max_tokens=4)
@@ -72,24 +78,21 @@ def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
 
 
 @pytest.mark.in_memory
-def test_neighbours_go_on_while_a_long_message_is_read(
-    make_line: Callable[..., InProcessPipeline], work: list[Request]
-) -> None:
-    line = make_line(record=RecordSettings(lease_s=600))  # no other worker is offered what is read here
-    reader = slowed(line.prefill)
-    publish_long(line, work[-1])
-    turn_until(line.prefill, "long", reader)
-    line.send_requests(*work[:3])
+def test_neighbours_go_on_while_a_long_message_is_read(patient: InProcessPipeline, work: list[Request]) -> None:
+    reader = slowed(patient.prefill)
+    publish_long(patient, work[-1])
+    turn_until(patient.prefill, "long", reader)
+    patient.send_requests(*work[:3])
 
     def are_handed_off() -> bool:
-        line.prefill.run_once()
-        return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 3
+        patient.prefill.run_once()
+        return len(patient.bus.read_all(patient.pipeline.job_topic("interactive"))) == 3
 
     wait_for(are_handed_off, "the neighbours' jobs", 0)
-    assert line.prefill.record.read_status("long") is None, "it is claimed once it is read"
+    assert patient.prefill.record.read_status("long") is None, "it is claimed once it is read"
     reader.is_let.set()
     expected = compute_answers(work)
-    assert {one.id: one.token_ids for one in line.run_until_results(4)} == {
+    assert {one.id: one.token_ids for one in patient.run_until_results(4)} == {
         name: a.token_ids for name, a in expected.items()
     }
     assert reader.begun.count("long") == 1
@@ -97,11 +100,11 @@ def test_neighbours_go_on_while_a_long_message_is_read(
 
 @pytest.mark.in_memory
 def test_who_has_read_a_message_waits_for_no_other(
-    line: InProcessPipeline, work: list[Request], monkeypatch: pytest.MonkeyPatch
+    patient: InProcessPipeline, work: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker without other work waits in `poll`: the request that it is to claim would wait with it."""
-    worker, reader, waits = line.prefill, slowed(line.prefill), list[bool]()
-    publish_long(line, work[-1])
+    worker, reader, waits = patient.prefill, slowed(patient.prefill), list[bool]()
+    publish_long(patient, work[-1])
     turn_until(worker, "long", reader)
     reader.is_let.set()
     wait_for(worker.reader._open[0].task.done, "it is read")
@@ -118,19 +121,19 @@ def test_who_has_read_a_message_waits_for_no_other(
 
 
 @pytest.mark.in_memory
-def test_what_is_being_read_counts_against_capacity(line: InProcessPipeline, work: list[Request]) -> None:
-    reader = slowed(line.prefill)
-    line.prefill.load.mean_prompt_tokens["interactive"].add(1)
-    line.prefill.run_once()
-    capacity = line.prefill.load.capacities["interactive"]
+def test_what_is_being_read_counts_against_capacity(patient: InProcessPipeline, work: list[Request]) -> None:
+    reader = slowed(patient.prefill)
+    patient.prefill.load.mean_prompt_tokens["interactive"].add(1)
+    patient.prefill.run_once()
+    capacity = patient.prefill.load.capacities["interactive"]
     assert capacity > 1
-    publish_long(line, work[-1])
-    turn_until(line.prefill, "long", reader)
-    line.prefill.run_once()
-    assert line.prefill.load.capacities["interactive"] == capacity - 1
-    assert not line.prefill.is_settled()
+    publish_long(patient, work[-1])
+    turn_until(patient.prefill, "long", reader)
+    patient.prefill.run_once()
+    assert patient.prefill.load.capacities["interactive"] == capacity - 1
+    assert not patient.prefill.is_settled()
     reader.is_let.set()
-    line.run_until_results(1)
+    patient.run_until_results(1)
 
 
 @pytest.mark.in_memory
