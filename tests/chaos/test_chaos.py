@@ -21,6 +21,7 @@ from sim.chaos.faults import (
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.runner import ChaosRound, run_round
 from sim.servers import start_or_skip
+from sim.waiting import PATIENCE_S
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 
@@ -43,7 +44,9 @@ def needs(bus: Bus) -> None:
 )
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, fork_server: ForkServer, tmp_path: Path) -> None:
     needs(bus)
-    plan = ChaosRound(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, num_in_flight=12, load=load)
+    plan = ChaosRound(
+        seed=7, bus=bus, seconds=PATIENCE_S / 2, kills=12, prefill=2, decode=3, num_in_flight=12, load=load
+    )
     outcome = run_round(plan, tmp_path / "round", fork_server)
     assert outcome.findings == []
     assert {process for process, _ in outcome.counts.kills} >= set(STAGES)
