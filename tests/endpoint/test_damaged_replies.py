@@ -13,6 +13,8 @@ from tests.endpoint.conftest import EndpointPipeline
 
 pytestmark = pytest.mark.in_memory
 
+PIPELINE_REQUESTS = 1_000
+"""Requests in one pipeline: each round reads all results again."""
 ROUND = 50
 """Requests under way at once: four of five get a damaged reply."""
 NUM_DAMAGED_REPLIES = 2
@@ -29,9 +31,9 @@ PIECES = [
 ERROR = {"error": {"message": "the prompt is no good", "type": "BadRequestError", "param": None, "code": 400}}
 
 
-@pytest.mark.parametrize("count", [NUM_DAMAGED])
+@pytest.mark.parametrize("start", range(0, NUM_DAMAGED, PIPELINE_REQUESTS))
 def test_no_reply_of_an_endpoint_ends_a_worker(
-    count: int, line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: pytest.MonkeyPatch
+    start: int, line: EndpointPipeline, endpoint: CountingEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoints, "FIRST_PAUSE_S", 0.0)
     asked: Counter[str] = Counter()
@@ -47,17 +49,17 @@ def test_no_reply_of_an_endpoint_ends_a_worker(
     endpoint.write_reply = write_reply
     line.add_worker(endpoint, max_requests=16)
     results: dict[str, Any] = {}
-    for first in range(0, count, ROUND):
+    for first in range(start, start + PIPELINE_REQUESTS, ROUND):
         for seed in range(first, first + ROUND):
             is_damaged = seed % 5 != 0
             prompt = f"damaged {seed}|" if is_damaged else "good|"
             line.send(prompt, max_tokens=4, tell_stop=True, id=f"{'damaged' if is_damaged else 'good'}-{seed}")
         try:
-            found = line.run_until_results(first + ROUND)
+            found = line.run_until_results(first - start + ROUND)
         except Exception as error:
-            raise AssertionError(f"the worker ended within the first {first + ROUND} requests") from error
+            raise AssertionError(f"the worker ended within the requests from {first} on") from error
         results = {result.id: result for result in found}
-        assert len(results) == len(found) == first + ROUND
+        assert len(results) == len(found) == first - start + ROUND
     for name, result in results.items():
         assert name.startswith("damaged") or result.text == write_numbers(4)
         assert sum(hasattr(event, "finish_reason") for event in line.read_log(name)) == 1
