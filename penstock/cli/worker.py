@@ -112,8 +112,10 @@ def _keep_bytecode(settings: EngineSettings) -> None:
     Many images set PYTHONDONTWRITEBYTECODE, and torch and transformers take minutes to compile on a busy machine. What
     lies compiled beside its source is taken from there.
     """
+    if not sys.dont_write_bytecode:
+        return
     specs = [importlib.util.find_spec(package) for package in ("torch", "transformers")]
-    if sys.dont_write_bytecode and any(spec and not Path(spec.cached or "").is_file() for spec in specs):
+    if any(spec and not Path(spec.cached or "").is_file() for spec in specs):
         sys.pycache_prefix, sys.dont_write_bytecode = str(settings.find_cache_directory() / "bytecode"), False
 
 

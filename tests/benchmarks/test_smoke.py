@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import common
 from sim.forked import fork_process
+from sim.waiting import PATIENCE_S
 
 FOLDER = Path(common.__file__).parent
 OTHER_ENVIRONMENTS = {"vllm_engine", "vllm_kills"}
@@ -25,8 +26,6 @@ NAMES = sorted(
     for path in FOLDER.glob("*.py")
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
 )
-TIMEOUT_S = 600.0
-"""As long as any test may take."""
 ARGUMENTS = {"gpu": "--part 4 --device cpu"}
 RUNS = [f"{name} {ARGUMENTS.get(name, '--smoke')}" for name in NAMES] + ["chaos --smoke --one-kill"]
 
@@ -36,7 +35,7 @@ def test_a_benchmark_runs_to_its_end(run: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     name, *arguments = run.split()
     ran = fork_process(name, tmp_path / "log", run_benchmark, name, *arguments, "--json", str(figures))
-    status = ran.wait(TIMEOUT_S)
+    status = ran.wait(PATIENCE_S)
     assert status == 0, ran.read_log_tail(200)
     found = list_numbers(json.loads(figures.read_text()))
     assert found
