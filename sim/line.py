@@ -3,6 +3,7 @@
 import tempfile
 from types import TracebackType
 from typing import Self
+from unittest import mock
 
 import redis
 
@@ -33,9 +34,10 @@ BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
 
 
 def run_until_running(worker: Worker, count: int = 1) -> None:
-    """Turn a worker until it runs `count` requests."""
-    while len(worker.running) < count:
-        worker.run_once()
+    """Turn a worker until it runs `count` requests. Its engine makes no step before, so that none of them ends."""
+    with mock.patch.object(worker.engine, "begin_step", return_value=False):
+        while len(worker.running) < count:
+            worker.run_once()
 
 
 def core_of(worker: Worker) -> Engine:
