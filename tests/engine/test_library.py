@@ -128,7 +128,7 @@ for call in range(3):
     lib.set_threads(3 - call)  # the last time on this thread alone
 values = (ctypes.c_float * 3)(1.0, 3.0, 2.0)
 best = ctypes.c_int64()
-args = library.BestArgs(ctypes.addressof(values), 1, 3, 3, ctypes.addressof(best), 4)
+args = library.RowsArgs(ctypes.addressof(values), 1, 3, 3, ctypes.addressof(best), 4)
 lib.best(ctypes.addressof(args))
 print(best.value)
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine import sampler
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
@@ -127,12 +128,22 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
     assert [seq.output_token_ids for seq in seqs] == expected
 
 
-def test_logits_that_a_model_forbids_are_no_fault() -> None:
-    logits = torch.zeros(3, 100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_rows_that_no_token_can_be_drawn_from(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, is_native: bool
+) -> None:
+    """Those with a number that is none, and those whose highest is infinite. What a model forbids is no fault."""
+    if not is_native:
+        monkeypatch.setattr(sampler, "find_library", lambda logits: None)
+    logits = torch.zeros(7, 103, dtype=dtype)
     logits[0, 1:] = -torch.inf
     logits[1] = -torch.inf
     logits[2, :2] = 3e38
-    assert find_broken_rows(logits) == {1}
+    logits[3, 101] = torch.nan
+    logits[4, 5] = -torch.nan
+    logits[5, 102] = torch.inf
+    assert find_broken_rows(logits) == {1, 3, 4, 5}
 
 
 def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,11 +123,11 @@ class CompressArgs(Structure):
     ]  # fmt: skip
 
 
-class BestArgs(Structure):
-    """The highest value of each row."""
+class RowsArgs(Structure):
+    """A number found in each row: the column of its highest value, or whether a token can be drawn from it."""
 
     _fields_: ClassVar = [
-        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("best", c_void_p),
+        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("found", c_void_p),
         ("element_bytes", c_int32),
     ]  # fmt: skip
 
@@ -228,8 +228,8 @@ class Library:
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
         for name in (
-            "pack", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope", "best", "sample",
-            "rank",
+            "pack", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope", "best", "broken",
+            "sample", "rank",
         ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
@@ -250,6 +250,7 @@ class Library:
         self.norm = handle.penstock_norm
         self.rope = handle.penstock_rope
         self.best = handle.penstock_best
+        self.broken = handle.penstock_broken
         self.sample = handle.penstock_sample
         self.rank = handle.penstock_rank
         self._set_threads = handle.penstock_set_threads

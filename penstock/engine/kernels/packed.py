@@ -215,11 +215,20 @@ def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[
 
 def find_best_columns(native: Library, scores: Tensor) -> list[int]:
     """Return the column of each row's highest value, the first of equal ones, of scores [rows, columns]."""
-    found = (ctypes.c_int64 * len(scores))()
-    args = library.BestArgs(
-        scores.data_ptr(), *scores.shape, scores.stride(0), ctypes.addressof(found), scores.element_size()
+    return _look_at_rows(native.best, scores)
+
+
+def find_broken_rows(native: Library, logits: Tensor) -> set[int]:
+    """Return the rows of logits [rows, columns] with a value that is no number, or a highest value that is infinite."""
+    return {row for row, is_broken in enumerate(_look_at_rows(native.broken, logits)) if is_broken}
+
+
+def _look_at_rows(function: Callable[[int], object], rows: Tensor) -> list[int]:
+    found = (ctypes.c_int64 * len(rows))()
+    args = library.RowsArgs(
+        rows.data_ptr(), *rows.shape, rows.stride(0), ctypes.addressof(found), rows.element_size()
     )  # fmt: skip
-    native.best(ctypes.addressof(args))
+    function(ctypes.addressof(args))
     return list(found)
 
 

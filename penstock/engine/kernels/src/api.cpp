@@ -103,7 +103,8 @@ EXPORT int penstock_attention(const AttentionArgs* a) { return call(table().atte
 EXPORT int penstock_write(const WriteArgs* a) { return call(table().write, a); }
 EXPORT int penstock_norm(const NormArgs* a) { return call(table().norm, a); }
 EXPORT int penstock_rope(const RopeArgs* a) { return call(table().rope, a); }
-EXPORT int penstock_best(const BestArgs* a) { return call(table().best, a); }
+EXPORT int penstock_best(const RowsArgs* a) { return call(table().best, a); }
+EXPORT int penstock_broken(const RowsArgs* a) { return call(table().broken, a); }
 EXPORT int penstock_sample(const SampleArgs* a) {
   auto are_known = [&](const int64_t* ids, int64_t count) {
     return std::all_of(ids, ids + count, [&](int64_t id) { return uint64_t(id) < uint64_t(a->columns); });

@@ -236,11 +236,12 @@ struct LookupArgs {
   int64_t rows;
 };
 
-// The column of each row's highest value, the first of equal ones.
-struct BestArgs {
+// A number found in each row: by `best` the column of its highest value, the first of equal ones; by `broken` whether a
+// value is no number, or the highest is infinite.
+struct RowsArgs {
   const void* values;  // [rows, columns]
   int64_t rows, columns, row_stride;
-  int64_t* best;  // [rows]
+  int64_t* found;  // [rows]
   int32_t element_bytes;
 };
 
@@ -296,7 +297,8 @@ struct Table {
   void (*write)(const WriteArgs*);
   void (*norm)(const NormArgs*);
   void (*rope)(const RopeArgs*);
-  void (*best)(const BestArgs*);
+  void (*best)(const RowsArgs*);
+  void (*broken)(const RowsArgs*);
   void (*sample)(const SampleArgs*);
   void (*rank)(const RankArgs*);
   // One layer after the other, from x to out, from there to x, and so on.

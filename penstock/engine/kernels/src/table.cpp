@@ -6,7 +6,7 @@
 namespace ISA {
 
 extern const Table table;
-const Table table = {TEXT(ISA), pack, compress, linear, experts, lookup, attention, write, norm, rope, best, sample, rank, layers,
-                     body, read};
+const Table table = {TEXT(ISA), pack, compress, linear, experts, lookup, attention, write, norm, rope, best, broken, sample, rank,
+                     layers, body, read};
 
 }  // namespace ISA
