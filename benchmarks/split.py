@@ -56,7 +56,7 @@ class Extent:
     """Streams have their first tokens before a window begins."""
 
 
-FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
+FULL = Extent("q06", 3072, window_s=20.0, search_s=10.0, rounds=3)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
 SMOKE = Extent(
     "smoke",
