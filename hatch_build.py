@@ -8,6 +8,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+FOLDERS = ("core", "kvstore")
+"""Where the modules that compile lie."""
 NATIVE = ("penstock.engine.kernels.build", "penstock.kvstore.native.build")
 
 
@@ -16,7 +18,7 @@ class NativeKernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile in place; an editable installation uses what lies there, a wheel carries it."""
-        sys.path.insert(0, self.root)
+        sys.path[:0] = [f"{self.root}/{folder}" for folder in FOLDERS]
         for module in map(importlib.import_module, NATIVE):
             module.LIBRARY.unlink(missing_ok=True)
             try:

@@ -144,7 +144,20 @@ def test_an_unknown_name_given_in_code_is_an_error() -> None:
 NO_SETTINGS = {"PENSTOCK_IMAGE"}
 """Variables of other programs: the image that Compose takes."""
 ROOT = Path(__file__).parents[1]
-WRITTEN = ("penstock", "docs", "docker", "examples", "benchmarks", "sim", "tools", ".ci")
+WRITTEN = (
+    "core",
+    "ingest",
+    "prefill_worker",
+    "decode_worker",
+    "kvstore",
+    "docs",
+    "docker",
+    "examples",
+    "benchmarks",
+    "sim",
+    "tools",
+    ".ci",
+)
 """Folders in which settings are named."""
 
 

@@ -244,7 +244,18 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *(
             page
-            for folder in ("benchmarks", "docker", "docs", "examples", "penstock", "sim", "tests", "tools")
+            for folder in (
+                "benchmarks",
+                "docker",
+                "docs",
+                "examples",
+                "core",
+                "ingest",
+                "kvstore",
+                "sim",
+                "tests",
+                "tools",
+            )
             for page in (ROOT / folder).rglob("*.md")
         ),
     ]

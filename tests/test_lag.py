@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncClient, Client
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka.member import KafkaMember
+from penstock.client import AsyncClient, Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings
 from penstock.engine.engine import Sampled

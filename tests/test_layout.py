@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.rooms import FILES, FLOORS, count_imports, imported_modules
+from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules
 
 HERE = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ def test_no_module_is_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("folder", "above"),
     [
-        ("penstock", {"tools", "sim", "tests", "benchmarks"}),
+        *((portion.name, {"tools", "sim", "tests", "benchmarks"}) for portion in PORTIONS),
         ("tools", {"sim", "tests", "benchmarks"}),
         ("sim", {"tests", "benchmarks"}),
     ],

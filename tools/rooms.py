@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "penstock"
+ROOT = Path(__file__).parents[1]
+PORTIONS = [ROOT / folder for folder in ("core", "ingest", "prefill_worker", "decode_worker", "kvstore")]
+"""The folders that have a part of the package, each in a `penstock/` without `__init__.py`."""
 GROUND = "messages, names, errors"
-"""The modules in `penstock/` itself."""
+"""The modules in `core/penstock/` itself."""
 FLOORS = (
     (GROUND,),
     ("redis", "grammar"),
@@ -29,16 +31,17 @@ FLOORS = (
     ("cli",),
 )
 """From the ground up. A room imports from floors below its own; rooms of one floor do not know each other."""
-LAZY = {("penstock", f"penstock.client.{name}") for name in ("core", "sync", "aio")}
-"""`penstock/__init__.py` imports the clients when somebody asks it for them."""
+LAZY = {("penstock.client", f"penstock.client.{name}") for name in ("core", "sync", "aio")}
+"""`penstock.client` imports its modules when somebody asks it for them."""
 
 
 def module_name(file: Path) -> str:
     """Return the name under which a file of the package is imported."""
-    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    parts = file.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
 
 
-FILES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+FILES = {module_name(file): file for portion in PORTIONS for file in sorted(portion.rglob("*.py"))}
 
 
 def imported_modules(module: str) -> Iterator[str]:
@@ -57,7 +60,7 @@ def imported_modules(module: str) -> Iterator[str]:
 def room_of(module: str) -> str:
     """Return the folder of the package in which a module lies."""
     parts = module.split(".")
-    is_room = len(parts) > 1 and (PACKAGE / parts[1]).is_dir()
+    is_room = len(parts) > 1 and any((portion / "penstock" / parts[1]).is_dir() for portion in PORTIONS)
     return parts[1] if is_room else GROUND
 
 

@@ -1,4 +1,4 @@
-"""`Record` in memory. Each method does what its script under `penstock/record/lua/` does, which tells the reasons."""
+"""`Record` in memory. Each method does what its script in `penstock.record` does, which tells the reasons."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The record's scripts (`penstock/record/lua/`) in plain Python: from a record to the next one and a reply.
+"""The record's scripts (`core/penstock/record/lua/`) in plain Python: from a record to the next one and a reply.
 
 `clock` stands for the server's clock and grows with each claim. A token is the epoch of the claim that sampled it, as
 if tokens of two attempts always differed. A session is the number of its worker; `GHOST` stands for all sessions

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock import AsyncClient, Client
+from penstock.client import AsyncClient, Client
 from penstock.names import Pipeline
 
 

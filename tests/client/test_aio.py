@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import pytest
 import redis
 
-from penstock import AsyncClient
 from penstock.bus.contract import Bus, Outgoing, create_started_future, wait_until_acknowledged
+from penstock.client import AsyncClient
 from penstock.errors import BusUnavailable, StreamTimeout
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from penstock import Client
+from penstock.client import Client
 from penstock.client.core import Event
 from penstock.errors import Cancelled, InvalidName, PromptTooLong, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent

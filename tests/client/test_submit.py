@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from opentelemetry import trace
 
-from penstock import Client
 from penstock.bus.contract import Bus
+from penstock.client import Client
 from penstock.client.core import RequestFields
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, decode_message

@@ -3,18 +3,15 @@
 import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import penstock
+from penstock.engine.files import DEMO_MODEL
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from penstock.messages import GrammarSpec
-
-DEMO_MODEL = Path(penstock.__file__).parent / "engine" / "demo" / "model"
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import InternalError, InvalidRequest, UnsupportedSchema
 from penstock.grammar import checker as checker_module
 from penstock.grammar.checker import GrammarChecker, Vocabulary
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.spec import make_schema_spec
 from penstock.messages import GrammarSpec
-from tests.grammar.sampling import DEMO_MODEL
 
 GOOD = make_schema_spec({"type": "integer"}, "schema")
 

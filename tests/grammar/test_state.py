@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import GrammarFailed
 from penstock.grammar.engine import CompiledGrammar, GrammarCache, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from penstock.messages import GrammarSpec
 from tests.grammar.sampling import (
-    DEMO_MODEL,
     compile_schema,
     compile_spec,
     draw_answer,

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock import Client
+from penstock.client import Client
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from sim.forked import ForkedStack

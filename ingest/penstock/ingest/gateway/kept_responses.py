@@ -4,7 +4,7 @@
 
 Keeping:   1  the metadata is written to Redis, with what was asked       2  it is marked as open in
 `penstock:<pipeline>:responses`      3  its request is published: now the response exists      4  it has ended: any
-gateway writes the object      5  with `background`: a webhook's event is due (`penstock/ingest/webhooks.py`)
+gateway writes the object      5  with `background`: a webhook's event is due (`penstock.ingest.webhooks`)
 6  the mark is removed
 
 Deleting:  7  it is marked as deleted: now it is gone      8  the metadata is deleted      9  the object is deleted

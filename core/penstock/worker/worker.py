@@ -4,7 +4,7 @@ There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.p
 requests for the engine, and builds what is published at the end. A request is one `Task` from its message to its
 settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
 that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
-(`penstock/engine/contract.py`): the engine moves the blocks' bytes itself.
+(`penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
 

@@ -11,7 +11,7 @@
         end.json                           its final state; written once, by the first gateway that ends it
 
 Creating:  1  the mark in `open/`     2  `input`     3  `birth.json`: now the batch exists Ending:    4  `end.json`:
-now it has ended     5  a webhook's event is due (`penstock/ingest/webhooks.py`)     6  parts and `input` are deleted
+now it has ended     5  a webhook's event is due (`penstock.ingest.webhooks`)     6  parts and `input` are deleted
 7  the mark is deleted
 
 A crash in between leaves the mark, and the gateway that finds it goes on: after 1 or 2 the client has no answer yet,

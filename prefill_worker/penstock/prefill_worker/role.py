@@ -1,6 +1,6 @@
 """Requests in prefill: a prompt is computed, with one token, and handed off.
 
-The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
+The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
     2  a message is read: decoded, validated, tokenized; a request that cannot be answered ends, and goes on at 5
     3  its prompt is computed

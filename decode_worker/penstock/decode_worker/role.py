@@ -1,6 +1,6 @@
 """Jobs in decode: an answer goes on at the end of its log, and a result is published.
 
-The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
+The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
     6  a job and its log are read; KV that is not in the store is computed again
     7  the answer is decoded, a token a step or several

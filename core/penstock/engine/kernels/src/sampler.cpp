@@ -1,4 +1,4 @@
-// The token of each row of logits, and the likeliest ones: what penstock/engine/sampling computes with torch, to the last
+// The token of each row of logits, and the likeliest ones: what core/penstock/engine/sampling computes with torch, to the last
 // bit, on every instruction set. Weights are integers (their sums do not depend on an order) that additions and
 // multiplications of floats give, each rounded for itself: no fused ones, and no library's exponential function.
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Penstock: durable, disaggregated LLM inference. `Client` and `AsyncClient` are the way in."""
+"""The clients: send requests and read their streams. `Client` and `AsyncClient` are the way in."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ _HOMES = {"Answer": "penstock.client.core", "AsyncClient": "penstock.client.aio"
 
 
 def __getattr__(name: str) -> Any:
-    """The clients are imported when they are asked for: workers have no use for them."""
+    """The clients are imported when they are asked for: who needs one of their modules does not load the others."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        raise AttributeError(f"module 'penstock.client' has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)

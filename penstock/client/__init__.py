@@ -1,1 +1,0 @@
-"""The clients: send requests and read their streams."""

@@ -1,1 +1,0 @@
-"""The parts of the sampler: `penstock/engine/sampler.py` puts them together."""
