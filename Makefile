@@ -15,6 +15,8 @@ define make_environment
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	@# A regular package of that name, from an older checkout or installation, would hide or add a portion.
+	@$(BIN)/uv pip uninstall --quiet --python $(BIN)/python penstock 2>/dev/null; rm -rf penstock
 	@backend=$$(UV_HTTP_RETRIES=0 $(INSTALL) --quiet --dry-run --no-deps --reinstall --torch-backend=$(TORCH) torch 2>/dev/null \
 	  && echo --torch-backend=$(TORCH)); $(INSTALL) $$backend --editable '.[$(EXTRAS)]'
 endef

@@ -251,6 +251,8 @@ PAGES = sorted(
                 "examples",
                 "core",
                 "ingest",
+                "prefill_worker",
+                "decode_worker",
                 "kvstore",
                 "sim",
                 "tests",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules
 
 HERE = Path(__file__).parents[1]
@@ -22,6 +23,12 @@ def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
     modules = [module for module in FILES if module.startswith("penstock.ingest.openai")]
     imported = {other for module in modules for other in imported_modules(module)}
     assert not [name for name in imported if name.startswith(("penstock.ingest.gateway", "penstock.ingest.batch"))]
+
+
+def test_the_package_lies_in_five_folders_and_nowhere_else() -> None:
+    """A sixth, or a regular package, would be what an older checkout or installation has left."""
+    assert sorted(penstock.__path__) == sorted(str(portion / "penstock") for portion in PORTIONS)
+    assert not any((portion / "penstock" / "__init__.py").exists() for portion in PORTIONS)
 
 
 def test_no_module_is_in_a_circle() -> None:
