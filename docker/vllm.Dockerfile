@@ -21,11 +21,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev t
 ENV PATH=/opt/penstock/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml constraints-vllm.txt hatch_build.py README.md LICENSE ./
-COPY core core
-COPY ingest ingest
-COPY prefill_worker prefill_worker
-COPY decode_worker decode_worker
-COPY kvstore kvstore
+COPY core/penstock core/penstock
+COPY ingest/penstock ingest/penstock
+COPY prefill_worker/penstock prefill_worker/penstock
+COPY decode_worker/penstock decode_worker/penstock
+COPY kvstore/penstock kvstore/penstock
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --python /opt/penstock/bin/python --override constraints-vllm.txt ".[worker,${VLLM}]" \
     && python -c 'import vllm'
