@@ -252,13 +252,13 @@ def run(given: Arguments) -> dict[str, float]:
     Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
     shape = SHAPES[given.choose_size("q06", "small", "smoke")]
     figures = measure_linears(
-        SHAPES[given.choose_size("q06", "q06", "smoke")], *given.choose_size((ROWS, 60), (ROWS, 20), (ROWS[:1], 1))
+        SHAPES[given.choose_size("q06", "q06", "smoke")], *given.choose_size((ROWS, 60), (ROWS[::3], 7), (ROWS[:1], 1))
     )
     model = make_model_directory(shape, DIRECTORY / "models")
-    figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 4, 40), (64, 2, 2)))
+    figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 2, 40), (64, 2, 2)))
     is_forked = given.size == "smoke"
-    figures |= measure_loads(shape, given.choose_size(6, 3, 2), is_forked=is_forked)
-    cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 3), (MEASURED[:1], 1))
+    figures |= measure_loads(shape, given.choose_size(6, 2, 2), is_forked=is_forked)
+    cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 1), (MEASURED[:1], 1))
     results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_forked)
     if given.is_full:
         draw_plot(results)

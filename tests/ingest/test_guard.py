@@ -2,12 +2,14 @@
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from penstock.config.settings import GuardSettings
+from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
 from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.server import _Server
 
 
 async def ask(host: str, *, only_local: bool, origin: str | None = None) -> httpx.Response:
@@ -39,3 +41,10 @@ async def test_and_to_no_others(host: str) -> None:
 )
 async def test_pages_of_other_sites_are_refused(origin: str, status: int) -> None:
     assert (await ask("localhost:8080", only_local=True, origin=origin)).status_code == status
+
+
+def test_the_client_closes_an_idle_connection_before_the_gateway_does() -> None:
+    """Otherwise a request that is sent as the gateway closes is reset. OpenAI's client keeps them as httpx does."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    assert _Server(FastAPI(), load_group(GatewayProcessSettings)).config.timeout_keep_alive > 2 * kept_s

@@ -14,10 +14,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -189,7 +187,7 @@ class BatchRunner:
 
     async def _work_under_lease(self, spec: BatchSpec, work: BatchWork) -> None:
         """Work on a batch while this process has its lease."""
-        working = asyncio.create_task(self._work_or_log(work.run(), spec))
+        working = asyncio.create_task(self._work_or_log(work, spec))
         try:
             while not working.done() and not self._is_closing:
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
@@ -201,10 +199,10 @@ class BatchRunner:
             await asyncio.gather(working, return_exceptions=True)
             await self._leases.release_lease(spec.id)
 
-    async def _work_or_log(self, work: Coroutine[Any, Any, None], spec: BatchSpec) -> None:
+    async def _work_or_log(self, work: BatchWork, spec: BatchSpec) -> None:
         """Work; after an error wait a while, as the batch is taken again then."""
         try:
-            await work
+            await work.run()
         except Exception:
             log.exception("%s: its work is tried again", spec.id)
             await asyncio.sleep(self._settings.look_s)
