@@ -28,6 +28,7 @@ from penstock.config.sources import CONFIG_VARIABLE, list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import hide_passwords
 from tests.commands import Terminal
+from tools.rooms import PORTIONS
 from tools.settings_doc import read_field_docs
 
 MARK = "Zq9"
@@ -144,20 +145,7 @@ def test_an_unknown_name_given_in_code_is_an_error() -> None:
 NO_SETTINGS = {"PENSTOCK_IMAGE"}
 """Variables of other programs: the image that Compose takes."""
 ROOT = Path(__file__).parents[1]
-WRITTEN = (
-    "core",
-    "ingest",
-    "prefill_worker",
-    "decode_worker",
-    "kvstore",
-    "docs",
-    "docker",
-    "examples",
-    "benchmarks",
-    "sim",
-    "tools",
-    ".ci",
-)
+WRITTEN = (*(portion.name for portion in PORTIONS), "docs", "docker", "examples", "benchmarks", "sim", "tools", ".ci")
 """Folders in which settings are named."""
 
 

@@ -19,6 +19,7 @@ from penstock.record import Record
 from penstock.worker.result import build_result_message
 from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
+from tools.rooms import PORTIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
@@ -245,15 +246,11 @@ PAGES = sorted(
         *(
             page
             for folder in (
+                *(portion.name for portion in PORTIONS),
                 "benchmarks",
                 "docker",
                 "docs",
                 "examples",
-                "core",
-                "ingest",
-                "prefill_worker",
-                "decode_worker",
-                "kvstore",
                 "sim",
                 "tests",
                 "tools",

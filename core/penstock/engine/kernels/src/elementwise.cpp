@@ -85,26 +85,6 @@ template <class T> void best_rows(const RowsArgs& a) {
   pool::run(int(a.rows), [&](int row) { a.found[row] = best_of((const T*)a.values + row * a.row_stride, a.columns); });
 }
 
-// Whether a value is no number, or none is above minus infinity, or one is infinite.
-template <class T> bool is_broken(const T* values, int64_t columns) {
-  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32x16 high = all(-INFINITY);
-  i32x16 strange{};
-  for (int64_t i = 0; i < columns; i += 16) {
-    f32x16 v = load_first(values + i, int(columns - i));
-    if (columns - i < 16) v = lanes < int(columns - i) ? v : all(-INFINITY);
-    strange |= (v != v);
-    high = v > high ? v : high;
-  }
-  int32_t mixed = 0;
-  for (int lane = 0; lane < 16; lane++) mixed |= strange[lane];
-  return mixed != 0 || !std::isfinite(max(high));
-}
-
-template <class T> void find_broken_rows(const RowsArgs& a) {
-  pool::run(int(a.rows), [&](int row) { a.found[row] = is_broken((const T*)a.values + row * a.row_stride, a.columns); });
-}
-
 uint64_t read_piece(const uint32_t* p, const uint32_t* end) {
   u32x16 mixed[4] = {};
   for (; p + 64 <= end; p += 64) {
@@ -132,9 +112,6 @@ uint64_t read(const void* data, int64_t bytes) {
 }
 
 void best(const RowsArgs* a) { a->element_bytes == 4 ? best_rows<float>(*a) : best_rows<bf16>(*a); }
-void broken(const RowsArgs* a) {
-  a->element_bytes == 4 ? find_broken_rows<float>(*a) : find_broken_rows<bf16>(*a);
-}
 void norm(const NormArgs* a) { a->element_bytes == 4 ? norm_of<float>(*a) : norm_of<bf16>(*a); }
 void rope(const RopeArgs* a) { a->element_bytes == 4 ? rope_of<float>(*a) : rope_of<bf16>(*a); }
 

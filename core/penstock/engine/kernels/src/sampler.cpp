@@ -280,6 +280,13 @@ int64_t draw(const float* scores, int64_t columns, const SampleRow& how) {
                      : draw_from_all(scores, columns, top.score, how);
 }
 
+template <class T> void find_broken_rows(const RowsArgs& a) {
+  pool::run(int(a.rows), [&](int row) {
+    const float* scores = as_floats((const T*)a.values + row * a.row_stride, a.columns, false);
+    a.found[row] = !find_top(scores, a.columns).is_finite;
+  });
+}
+
 template <class T> void sample_rows(const SampleArgs& a) {
   pool::run(int(a.rows), [&](int row) {
     const SampleRow& how = a.each[row];
@@ -325,6 +332,9 @@ template <class T> void rank_rows(const RankArgs& a) {
 
 }  // namespace
 
+void broken(const RowsArgs* a) {
+  a->element_bytes == 4 ? find_broken_rows<float>(*a) : find_broken_rows<bf16>(*a);
+}
 void sample(const SampleArgs* a) { a->element_bytes == 4 ? sample_rows<float>(*a) : sample_rows<bf16>(*a); }
 void rank(const RankArgs* a) { a->element_bytes == 4 ? rank_rows<float>(*a) : rank_rows<bf16>(*a); }
 
