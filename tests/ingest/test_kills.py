@@ -36,6 +36,18 @@ def doomed(line: Stack, tmp_path: Path) -> Iterator[GatewayProcess]:
         yield gateway
 
 
+@pytest.fixture(autouse=True)
+def restarted(line: Stack) -> Iterator[None]:
+    """Start killed workers again: one that lived for a short time is started by a later call only."""
+    yield
+
+    def all_live() -> bool:
+        line.restart_dead()
+        return all(worker.child is not None and worker.child.is_alive() for worker in line.workers)
+
+    wait_for(all_live, "the killed workers are started again")
+
+
 def open_stream(url: str) -> tuple[EventSource, Iterator[ServerSentEvent]]:
     source = EventSource(f"{url}/v1/completions")
     return source, source.connect(ASKED | {"ignore_eos": True, "stream": True})
@@ -78,7 +90,6 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
     assert source.last_event_id == "done"
     with Client(line.addresses) as client:
         assert client.result(request_id).text == expected
-    line.restart_dead()
 
 
 def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: Stack) -> None:
@@ -96,6 +107,5 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
     assert holder.child is not None
     holder.child.kill()
-    line.restart_dead()
     wait_for(lambda: httpx.get(f"{responses}/{name}", timeout=None).json()["status"] == "incomplete", "it has ended")
     assert httpx.get(f"{responses}/{name}", timeout=None).json()["output"][0]["content"] == expected
