@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, cast
@@ -77,24 +78,27 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return file, key
 
 
-@pytest.fixture(scope="module")
-def gateway(line: Stack, key_file: tuple[Path, str]) -> Iterator[GatewayProcess]:
-    """A gateway that asks for keys."""
-    file, _ = key_file
+@contextmanager
+def open_gateway(line: Stack, key_file: tuple[Path, str]) -> Iterator[tuple[GatewayProcess, httpx.Client]]:
+    """A gateway that asks for keys, and a client with the tenant's."""
+    file, key = key_file
     own = {"GATEWAY_KEYS": str(file), "BATCH_STORE": str(file.parent / "files")}
-    with GatewayProcess(line.addresses, file.parent, own) as made:
-        yield made
+    headers = {"authorization": f"Bearer {key}"}
+    with (
+        GatewayProcess(line.addresses, file.parent, own) as made,
+        httpx.Client(base_url=made.url, headers=headers, timeout=None) as client,
+    ):
+        yield made, client
 
 
 @pytest.fixture(scope="module")
-def http(gateway: GatewayProcess, key_file: tuple[Path, str]) -> Iterator[httpx.Client]:
-    headers = {"authorization": f"Bearer {key_file[1]}"}
-    with httpx.Client(base_url=gateway.url, headers=headers, timeout=None) as client:
+def http(line: Stack, key_file: tuple[Path, str]) -> Iterator[httpx.Client]:
+    with open_gateway(line, key_file) as (_, client):
         yield client
 
 
 @pytest.fixture
-def bucket(line: Stack, gateway: GatewayProcess) -> Iterator[Bucket]:
+def bucket(line: Stack) -> Iterator[Bucket]:
     with redis_client(line.addresses.stream_url) as server:
         yield Bucket(server, line)
 
@@ -154,11 +158,14 @@ def test_the_estimate_gives_way_to_what_was_used(
 
 
 async def test_what_a_killed_gateway_took_is_back_within_a_minute(
-    line: Stack, gateway: GatewayProcess, http: httpx.Client, bucket: Bucket
+    line: Stack, key_file: tuple[Path, str], bucket: Bucket
 ) -> None:
-    """The last of this file: it kills the gateway. The estimate stands, runs out, and leaves nothing behind."""
+    """The estimate stands, runs out, and leaves nothing behind."""
     body = ASKED | GOES_ON
-    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+    with (
+        open_gateway(line, key_file) as (gateway, http),
+        http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+    ):
         next(answer.iter_lines())
         gateway.process.kill()
     wait_for(lambda: bucket.used() is not None, "its result")
