@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def test_the_package_lies_in_five_folders_and_nowhere_else() -> None:
     """A sixth, or a regular package, would be what an older checkout or installation has left."""
     assert sorted(penstock.__path__) == sorted(str(portion / "penstock") for portion in PORTIONS)
     assert not any((portion / "penstock" / "__init__.py").exists() for portion in PORTIONS)
+    folders, tool = [portion.name for portion in PORTIONS], tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]
+    assert folders == tool["mypy"]["mypy_path"] == tool["pyright"]["extraPaths"]
 
 
 def test_no_module_is_in_a_circle() -> None:
