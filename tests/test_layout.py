@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules
+from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules, make_drawing
 
 HERE = Path(__file__).parents[1]
 
@@ -18,6 +18,13 @@ HERE = Path(__file__).parents[1]
 def test_rooms_import_from_floors_below_them() -> None:
     level = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     assert {(room, other) for room, other in count_imports() if level[room] <= level[other]} == set()
+
+
+def test_the_page_draws_these_imports_and_has_a_row_for_each_room() -> None:
+    page = (HERE / "docs" / "structure.md").read_text("utf-8")
+    assert make_drawing() in page, "run: python -m tools.rooms docs/structure.md"
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert not [room for rooms in FLOORS[1:] for room in rooms if not any(f"`{room}/`" in row for row in rows)]
 
 
 def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
