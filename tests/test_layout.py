@@ -3,13 +3,14 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import penstock
-from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules
+from tools.rooms import FILES, FLOORS, PORTIONS, count_imports, imported_modules, make_drawing
 
 HERE = Path(__file__).parents[1]
 
@@ -17,6 +18,13 @@ HERE = Path(__file__).parents[1]
 def test_rooms_import_from_floors_below_them() -> None:
     level = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     assert {(room, other) for room, other in count_imports() if level[room] <= level[other]} == set()
+
+
+def test_the_page_draws_these_imports_and_has_a_row_for_each_room() -> None:
+    page = (HERE / "docs" / "structure.md").read_text("utf-8")
+    assert make_drawing() in page, "run: python -m tools.rooms docs/structure.md"
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert not [room for rooms in FLOORS[1:] for room in rooms if not any(f"`{room}/`" in row for row in rows)]
 
 
 def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
@@ -29,6 +37,8 @@ def test_the_package_lies_in_five_folders_and_nowhere_else() -> None:
     """A sixth, or a regular package, would be what an older checkout or installation has left."""
     assert sorted(penstock.__path__) == sorted(str(portion / "penstock") for portion in PORTIONS)
     assert not any((portion / "penstock" / "__init__.py").exists() for portion in PORTIONS)
+    folders, tool = [portion.name for portion in PORTIONS], tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]
+    assert folders == tool["mypy"]["mypy_path"] == tool["pyright"]["extraPaths"]
 
 
 def test_no_module_is_in_a_circle() -> None:

@@ -1,9 +1,10 @@
-"""`python -m tools.rooms docs/plots/rooms.svg`: draw which room of the package imports which, floor above floor.
+"""`python -m tools.rooms docs/structure.md`: draw in that page which room of the package imports which.
 
-`tests/test_layout.py` checks the same rules: imports point down, and no module is in a circle.
+`tests/test_layout.py` checks the drawing, and the same rules: imports point down, and no module is in a circle.
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -70,48 +71,34 @@ def count_imports() -> Counter[tuple[str, str]]:
     return Counter((room, other) for room, other in ways if room != other)
 
 
-def draw(path: Path) -> None:
-    """Draw the floors, with an arrow for each room that another one imports; the ground floor is imported by all."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    places = {
-        # Floors with one room stand to the left and to the right in turn, so that no arrow runs behind a room.
-        room: ((number + 0.5) / len(rooms) if len(rooms) > 1 else 0.4 + 0.2 * (level % 2), level)
-        for level, rooms in enumerate(FLOORS)
-        for number, room in enumerate(rooms)
+def list_arrows() -> dict[str, list[str]]:
+    """Return the rooms that each room imports, without those that it imports through another one of them too."""
+    ways = count_imports()
+    imports = {room: {other for one, other in ways if one == room} for rooms in FLOORS for room in rooms}
+    reached: dict[str, set[str]] = {}
+    for room, found in imports.items():  # from the ground up, so what a room imports is known
+        reached[room] = found.union(*(reached[other] for other in found))
+    return {
+        room: [other for other in imports if other in found and not any(other in reached[one] for one in found)]
+        for room, found in imports.items()
     }
-    figure, axes = pyplot.subplots(figsize=(9, 9))
-    for (room, other), count in count_imports().items():
-        if other == GROUND:
-            continue
-        (x0, y0), (x1, y1) = places[room], places[other]
-        bend = 0.15 if y0 - y1 > 1 and abs(x0 - x1) < 0.2 else 0.0
-        axes.annotate(
-            "",
-            (x1, y1 + 0.2),
-            (x0, y0 - 0.2),
-            arrowprops={
-                "arrowstyle": "->",
-                "color": "tab:red" if y1 >= y0 else "tab:gray" if room == "cli" else "tab:blue",
-                "alpha": 0.25 if room == "cli" else 0.6,
-                "linewidth": 0.5 + min(count, 30) / 12,
-                "connectionstyle": f"arc3,rad={bend}",
-            },
-        )
-    for room, (x, y) in places.items():
-        axes.text(x, y, room, ha="center", va="center", bbox={"boxstyle": "round", "facecolor": "white"})
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-0.6, len(FLOORS) - 0.4)
-    axes.axis("off")
-    axes.set_title(
-        "Which room imports which: wider for more imports, pale for the command line; all import the ground floor"
-    )
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+
+
+def make_drawing() -> str:
+    """Return the rooms and their imports as a Mermaid flowchart. Rooms outside `core/` have a box of their own kind."""
+    lines = ["flowchart TD", f'    ground["{GROUND}"]']
+    lines += [f'    {portion.name}[["{portion.name}/"]]' for portion in PORTIONS if portion.name != "core"]
+    for room, others in reversed(list_arrows().items()):
+        if others:
+            lines.append(f"    {room} --> {' & '.join(others).replace(GROUND, 'ground')}")
+    return "```mermaid\n" + "\n".join(lines) + "\n```\n"
+
+
+def update_page(path: Path) -> None:
+    """Write the drawing over the one that the page has."""
+    page = path.read_text("utf-8")
+    path.write_text(re.sub(r"```mermaid\n.*?\n```\n", lambda _: make_drawing(), page, flags=re.DOTALL), "utf-8")
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    update_page(Path(sys.argv[1]))
