@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.endpoint_worker.main import check_only_kind, find_model
 from penstock.config.addresses import Addresses
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.main import check_only_kind, find_model
 from penstock.errors import SettingsError
 from penstock.local.processes import find_free_port, start_child
 from penstock.names import Pipeline
