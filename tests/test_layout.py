@@ -50,10 +50,11 @@ def test_a_folder_knows_nothing_of_those_that_use_it(folder: str, above: set[str
                 assert node.module.split(".")[0] not in above, file
 
 
-def test_settings_are_read_by_commands_and_by_what_other_programs_open() -> None:
+def test_settings_are_read_where_programs_begin() -> None:
+    """By commands and workers' processes, and by what other programs open."""
     readers = {name for name, file in FILES.items() if "load_settings" in file.read_text("utf-8")}
     others = {name for name in readers if not name.startswith(("penstock.cli.", "penstock.config."))}
-    assert others == {"penstock.client.core", "penstock.local.stack"}
+    assert others == {"penstock.client.core", "penstock.local.stack", "penstock.worker.process"}
 
 
 @pytest.mark.parametrize(
