@@ -18,12 +18,15 @@ for _module in (
     "penstock.cli.gateway",
     "penstock.cli.main",
     "penstock.cli.worker",
+    "penstock.decode_worker.main",
     "penstock.decode_worker.role",
     "penstock.engine.proof",
     "penstock.engine.serving",
     "penstock.ingest.gateway.server",
+    "penstock.prefill_worker.main",
     "penstock.prefill_worker.role",
     "penstock.telemetry.spans",
+    "penstock.worker.process",
     "penstock.worker.worker",
 ):
     importlib.import_module(_module)

@@ -280,7 +280,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
         def done() -> bool:
             line.prefill.run_once()
-            held.append(line.prefill.engine.count_waiting_tokens("interactive", 200))
+            held.append(serving_engine(line.prefill).count_waiting_tokens("interactive", 200))
             return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
         wait_for(done, "all prompts are handed off", every_s=0)
@@ -296,7 +296,7 @@ def test_no_more_is_taken_over_than_has_capacity(
     worker, taken_ahead = line.prefill, list[int]()
 
     def note_asked(stage: str, session: str, max_requests: int) -> list[object]:
-        num_waiting = worker.engine.count_waiting_tokens("interactive", 200) // 200
+        num_waiting = serving_engine(worker).count_waiting_tokens("interactive", 200) // 200
         taken_ahead.append(num_waiting + max_requests)
         return []
 

@@ -60,10 +60,11 @@ def test_a_folder_knows_nothing_of_those_that_use_it(folder: str, above: set[str
                 assert node.module.split(".")[0] not in above, file
 
 
-def test_settings_are_read_by_commands_and_by_what_other_programs_open() -> None:
+def test_settings_are_read_where_programs_begin() -> None:
+    """By commands and workers' processes, and by what other programs open."""
     readers = {name for name, file in FILES.items() if "load_settings" in file.read_text("utf-8")}
     others = {name for name in readers if not name.startswith(("penstock.cli.", "penstock.config."))}
-    assert others == {"penstock.client.core", "penstock.local.stack"}
+    assert others == {"penstock.client.core", "penstock.local.stack", "penstock.worker.process"}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,8 @@ def test_settings_are_read_by_commands_and_by_what_other_programs_open() -> None
         ("penstock.bus.kafka.bus", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.retry", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.loop", ("torch", "transformers", "numpy", "penstock.local")),
-        ("penstock.worker.worker", ("torch", "transformers", "penstock.local")),
+        ("penstock.worker.worker", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
+        ("penstock.endpoint_worker.main", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
         ("penstock.prefill_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.decode_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.cli.main", ("torch", "transformers", "numpy")),

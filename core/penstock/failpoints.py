@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.errors import SettingsError
-from penstock.names import Stage
+from penstock.names import WorkerKind
 
 PREFILL = (
     "prefill.1.polled", "prefill.2.claimed", "prefill.2.taken", "prefill.2.ended", "prefill.3.fetched",
@@ -97,11 +97,11 @@ def failpoint(name: str) -> None:
         _pass(name)
 
 
-def stage_failpoint(stage: Stage, *names: str) -> None:
-    """Pass a point of the loop that both stages share: the one of its names that begins with this worker's stage."""
+def stage_failpoint(kind: WorkerKind, *names: str) -> None:
+    """Pass a point of the loop that all workers share: the one of its names that begins with this worker's kind."""
     if _armed:
         for name in names:
-            if name.startswith(stage):
+            if name.startswith(kind):
                 _pass(name)
 
 

@@ -68,7 +68,7 @@ def append_wrong_token(zombie: Worker) -> None:
     (item,) = sampled
     wrong = Sampled(item.seq, (item.token_id + 1) % 1000, item.logprobs)
     zombie._confirm_tokens()
-    zombie._append_tokens([wrong])
+    zombie._append([wrong])
     zombie._confirm_tokens()
 
 

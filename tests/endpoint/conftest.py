@@ -12,15 +12,16 @@ from penstock.client.core import RequestFields, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, RecordSettings
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
-from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.role import EndpointRole
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import Pipeline
 from penstock.record import connect_servers, open_record
+from penstock.worker.worker import Worker
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.line import BUS_SETTINGS
 from sim.memory.bus import MemoryBus
 from sim.memory.record import MemoryRecord, MemoryRecords
-from sim.waiting import PATIENCE_S
 
 
 class EndpointPipeline:
@@ -34,7 +35,7 @@ class EndpointPipeline:
         self.bus.create_topics()
         self._clients = None if addresses is None else connect_servers(addresses.stream_url)
         self.publisher = self.bus.create_publisher()
-        self.workers: list[EndpointWorker] = []
+        self.workers: list[Worker] = []
 
     def open_record(self) -> Any:
         if self._records is not None:
@@ -42,14 +43,13 @@ class EndpointPipeline:
         assert self._clients is not None
         return open_record(self._clients, self.pipeline, self.record_settings)
 
-    def add_worker(self, *endpoints: CountingEndpoint, **settings: Any) -> EndpointWorker:
+    def add_worker(self, *endpoints: CountingEndpoint, **settings: Any) -> Worker:
         urls = ",".join(endpoint.url for endpoint in endpoints)
         given = EndpointSettings(model=MODEL, **{"urls": urls, **settings})
         member = self.bus.join_group("endpoint", f"endpoint-{len(self.workers)}")
         pool = Endpoints(parse_urls(given.urls, given.max_requests))
-        worker = EndpointWorker(
-            self.pipeline, f"endpoint-{len(self.workers)}", MODEL, pool, given, self.open_record(), member
-        )
+        role = EndpointRole(self.pipeline, MODEL, EndpointEngine(pool, given, self.record_settings))
+        worker = Worker(role, self.pipeline, f"endpoint-{len(self.workers)}", self.open_record(), member)
         self.workers.append(worker)
         return worker
 
@@ -78,15 +78,12 @@ class EndpointPipeline:
         with closing(self.open_record()) as record:
             return list(record.read_log(request_id))
 
-    def kill(self, worker: EndpointWorker) -> None:
+    def kill(self, worker: Worker) -> None:
         """Let a worker end as by SIGKILL: its session runs out, its deliveries come back, its connections close."""
         worker.session.stop()
         worker.settler.abandon()
         worker.rescuer.close()
-        for task in worker.running.values():
-            if task.answer is not None:
-                task.answer.cut()
-                task.answer.join(PATIENCE_S)
+        worker.engine.close()
         worker.member.close()
         worker.record.close()
         self.workers.remove(worker)
@@ -97,6 +94,12 @@ class EndpointPipeline:
         self.publisher.close()
         for client in () if self._clients is None else self._clients.parts:
             client.close()
+
+
+def engine_of(worker: Worker) -> EndpointEngine:
+    """Return the engine of an endpoint worker."""
+    assert isinstance(worker.engine, EndpointEngine)
+    return worker.engine
 
 
 MakeEndpointPipeline = Callable[..., EndpointPipeline]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.endpoint_worker import check_only_kind, find_model
 from penstock.config.addresses import Addresses
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.main import check_only_kind, find_model
 from penstock.errors import SettingsError
 from penstock.local.processes import find_free_port, start_child
 from penstock.names import Pipeline
@@ -75,7 +75,7 @@ def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: C
 
 
 def test_neither_the_worker_nor_up_needs_a_model_library() -> None:
-    modules = "import penstock.cli.endpoint_worker, penstock.cli.up, sys"
+    modules = "import penstock.endpoint_worker.main, penstock.cli.up, sys"
     code = f"{modules}; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

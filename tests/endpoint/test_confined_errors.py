@@ -6,10 +6,12 @@ import pytest
 
 from penstock.bus.contract import Outgoing, as_text
 from penstock.client.core import make_request
-from penstock.endpoint_worker.task import EndpointTask
-from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.role import EndpointRole
 from penstock.record import Claim
 from penstock.telemetry.stage import StageMetrics
+from penstock.worker.task import Task
+from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint, write_numbers
 from sim.memory.bus import MemoryBus
 from tests.endpoint.conftest import EndpointPipeline
@@ -20,16 +22,18 @@ WORDS = "half a pair: \ud800"
 HELPED = "is told, and does no harm"
 """What only tells of a request: it is answered all the same."""
 PLACES = [
-    (EndpointTask, "to_claim_request", "dead letter"),
-    (EndpointWorker, "_record_queue_wait", "internal_error"),
-    (EndpointWorker, "_replace_older_task", "internal_error"),
-    (EndpointTask, "start_span", "internal_error"),
-    (EndpointWorker, "_build_question", "internal_error"),
-    (EndpointWorker, "_record_piece", HELPED),
+    (Task, "to_claim_request", "dead letter"),
+    (Worker, "_record_queue_wait", "internal_error"),
+    (Worker, "_replace_older_task", "internal_error"),
+    (Task, "start_span", "internal_error"),
+    (EndpointRole, "begin_request", "internal_error"),
+    (EndpointEngine, "_build_question", "internal_error"),
+    (EndpointEngine, "_handle_event", "internal_error"),
+    (EndpointRole, "record_token", HELPED),
     (Claim, "next_event", "internal_error"),
-    (EndpointWorker, "_handle_answer_end", "internal_error"),
-    (EndpointTask, "build_end_event", "internal_error"),
-    (EndpointTask, "build_outputs", "internal_error"),
+    (Worker, "_end_told", "internal_error"),
+    (EndpointRole, "build_end_event", "internal_error"),
+    (EndpointRole, "build_completion", "internal_error"),
     (StageMetrics, "record_end", HELPED),
 ]
 

@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
 from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline
 
@@ -38,7 +38,7 @@ def test_who_ends_each_worker_behind_one_piece_is_given_up(make_pipeline: MakeEn
         while not pipeline.read_results():
             worker = pipeline.add_worker(endpoint)
 
-            def has_a_piece(worker: EndpointWorker = worker) -> bool:
+            def has_a_piece(worker: Worker = worker) -> bool:
                 return any(task.claim.num_tokens > task.claim.num_found_tokens for task in worker.running.values())
 
             pipeline.run_until(lambda: has_a_piece() or pipeline.read_results())

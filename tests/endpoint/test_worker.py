@@ -6,12 +6,11 @@ from typing import Any, Literal
 import pytest
 
 from penstock.client.core import StreamReader
-from penstock.endpoint_worker.worker import EndpointWorker
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, now_s
 from penstock.names import piece_token
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
-from tests.endpoint.conftest import EndpointPipeline
+from tests.endpoint.conftest import EndpointPipeline, engine_of
 
 pytestmark = pytest.mark.in_memory
 
@@ -81,7 +80,7 @@ def test_usage_counts_the_endpoints_tokens_where_its_pieces_are_others(line: End
         line.run_until(lambda: endpoint.num_under_way)
         task = line.workers[0].running[request.id]
         endpoint.gate.set()
-        line.run_until(lambda: task.told_usage)
+        line.run_until(lambda: task.ended)
     *_, end = line.read_log(request.id)
     assert isinstance(end, EndEvent)
     assert end.usage.prompt_tokens == 1
@@ -184,7 +183,8 @@ def test_an_endpoint_that_hangs_counts_as_lost(line: EndpointPipeline, endpoint:
     endpoint.faults.append(Fault("hang", after=1))
     line.send(max_tokens=3)
     line.run_until(lambda: endpoint.bodies)
-    worker.settings = worker.settings.model_copy(update={"silence_s": 600.0})
+    engine = engine_of(worker)
+    engine.settings = engine.settings.model_copy(update={"silence_s": 600.0})
     (result,) = line.run_until_results(1)
     assert result.text == write_numbers(3)
 
@@ -287,7 +287,7 @@ def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline)
     gone.stop()
     worker = line.add_worker(gone)
     line.send(max_tokens=3)
-    line.run_until(lambda: worker.endpoints.current_problem)
+    line.run_until(lambda: engine_of(worker).endpoints.current_problem)
     with CountingEndpoint(gone.port):
         (result,) = line.run_until_results(1)
     assert result.text == write_numbers(3)
@@ -300,7 +300,7 @@ def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
     endpoint.faults += [Fault("hang", after=2), Fault("hang", after=2)]
     late, stopped = line.send(max_tokens=9, deadline=now_s() + 3600), line.send(max_tokens=9)
     line.run_until(lambda: all(len(line.read_log(one.id)) == 2 for one in (late, stopped)))
-    worker.running[late.id].request = late.model_copy(update={"deadline": now_s()})
+    worker.running[late.id].message = late.model_copy(update={"deadline": now_s()})
     line.open_record().cancel_request(stopped.id)
     results = {result.id: result for result in line.run_until_results(2)}
     line.run_until(lambda: endpoint.num_under_way == 0)
@@ -352,7 +352,7 @@ def test_a_worker_that_stops_hands_its_requests_to_another(line: EndpointPipelin
 
 
 def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    worker: EndpointWorker = line.add_worker(endpoint)
+    worker = line.add_worker(endpoint)
     endpoint.faults.append(Fault("hang", after=2))
     request = line.send(max_tokens=9)
     line.run_until(lambda: len(line.read_log(request.id)) == 2)

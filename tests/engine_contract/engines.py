@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
 from penstock.engine.batch import Batch
-from penstock.engine.contract import EngineRequest, InferenceEngine, Loaded, SampledToken, SequenceProgress, Stored
+from penstock.engine.contract import EngineEvent, EngineRequest, InferenceEngine, SampledToken, SequenceProgress
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
@@ -110,7 +110,7 @@ class Caller:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """All output tokens of each request, those included that it began with."""
     sampled: list[SampledToken] = field(default_factory=list)
-    events: list[Loaded | Stored] = field(default_factory=list)
+    events: list[EngineEvent] = field(default_factory=list)
     stored: "dict[str, Future[float] | None]" = field(default_factory=dict)
     """What `finish_request` returned."""
     failures: dict[str, RequestError] = field(default_factory=dict)

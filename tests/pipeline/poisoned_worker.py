@@ -9,11 +9,12 @@ import os
 import signal
 from typing import Any
 
-from penstock.cli.worker import run_stage
+from penstock.decode_worker.main import run_decode_worker
 from penstock.engine import loading
 from penstock.engine.runner import ModelRunner
 from penstock.engine.step import Step
 from penstock.names import Stage
+from penstock.prefill_worker.main import run_prefill_worker
 
 POISON = 499
 """A token that no other prompt of the tests has."""
@@ -42,7 +43,7 @@ def main(stage: Stage) -> None:
         pid = os.fork()
         if not pid:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            run_stage(stage)
+            (run_prefill_worker if stage == "prefill" else run_decode_worker)()
             return
         _, status = os.waitpid(pid, 0)
         logging.info("died of signal %d", os.waitstatus_to_exitcode(status))

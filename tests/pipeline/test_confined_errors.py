@@ -14,7 +14,7 @@ from sim.line import InProcessPipeline
 pytestmark = pytest.mark.in_memory
 
 WORDS = "half a pair: \ud800"
-TOLD_ONLY = ("_record_load", "_record_token_metrics", "record_end")
+TOLD_ONLY = ("_record_load", "record_token", "record_end")
 """What only tells of a request: it is answered all the same."""
 PLACES = [
     (Task, "to_claim_request"),
@@ -22,9 +22,9 @@ PLACES = [
     (Worker, "_replace_older_task"),
     (Task, "start_span"),
     (Worker, "_record_load"),
-    (Worker, "_make_token_event"),
+    ("role", "make_event"),
     (Claim, "next_event"),
-    (Worker, "_record_token_metrics"),
+    ("role", "record_token"),
     ("role", "build_end_event"),
     ("role", "build_completion"),
     ("role", "read_message"),

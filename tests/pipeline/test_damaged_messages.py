@@ -11,9 +11,11 @@ from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.client import parse_delivery
 from penstock.config.settings import EndpointSettings
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
-from penstock.endpoint_worker.worker import EndpointWorker
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.role import EndpointRole
 from penstock.messages import Job, Request, Sampling
 from penstock.worker.loop import run_until_idle
+from penstock.worker.worker import Worker
 from sim.damage import NUM_DAMAGED, Damage
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.line import InProcessPipeline
@@ -114,7 +116,8 @@ def test_no_message_ends_an_endpoint_worker(count: int, line: InProcessPipeline)
         settings = EndpointSettings(model=MODEL, urls=endpoint.url)
         pool = Endpoints(parse_urls(settings.urls, settings.max_requests))
         member = bus.join_group("endpoint", "endpoint-0")
-        worker = EndpointWorker(pipeline, "endpoint-0", MODEL, pool, settings, line.make_record(), member)
+        role = EndpointRole(pipeline, MODEL, EndpointEngine(pool, settings, line.record_settings))
+        worker = Worker(role, pipeline, "endpoint-0", line.make_record(), member)
         for first in range(0, count, ROUND):
             for seed in range(first, first + ROUND):
                 is_good = seed % 10 == 0

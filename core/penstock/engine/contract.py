@@ -1,7 +1,9 @@
 """What a worker asks of an engine. `penstock.engine.serving` is the engine of this project.
 
-A worker hands in requests, names of blocks and leases, and hears what became of them. The engine computes, and moves
-KV between its own memory and the stores: blocks' bytes never come to the worker, and may be in other processes.
+A worker's loop asks for a `TokenSource`, wherever its tokens come from: `penstock.endpoint_worker.engine` asks
+servers for them. An `InferenceEngine` has a model and KV of its own. A worker hands it requests, names of blocks and
+leases, and hears what became of them. The engine computes, and moves KV between its own memory and the stores: blocks'
+bytes never come to the worker, and may be in other processes.
 
     add_request ─▶ (its blocks are loaded) ─▶ Loaded ─▶ begin_step, finish_step ─▶ … ─▶ finish_request ─▶ Stored
          │                                                    │
@@ -13,12 +15,15 @@ A request is named by its id; there is one of an id at a time. One thread calls 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from penstock.grammar.state import GrammarState
-from penstock.kvstore.block import PromptBlocks
-from penstock.messages import Logprobs, Sampling
+from penstock.errors import RequestError
+from penstock.messages import FinishReason, Logprobs, Sampling, Usage
 from penstock.names import PriorityClass
+
+if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
+    from penstock.grammar.state import GrammarState
+    from penstock.kvstore.block import PromptBlocks
 
 
 class ModelCard(Protocol):
@@ -70,7 +75,7 @@ class EngineRequest:
 
     id: str
     prompt: list[int]
-    blocks: PromptBlocks
+    blocks: "PromptBlocks"
     """The names of the prompt's blocks, by `hash_prompt`."""
     sampling: Sampling
     seed: int
@@ -87,7 +92,7 @@ class EngineRequest:
     """The tenant's share where tenants compete."""
     is_suspect: bool = False
     """Whether it may make a step fail: it is computed alone until its next token."""
-    grammar: GrammarState | None = None
+    grammar: "GrammarState | None" = None
     """The state of its grammar after `output_token_ids`."""
     num_prompt_logprobs: int | None = None
     """How many of the likeliest tokens to tell at each place of the prompt; None: no log probabilities of it."""
@@ -178,56 +183,36 @@ class Stored:
     finished_s: float
 
 
-class InferenceEngine(Protocol):
-    """One model, the memory for its KV, and the requests that it computes."""
+@dataclass(frozen=True)
+class Ended:
+    """An answer ended behind the tokens that steps gave of it, without a token that says so: a server said it."""
 
-    @property
-    def model(self) -> ModelCard:
-        """The model."""
+    context: Any
+    """The caller's context, as it was given with the request."""
+    error: RequestError | None = None
+    finish_reason: FinishReason | None = None
+    """Set where there is no error."""
+    usage: Usage | None = None
+    """The tokens that the server has counted, if it tells."""
+    stop: str | None = None
+    """The stop string that ended it, if the server tells."""
 
-    @property
-    def limits(self) -> EngineLimits:
-        """How much it takes."""
 
-    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
-        """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added."""
+EngineEvent = Loaded | Stored | Ended
 
-    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
-        """Return the prompt tokens of requests of this class and those above it that are waiting.
 
-        At most `max_tokens` of each request count.
-        """
+class TokenSource(Protocol):
+    """An engine as a worker's loop sees it. Its role hands it the requests."""
 
     def has_work(self) -> bool:
         """Return whether there are requests that it could compute, or computes. Those whose blocks are being loaded
         are not.
         """
 
-    # Requests
-
-    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
-        """Return the names of the blocks of a tenant's prompt."""
-
-    def add_request(self, request: EngineRequest) -> SequenceProgress:
-        """Load what the stores have of a request's blocks, then compute it.
-
-        Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
-        """
-
     def remove_request(self, request_id: str) -> None:
         """Drop a request, wherever it is. Its tokens do not come from `finish_step` any more, nor do its events. Does
         nothing where there is none of that id.
         """
-
-    def finish_request(self, request_id: str) -> "Future[float] | None":
-        """Remove a request that is through, and store what is not stored of it.
-
-        Returns a future, None where nothing had to be stored. It resolves to the time at which the blocks are written,
-        or cannot be: a job that they are leased to may go out then. It never resolves after `abandon`.
-        """
-
-    def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
-        """End a job's leases on the blocks of its prompt."""
 
     # The step
 
@@ -259,10 +244,10 @@ class InferenceEngine(Protocol):
         Workers call it when the step's tokens are on their way, so that no reader waits for it.
         """
 
-    # What becomes of KV
+    # What becomes of requests and their KV
 
-    def collect_events(self) -> Iterable[Loaded | Stored]:
-        """Yield what happened to blocks, and have what was loaded computed. All of it is to be read."""
+    def collect_events(self) -> Iterable[EngineEvent]:
+        """Yield what happened to requests, and have what was loaded computed. All of it is to be read."""
 
     def is_moving_blocks(self) -> bool:
         """Return whether blocks are on their way, or events were not collected yet."""
@@ -272,11 +257,6 @@ class InferenceEngine(Protocol):
 
     def wake_waiter(self) -> None:
         """End the current `wait_for_event`, or else the next one. Any thread may call this."""
-
-    # Figures
-
-    def prefill_tokens_per_s(self) -> float | None:
-        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat: waiting requests, blocks of the memory and of the stores, drafts. Any thread
@@ -290,3 +270,46 @@ class InferenceEngine(Protocol):
 
     def abandon(self) -> None:
         """Drop everything: no job may be settled any more."""
+
+
+class InferenceEngine(TokenSource, Protocol):
+    """One model, the memory for its KV, and the requests that it computes."""
+
+    @property
+    def model(self) -> ModelCard:
+        """The model."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How much it takes."""
+
+    def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
+        """Return how many more requests of a class, of `num_tokens` tokens each, would run soon if they were added."""
+
+    def count_waiting_tokens(self, klass: PriorityClass, max_tokens: int) -> int:
+        """Return the prompt tokens of requests of this class and those above it that are waiting.
+
+        At most `max_tokens` of each request count.
+        """
+
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> "PromptBlocks":
+        """Return the names of the blocks of a tenant's prompt."""
+
+    def add_request(self, request: EngineRequest) -> SequenceProgress:
+        """Load what the stores have of a request's blocks, then compute it.
+
+        Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
+        """
+
+    def finish_request(self, request_id: str) -> "Future[float] | None":
+        """Remove a request that is through, and store what is not stored of it.
+
+        Returns a future, None where nothing had to be stored. It resolves to the time at which the blocks are written,
+        or cannot be: a job that they are leased to may go out then. It never resolves after `abandon`.
+        """
+
+    def release_leases(self, owner: str, blocks: "PromptBlocks") -> None:
+        """End a job's leases on the blocks of its prompt."""
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""

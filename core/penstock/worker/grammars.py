@@ -14,9 +14,6 @@ from penstock.grammar.checker import GrammarChecker, Vocabulary
 from penstock.grammar.engine import ENGINE_VERSION, CompiledGrammar, GrammarCache, GrammarTokenizer
 from penstock.messages import GrammarSpec
 
-GRAMMAR_KEY = b'"grammar"'
-"""A message without these bytes has no grammar."""
-
 
 class GrammarCompiler:
     """Checks and compiles grammars for one model. Any thread may use it."""
@@ -71,8 +68,3 @@ class GrammarCompiler:
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(sorted(model.eos_token_ids)),
         )
-
-
-def may_have_grammar(value: bytes) -> bool:
-    """Return whether a message may have a grammar, without reading it."""
-    return GRAMMAR_KEY in value

@@ -27,6 +27,14 @@ from penstock.bus.contract import Delivery
 from penstock.record import Claim
 from penstock.worker.task import Task
 
+GRAMMAR_KEY = b'"grammar"'
+"""A message without these bytes has no grammar."""
+
+
+def may_have_grammar(value: bytes) -> bool:
+    """Return whether a message may have a grammar, without reading it."""
+    return GRAMMAR_KEY in value
+
 
 @dataclass(frozen=True)
 class PendingMessage:

@@ -1,26 +1,29 @@
 """A request in a worker, and what a stage does with it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine, SequenceProgress
-from penstock.engine.text import OutputText
+from penstock.engine.contract import Ended, SampledToken, SequenceProgress, TokenSource
 from penstock.errors import RequestError, RequestTooLarge
-from penstock.grammar.engine import CompiledGrammar
-from penstock.kvstore.block import PromptBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
-from penstock.names import PriorityClass, Stage
+from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
+from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
+
+if TYPE_CHECKING:  # workers without a model of their own do without its libraries
+    from penstock.engine.text import OutputText
+    from penstock.grammar.engine import CompiledGrammar
+    from penstock.kvstore.block import PromptBlocks
 
 
 @dataclass(eq=False)
@@ -34,12 +37,14 @@ class Task:
     """The decoded message; None where it could not be read."""
     operation: Operation
     body_hash: str = ""
-    """In prefill the hash of the request's body: a request with the same id and another hash is a conflict."""
+    """Of a message with a request the hash of its body: one with the same id and another hash is a conflict."""
     job_name: str = ""
-    """In decode the job's name: the first job claimed is bound to the request."""
+    """In decode the job's name: the first job claimed is bound to the request. Where no job is made of the request, the
+    name of its message's place in the topic.
+    """
     token_ids: list[int] = field(default_factory=list)
     """The prompt's token ids."""
-    grammar: CompiledGrammar | None = None
+    grammar: "CompiledGrammar | None" = None
     """The grammar of its answer, if it has one."""
     failure: RequestError | None = None
     """Why the message could not be read, if that was not the message's fault."""
@@ -47,17 +52,19 @@ class Task:
     """The error that the request ends with."""
     finish_reason: FinishReason | None = None
     """Why the answer ended. Known with its last token, and written once that token is in the log."""
+    ended: Ended | None = None
+    """What the server that was asked told with the answer's end."""
     tail_text: str = ""
     """Text that was held back when the deadline cut the answer short."""
     claim: Claim = field(init=False)
     """The claim under which it is held, once it is claimed."""
     seq: SequenceProgress | None = None
     """How far the engine is with it; None before there is something to compute, or where nothing is."""
-    blocks: PromptBlocks | None = None
+    blocks: "PromptBlocks | None" = None
     """The names of its prompt's blocks, once it is to be computed."""
     blocks_stored: "Future[float] | None" = None
     """Done when the blocks are stored that must be there before the request may be settled."""
-    output: OutputText | None = None
+    output: "OutputText | None" = None
     log_events: list[TokenEvent] = field(default_factory=list)
     """The token events of the log: those that were read, and those sent to it since."""
     end_event: EndEvent | None = None
@@ -93,8 +100,10 @@ class Task:
 
     def find_stop(self) -> str | None:
         """Return the stop string that ended the answer, if its request asks for it."""
-        tells = isinstance(self.message, Request | Job) and self.message.sampling.tell_stop
-        return self.output.stop if tells and self.output is not None else None
+        if self.message is None or not self.message.sampling.tell_stop:
+            return None
+        found = self.ended or self.output
+        return None if found is None else found.stop
 
     def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
@@ -149,39 +158,31 @@ class Completion(NamedTuple):
 
 
 class Role(Protocol):
-    """What a stage does with a request: how it is read, computed and completed, and how many fit."""
+    """What a kind of worker does with a request: how it is read, computed and completed, and how many fit."""
 
+    kind: WorkerKind
     stage: Stage
-    engine: InferenceEngine
+    """What the record has the kind's requests for: an endpoint worker's are claimed as jobs are in decode."""
     max_inline_bytes: int
     """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
     hands_off: bool
-    """Whether requests go on in another stage. Their claims are given up once that stage has them and the leases on
-    their blocks.
+    """Whether requests go on in another stage once their first token is in the log. Their claims are given up when that
+    stage has them and the leases on their blocks.
     """
+    writes_pieces: bool
+    """Whether the events of its logs are pieces of text. Else each is a token."""
     settle_span_name: str
     """The name of a settlement's span."""
 
-    def identify_request(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
+    @property
+    def engine(self) -> TokenSource:
+        """What computes its requests."""
 
-    def read_message(self, delivery: Delivery) -> Task | None:
-        """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
+    @property
+    def model_name(self) -> str:
+        """The name that requests have for the model."""
 
-    def build_request(self, task: Task) -> EngineRequest | None:
-        """Return what the engine is to compute; None where the answer is complete already.
-
-        Raises a `RequestError` where the request cannot be computed.
-        """
-
-    def build_end_event(self, task: Task) -> EndEvent:
-        """Return the end of its log, stamped now."""
-
-    def build_completion(self, task: Task) -> Completion | None:
-        """Return what is published now that it is through; None where Redis has lost too much of its log."""
-
-    def build_failed_output(self, task: Task) -> Outgoing:
-        """Return what is published, in fixed words, where `build_completion` fails."""
+    # 1 and 6. Claim.
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """Return how many more requests of a class to take.
@@ -189,8 +190,62 @@ class Role(Protocol):
         `tasks` and the `num_read` messages being read are of this class and the classes above.
         """
 
+    def identify_request(self, delivery: Delivery) -> Task | None:
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
+
+    def read_message(self, delivery: Delivery) -> Task | None:
+        """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
+
+    # 3 and 6. Load.
+
+    def begin_request(self, task: Task, load: WorkerLoad) -> bool:
+        """Hand a request to the engine, and add its length to the means. Return False where the answer is complete
+        already, and the task has its `finish_reason`.
+
+        Raises a `RequestError` where the request cannot be computed.
+        """
+
+    # 4 and 7. Append.
+
+    def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
+        """Return the log event of a request's next token; None where the log has it already.
+
+        Set the task's `finish_reason` where it is the last one.
+        """
+
+    def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
+        """Have the last blocks of a request stored that is through with this stage, once its token is on its way to the
+        log. Return whether there are any that nothing waits for.
+        """
+
+    def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
+        """Record that a token is in the log. It was sent at `sent_s`, by the wall clock, and the answer was read at
+        `written_s`, by the monotonic clock.
+        """
+
+    # 8. End.
+
+    def build_end_event(self, task: Task) -> EndEvent:
+        """Return the end of its log, stamped now."""
+
+    # 5 and 9. Settle.
+
+    def build_completion(self, task: Task) -> Completion | None:
+        """Return what is published now that it is through; None where Redis has lost too much of its log."""
+
+    def build_failed_output(self, task: Task) -> Outgoing:
+        """Return what is published, in fixed words, where `build_completion` fails."""
+
+    def end_leases(self, task: Task) -> None:
+        """End the leases that were made on the blocks of a request's prompt for this stage."""
+
+    # For the heartbeat.
+
+    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+        """Return the tokens of a turn for the throughput: prompt tokens that were computed, or tokens of answers."""
+
     def measure_task_load(self, task: Task) -> TaskLoad:
-        """Return the work that a request still needs, for the heartbeat."""
+        """Return the work that a request still needs."""
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """Return the worker's rates, for the heartbeat."""
+        """Return the worker's rates."""

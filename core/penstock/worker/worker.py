@@ -1,12 +1,13 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
-There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role reads messages, builds the
-requests for the engine, and builds what is published at the end. A request is one `Task` from its message to its
-settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
-that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
-(`penstock.engine.contract`): the engine moves the blocks' bytes itself.
+There is one loop and three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role
+reads messages, hands requests to its engine, and builds what is written and published of them. A request is one `Task`
+from its message to its settlement. What others have done (blocks loaded and stored, messages read, deliveries settled)
+comes back as events that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows
+the contract (`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
-The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
+The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. An endpoint
+worker's are those of decode, with the claim of a request in place of a job's:
 
     1, 6  claim     poll messages while there is capacity; those that are read are claimed in one round trip: epoch+1 in
                     Redis, and in decode the job is bound if none is, and the log is read. What cannot be answered ends
@@ -39,8 +40,7 @@ from itertools import islice
 import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement, find_size_error
-from penstock.engine.contract import Loaded, SampledToken, Stored
-from penstock.engine.token_text import get_token_texts
+from penstock.engine.contract import Ended, Loaded, SampledToken, Stored
 from penstock.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -52,7 +52,7 @@ from penstock.errors import (
     SequenceFailed,
 )
 from penstock.failpoints import failpoint, stage_failpoint
-from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
+from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
 from penstock.telemetry import tracing
@@ -68,9 +68,8 @@ from penstock.worker.confine import (
     give_up_claim,
 )
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
-from penstock.worker.grammars import may_have_grammar
 from penstock.worker.load import WorkerLoad
-from penstock.worker.message_reader import MessageReader
+from penstock.worker.message_reader import MessageReader, may_have_grammar
 from penstock.worker.rescue import Rescuer
 from penstock.worker.retry import (
     TRUSTED_ATTEMPTS,
@@ -105,7 +104,7 @@ class Settling:
 
 
 class Worker:
-    """A worker of one stage: its engine, record, and place in the consumer group."""
+    """A worker of one kind: its role and engine, its record, and its place in the consumer group."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Worker:
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
-        self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
+        self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
         reader = member.create_orphan_reader()
         all_parts = list if reader is None else reader.list_partitions
         self.watch = watch or LoopWatch()
@@ -156,28 +155,15 @@ class Worker:
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self.watch.note_turn()
-        self._handle_claim_news()
-        read = self._collect_events()
-        self._take_over(accept=accept)
-        deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
-        self._claim_messages([*read, *self._read_messages(deliveries)])
-        has_run = self._has_begun or self._begin_step()
-        sampled, failed = self._finish_step() if has_run else ([], None)
+        num_polled = self._claim(accept=accept)
+        has_run, sampled, failed = self._compute()
         # All that follows is done while a device computes, if there is one.
-        self._has_begun = failed is None and self.engine.computes_ahead and self._begin_step()
         self._confirm_tokens()
-        if failed is not None:
-            self._fail_task(failed)
-        self._end_overdue()
-        is_storing = self._append_tokens(sampled)
-        if self.engine.store_full_blocks() or is_storing:
-            stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
-        if self.role.hands_off or not self.engine.has_work():
-            self._confirm_tokens()
-        self._record_throughput(sampled)
+        self._end(failed)
+        self._append(sampled)
         if not self._is_idle() and not has_run:
             self.engine.wait_for_event()
-        return bool(deliveries or sampled)
+        return bool(num_polled or sampled)
 
     # What happened meanwhile.
 
@@ -208,6 +194,9 @@ class Worker:
                 case Stored(task, num_blocks, begun_s, ended_s):
                     with confine_error(task.id):
                         tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
+                case Ended(task):
+                    with self._confine(task):
+                        self._end_told(task, event)
         self._finish_settled(self.settler.collect())
         read = []
         for reading in self.reader.collect_read():
@@ -221,6 +210,17 @@ class Worker:
 
     # 1 and 6. Claim.
 
+    def _claim(self, *, accept: bool) -> int:
+        """Hear what happened meanwhile, then claim requests that were free, read or polled. Return how many messages
+        were polled.
+        """
+        self._handle_claim_news()
+        read = self._collect_events()
+        self._take_over(accept=accept)
+        deliveries = self._poll_messages(is_idle=not read and self._is_idle()) if accept else []
+        self._claim_messages([*read, *self._read_messages(deliveries)])
+        return len(deliveries)
+
     def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
         """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
         capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
@@ -232,7 +232,7 @@ class Worker:
             wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
         )
         for _ in deliveries:
-            stage_failpoint(self.stage, "prefill.1.polled", "decode.6.polled")
+            stage_failpoint(self.role.kind, "prefill.1.polled", "decode.6.polled", "endpoint.1.polled")
         return deliveries
 
     def free_capacity(self, klass: PriorityClass) -> int:
@@ -314,7 +314,7 @@ class Worker:
                     error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
                     self._send_dead_letter(task.delivery, f"{error.code}: {error}")
                 case Claim():
-                    stage_failpoint(self.stage, "prefill.2.claimed", "decode.6.claimed")
+                    stage_failpoint(self.role.kind, "prefill.2.claimed", "decode.6.claimed", "endpoint.1.claimed")
                     task.claim = claimed
                     with self._confine(task):
                         self._open_task(task, claimed)
@@ -367,7 +367,7 @@ class Worker:
         if task.read_s:
             with confine_error(task.id):
                 self.metrics.record_preprocess(task.read_s - task.started_s)
-        stage_failpoint(self.stage, "prefill.2.taken", "decode.6.taken")
+        stage_failpoint(self.role.kind, "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
         task.claim = claim
         with self._confine(task):
             self._open_task(task, claim)
@@ -375,7 +375,7 @@ class Worker:
     def _give_up_claim(self, claim: Claim, error: RequestError) -> None:
         """Give up a claim whose message this worker cannot read."""
         self.session.remove_claim(claim)
-        give_up_claim(self.record, claim, error)
+        give_up_claim(self.record, claim, error, self._count_pieces(claim))
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
@@ -396,16 +396,16 @@ class Worker:
         ):
             self.session.remove_claim(claim)
             return
-        task.start_span(self.stage)
-        task.span.set_attributes(build_request_attributes(task.operation, self.engine.model.name))
-        stage_failpoint(self.stage, "decode.6.read")
+        task.start_span(self.role.kind)
+        task.span.set_attributes(build_request_attributes(task.operation, self.role.model_name))
+        stage_failpoint(self.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)
         if task.failure is not None and task.error is None:
             self._retry_or_end(task, task.failure)
             return
         try:
-            if task.error is None and self._begin_load(task):
+            if task.error is None and self.role.begin_request(task, self.load):
                 return
         except RequestError as error:
             task.error = error
@@ -454,45 +454,35 @@ class Worker:
 
     # 3 and 6. Load.
 
-    def _begin_load(self, task: Task) -> bool:
-        """Give a request to the engine, which loads its KV blocks first. Returns False where there is nothing to
-        compute.
-        """
-        request = self.role.build_request(task)
-        if request is None:
-            return False
-        task.seq, sampling = self.engine.add_request(request), request.sampling
-        num_tokens = len(request.prompt) + len(request.output_token_ids)
-        self.load.mean_prompt_tokens[task.klass].add(num_tokens)
-        if self.role.hands_off:
-            # One that may fill the context is not expected to: it would make all that waits look endless.
-            expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-            self.load.mean_output_tokens[task.klass].add(expected)
-        return True
-
     def _record_load(self, task: Task, loaded: Loaded) -> None:
         """Record that the blocks that were found are in the pool: the engine computes the request from now on."""
-        stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
+        stage_failpoint(self.role.kind, "prefill.3.fetched", "decode.6.fetched")
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
     # 3 and 7. Step.
 
-    def _begin_step(self) -> bool:
-        """Begin the engine's next step. Returns whether there is one."""
-        self._step_begun_s = time.monotonic()
-        return self.engine.begin_step()
+    def _compute(self) -> tuple[bool, list[SampledToken], SequenceFailed | None]:
+        """Run the engine's next step, and begin the one after it where a device computes that meanwhile.
 
-    def _finish_step(self) -> tuple[list[SampledToken], SequenceFailed | None]:
-        """Return the tokens that the engine's step sampled, or the sequence that made it fail."""
+        Return whether there was a step, the tokens that it sampled, and the sequence that made it fail.
+        """
+        if not self._has_begun and not self._begin_step():
+            return False, [], None
         sampled, failed = list[SampledToken](), None
         try:
             sampled += self.engine.finish_step()
         except SequenceFailed as error:
             failed = error
         self.watch.note_step(self._step_begun_s)
-        stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
-        return sampled, failed
+        stage_failpoint(self.role.kind, "prefill.3.stepped", "decode.7.stepped")
+        self._has_begun = failed is None and self.engine.computes_ahead and self._begin_step()
+        return True, sampled, failed
+
+    def _begin_step(self) -> bool:
+        """Begin the engine's next step. Returns whether there is one."""
+        self._step_begun_s = time.monotonic()
+        return self.engine.begin_step()
 
     def _fail_task(self, failed: SequenceFailed) -> None:
         """Retry or end the request that makes engine steps fail. Tokens of the last step are in its log by now."""
@@ -505,18 +495,24 @@ class Worker:
         else:
             self._retry_or_end(task, failed.error)
 
-    def _record_throughput(self, sampled: Sequence[SampledToken]) -> None:
-        """Record the tokens of a turn: of finished prompts in prefill, sampled tokens in decode."""
-        num_tokens = sum(item.seq.num_prompt_tokens for item in sampled) if self.role.hands_off else len(sampled)
-        self.load.throughput.record_step(num_tokens, is_busy=bool(self.running))
-
     # 4 and 7. Append.
 
-    def _append_tokens(self, sampled: Sequence[SampledToken]) -> bool:
+    def _append(self, sampled: Sequence[SampledToken]) -> None:
+        """Send each token to its log, and have the blocks stored that became full.
+
+        The answers are read while the next step is computed, if one is and no hand-off waits for them.
+        """
+        is_storing = self._send_tokens(sampled)
+        if self.engine.store_full_blocks() or is_storing:
+            stage_failpoint(self.role.kind, "prefill.3.shipping", "decode.7.shipping")
+        if self.role.hands_off or not self.engine.has_work():
+            self._confirm_tokens()
+        self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
+
+    def _send_tokens(self, sampled: Sequence[SampledToken]) -> bool:
         """Send each token to its log, in one round trip. What is behind the end of an answer is dropped.
 
-        For requests that are computed, the store of their last blocks begins after it. Returns whether an answer has
-        such blocks.
+        The store of a request's last blocks begins after it. Returns whether blocks are stored that nothing waits for.
         """
         is_storing = False
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
@@ -524,33 +520,23 @@ class Worker:
         failed: dict[Task, RequestError] = {}
         self._tasks_in_flight = []
         for task, item in mine:
-            # What prefill computed again may have its token in the log.
-            if (
-                task not in failed
-                and task.finish_reason is None
-                and not (self.role.hands_off and task.claim.num_tokens)
-            ):
+            if task not in failed and task.finish_reason is None:
                 with confine_error(task.id, partial(failed.__setitem__, task)):
-                    entries.append((task.claim, self._make_token_event(task, item)))
-                    self._tasks_in_flight.append(task)
+                    if (event := self._make_event(task, item)) is not None:
+                        entries.append((task.claim, event))
+                        self._tasks_in_flight.append(task)
         self._sent_s = now_s()
         if entries:
             self.record.send_tokens(entries)
-            stage_failpoint(self.stage, "decode.7.sent")
+            stage_failpoint(self.role.kind, "decode.7.sent")
         for task, item in dict(mine).items():
             if task in failed:
                 task.error = failed[task]
                 if not task.is_in_flight:  # else once the tokens before are in the log
                     self._end_tasks(task)
                 continue
-            if self.role.hands_off:
-                self.metrics.count_prompt(
-                    item.seq.num_prompt_tokens - item.seq.num_cached_tokens, item.seq.num_cached_tokens
-                )
-                task.blocks_stored = self.engine.finish_request(task.id)
-            elif task.finish_reason is not None and self.engine.finish_request(task.id) is not None:
-                is_storing = True
-            if not task.is_in_flight:
+            is_storing |= self.role.finish_computed(task, item, self.metrics)
+            if not task.is_in_flight:  # the log has its token already
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
         return is_storing
@@ -560,19 +546,13 @@ class Worker:
         task = self.running.get(item.seq.id)
         return task if task is not None and task.seq is item.seq else None
 
-    def _make_token_event(self, task: Task, item: SampledToken) -> TokenEvent:
-        """Return the log event of a request's next token."""
-        assert task.output is not None
-        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
-        texts = get_token_texts(self.engine.model.tokenizer)
-        before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
-        event = task.claim.next_event(item.token_id, text, texts.add_texts(item.logprobs, item.token_id), before)
-        if self.role.hands_off and task.message is not None and task.message.sampling.prompt_logprobs is not None:
-            prompt_tokens = texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
-            event = event.model_copy(update={"prompt_tokens": prompt_tokens})
-        event.check_writable()
-        task.log_events.append(event)
-        task.is_in_flight = True
+    def _make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
+        """Return the log event of a request's next token; None where the log has it already."""
+        event = self.role.make_event(task, item)
+        if event is not None:
+            event.check_writable()
+            task.log_events.append(event)
+            task.is_in_flight = True
         return event
 
     def _confirm_tokens(self) -> None:
@@ -583,7 +563,7 @@ class Worker:
         sent, self._tasks_in_flight = self._tasks_in_flight, []
         answers = iter(outcomes)
         for task, num_tokens in Counter(sent).items():
-            stage_failpoint(self.stage, "prefill.4.appended", "decode.7.confirmed")
+            stage_failpoint(self.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
             task.is_in_flight = False
             counts = Counter(islice(answers, num_tokens))
             if task is not self.running.get(task.id):
@@ -593,7 +573,7 @@ class Worker:
                 continue
             with confine_error(task.id):
                 for _ in range(counts[AppendOutcome.OK]):
-                    self._record_token_metrics(task, written_s)
+                    self.role.record_token(task, self._sent_s, written_s, self.metrics)
             if num_left := counts[AppendOutcome.CANCELLED] + counts[AppendOutcome.REFUSED]:
                 del task.log_events[-num_left:]
                 is_cancelled = counts[AppendOutcome.CANCELLED] > 0
@@ -605,15 +585,20 @@ class Worker:
                 self._hand_off(task)
         self._end_tasks(*ended)
 
-    def _record_token_metrics(self, task: Task, written_s: float) -> None:
-        if not self.role.hands_off:
-            self.metrics.record_token(task.measure_token_gap(written_s))
-            return
-        task.first_token_s = now_s()
-        self.metrics.record_first_token(task.operation, task.delivery.timestamp_s)
-        tracing.record_span("first_token", task.context, self._sent_s, task.first_token_s)
-
     # 8. End.
+
+    def _end(self, failed: SequenceFailed | None) -> None:
+        """End the request that makes engine steps fail, or have it tried again, and those whose deadline has passed."""
+        if failed is not None:
+            self._fail_task(failed)
+        self._end_overdue()
+
+    def _end_told(self, task: Task, ended: Ended) -> None:
+        """End a request of whose answer the engine has told the end."""
+        if task is self.running.get(task.id):
+            task.ended, task.finish_reason, task.error = ended, ended.finish_reason, ended.error
+            if not task.is_in_flight:  # else once its last tokens are in the log
+                self._end_tasks(task)
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
@@ -646,24 +631,34 @@ class Worker:
             if task.error is not None:
                 task.finish_reason = "cancelled" if isinstance(task.error, Cancelled) else "error"
             self._remove_task(task)
-        ends = [(task.claim, build_writable_end(task.id, partial(self.role.build_end_event, task))) for task in tasks]
+        ends = [
+            (
+                task.claim,
+                build_writable_end(task.id, partial(self.role.build_end_event, task), self._count_pieces(task.claim)),
+            )
+            for task in tasks
+        ]
         for task, (claim, built), outcome in zip(tasks, ends, self.record.finish_all(ends), strict=True):
             if outcome is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
             end = built
             if outcome is AppendOutcome.REFUSED and task.error is None:
-                task.error, end = InternalError(UNWRITABLE), build_fixed_end()
-            stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
+                task.error, end = InternalError(UNWRITABLE), build_fixed_end(self._count_pieces(claim))
+            stage_failpoint(self.role.kind, "prefill.2.ended", "decode.8.ended", "endpoint.4.ended")
             task.end_event = end
             with confine_error(task.id):
                 if not self.role.hands_off:
-                    self.load.mean_output_tokens[task.klass].add(claim.num_tokens)
+                    self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
                 self.metrics.record_end(task.klass, task.operation, end)
                 attributes = build_usage_attributes(end.usage, end.finish_reason)
                 tracing.record_span("end", task.context, begun_s, now_s(), **attributes)
             self._complete_task(task, begun_s)
         self._give_back(*fenced)
+
+    def _count_pieces(self, claim: Claim) -> int | None:
+        """Return how many pieces of text a log has; None where its events are tokens."""
+        return claim.num_tokens if self.role.writes_pieces else None
 
     # 5 and 9. Settle.
 
@@ -690,11 +685,9 @@ class Worker:
             settling = Settling(len(completion.dead_letters), task, begun_s, completion.span_attributes)
             again = None if completion.rename is None else partial(_rename_outputs, task.delivery, completion)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
-            stage_failpoint(self.stage, "decode.9.asked")
-        if not self.role.hands_off:
-            with confine_error(task.id):
-                blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
-                self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
+            stage_failpoint(self.role.kind, "decode.9.asked", "endpoint.5.asked")
+        with confine_error(task.id):
+            self.role.end_leases(task)
 
     def _build_completion(self, task: Task) -> Completion | None:
         """Return what is published of a request: an error in fixed words where it cannot be built."""

@@ -11,13 +11,13 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
 import contextlib
 import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.contract import EngineRequest, SampledToken
 from penstock.engine.limits import cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
@@ -26,21 +26,21 @@ from penstock.messages import (
     EndEvent,
     ErrorInfo,
     Job,
-    TokenEvent,
     Usage,
     decode_message,
     extract_job_name,
     extract_request_id,
     now_s,
 )
-from penstock.names import TENANT_HEADER, Pipeline, PriorityClass, Stage
+from penstock.names import TENANT_HEADER, PriorityClass, Stage, WorkerKind
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import read_operation
+from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import build_failed_result
-from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.result import build_result, build_result_message
-from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
+from penstock.worker.model_role import ModelRole
+from penstock.worker.result import build_result_of_log
+from penstock.worker.retry import is_suspect, to_request_error
 from penstock.worker.task import Completion, Task
 
 log = logging.getLogger(__name__)
@@ -49,17 +49,14 @@ MAX_BATCH_ADMISSIONS = 3
 """Batch jobs admitted at once while interactive requests run. Each admission adds 1 to 2 ms to the turn."""
 
 
-class DecodeRole:
+class DecodeRole(ModelRole):
     """The role of a decode worker."""
 
+    kind: WorkerKind = "decode"
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
     hands_off = False
     settle_span_name = "settle"
-
-    def __init__(self, pipeline: Pipeline, engine: InferenceEngine) -> None:
-        self.pipeline, self.engine = pipeline, engine
-        self.grammars = GrammarCompiler(engine.model)
 
     # 6. Claim.
 
@@ -101,8 +98,8 @@ class DecodeRole:
         task.parent_context = task.context = around
         return task
 
-    def build_request(self, task: Task) -> EngineRequest | None:
-        """Return what goes on after all tokens so far; None where the log's last token ends the answer."""
+    def begin_request(self, task: Task, load: WorkerLoad) -> bool:
+        """Have the engine go on after all tokens so far. Return False where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
         sampling = cut_max_tokens(job.sampling, len(job.token_ids), self.engine.limits.max_length)
@@ -114,11 +111,11 @@ class DecodeRole:
             ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
             task.finish_reason = task.output.add_token(token, is_grammar_ended=ends)[1]
         if task.finish_reason is not None:
-            return None
+            return False
         task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
         if task.blocks.last_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-        return EngineRequest(
+        request = EngineRequest(
             job.id,
             job.token_ids,
             task.blocks,
@@ -133,6 +130,9 @@ class DecodeRole:
             grammar=grammar,
             context=task,
         )
+        task.seq = self.engine.add_request(request)
+        load.mean_prompt_tokens[task.klass].add(len(job.token_ids) + len(logged))
+        return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """Return how many more requests of a class to take.
@@ -143,6 +143,16 @@ class DecodeRole:
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
             max_requests = min(max_requests, MAX_BATCH_ADMISSIONS)
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens)) if max_requests > 0 else 0
+
+    # 7. Append.
+
+    def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
+        """Have the last blocks of an answer stored. Return whether there are any."""
+        return task.finish_reason is not None and self.engine.finish_request(task.id) is not None
+
+    def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
+        """Record that a token is in the log."""
+        metrics.record_token(task.measure_token_gap(written_s))
 
     # 8. End.
 
@@ -171,24 +181,22 @@ class DecodeRole:
 
     def build_completion(self, task: Task) -> Completion | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
-        job = _job_of(task)
-        events: list[TokenEvent | EndEvent] = (
-            [*task.log_events, task.end_event] if task.end_event is not None else task.claim.log
-        )
-        result = build_result(job, self.engine.model.name, events)
-        if result is None:
-            return None
-        outputs, dead = [build_result_message(self.pipeline, result, tracing.inject_headers(task.parent_context))], []
-        if result.error is not None and (job.error is None or job.error.code != result.error.code):
-            error = task.error if task.end_event is not None and task.error is not None else result.error.to_exception()
-            dead = make_dead_letters(self.pipeline, task.delivery, error, task.claim)
-        return Completion(outputs, dead, {})
+        return build_result_of_log(self.pipeline, task, _job_of(task), self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return an error result."""
         return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
 
+    def end_leases(self, task: Task) -> None:
+        """End prefill's leases on the blocks of the prompt."""
+        blocks = task.blocks or self.engine.hash_prompt(task.tenant, task.token_ids)
+        self.engine.release_leases(self.pipeline.lease_owner(task.id), blocks)
+
     # For the heartbeat.
+
+    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+        """Return how many tokens of answers there were."""
+        return len(sampled)
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""

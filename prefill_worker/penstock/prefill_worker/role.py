@@ -10,29 +10,38 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
 
 import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.contract import EngineRequest, InferenceEngine, SampledToken
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import begin_in_answer
-from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
-from penstock.names import Pipeline, PriorityClass, Stage
+from penstock.messages import (
+    DEFAULT_MAX_TOKENS,
+    EndEvent,
+    Request,
+    TokenEvent,
+    decode_message,
+    extract_request_id,
+    now_s,
+)
+from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
+from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import UNWRITABLE
-from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import TaskLoad, WorkerLoad
+from penstock.worker.model_role import ModelRole
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
 
@@ -48,9 +57,10 @@ half of that: while one long prompt waits, short ones are still taken, which the
 """
 
 
-class PrefillRole:
+class PrefillRole(ModelRole):
     """The role of a prefill worker."""
 
+    kind: WorkerKind = "prefill"
     stage: Stage = "prefill"
     max_inline_bytes = MAX_INLINE_BYTES
     hands_off = True
@@ -60,9 +70,8 @@ class PrefillRole:
         self, pipeline: Pipeline, engine: InferenceEngine, backpressure: DecodeBackpressure | None = None
     ) -> None:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
-        self.pipeline, self.engine, self.backpressure = pipeline, engine, backpressure
-        self.prompt_reader = PromptTokenizer(engine.model)
-        self.grammars = GrammarCompiler(engine.model)
+        super().__init__(pipeline, engine)
+        self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model)
 
     # 2. Claim.
 
@@ -117,8 +126,8 @@ class PrefillRole:
 
     # 3. Compute.
 
-    def build_request(self, task: Task) -> EngineRequest:
-        """Return what computes the prompt and generates the first token."""
+    def begin_request(self, task: Task, load: WorkerLoad) -> bool:
+        """Have the engine compute the prompt and sample the first token. Return True."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
         sampling = cut_max_tokens(request.sampling, len(task.token_ids), self.engine.limits.max_length)
@@ -131,7 +140,7 @@ class PrefillRole:
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
-        return EngineRequest(
+        computed = EngineRequest(
             task.id,
             task.token_ids,
             task.blocks,
@@ -147,6 +156,12 @@ class PrefillRole:
             lease_owner=self.pipeline.lease_owner(task.id),
             context=task,
         )
+        task.seq = self.engine.add_request(computed)
+        load.mean_prompt_tokens[task.klass].add(len(task.token_ids))
+        # One that may fill the context is not expected to: it would make all that waits look endless.
+        expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
+        load.mean_output_tokens[task.klass].add(expected)
+        return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """Return how many more requests of a class to take.
@@ -165,6 +180,31 @@ class PrefillRole:
         )
         num_ahead = (max_waiting_tokens - num_waiting_tokens) // counted_tokens
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
+
+    # 4. Append.
+
+    def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
+        """Return the event of token 0; None where an earlier attempt has put it in the log."""
+        if task.claim.num_tokens:
+            return None
+        event = super().make_event(task, item)
+        if event is None or task.message is None or task.message.sampling.prompt_logprobs is None:
+            return event
+        prompt_tokens = self.token_texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
+        return event.model_copy(update={"prompt_tokens": prompt_tokens})
+
+    def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
+        """Have the last blocks of the prompt stored, which the hand-off waits for. Return False."""
+        seq = item.seq
+        metrics.count_prompt(seq.num_prompt_tokens - seq.num_cached_tokens, seq.num_cached_tokens)
+        task.blocks_stored = self.engine.finish_request(task.id)
+        return False
+
+    def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
+        """Record that token 0 is in the log."""
+        task.first_token_s = now_s()
+        metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+        tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
 
     # 5. Settle.
 
@@ -185,7 +225,14 @@ class PrefillRole:
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
         return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
 
+    def end_leases(self, task: Task) -> None:
+        """Do nothing: decode ends the leases."""
+
     # For the heartbeat.
+
+    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+        """Return the tokens of prompts that are computed."""
+        return sum(item.seq.num_prompt_tokens for item in sampled)
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""

@@ -1,0 +1,71 @@
+"""How an endpoint worker is composed and started: `penstock worker endpoint`."""
+
+import logging
+
+from penstock.config.addresses import Addresses
+from penstock.endpoint_worker.answer import list_models
+from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.role import EndpointRole
+from penstock.errors import SettingsError
+from penstock.names import STAGES
+from penstock.ops.status import read_worker_status
+from penstock.redis.client import backoff_pauses
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.loop import StopSignal
+from penstock.worker.process import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+
+def run_endpoint_worker() -> None:
+    """Turn requests into token streams and results, by asking servers with OpenAI's API, until told to stop."""
+    process = WorkerProcess("endpoint")
+    settings = process.settings.endpoint
+    endpoints = Endpoints(parse_urls(settings.urls, settings.max_requests))
+    with process:
+        check_only_kind(process.addresses)
+        model = settings.model or find_model(endpoints, settings.key, process.beat, process.stop)
+        if model is None:
+            return
+        given = process.settings.engine
+        name = given.model if "model" in given.model_fields_set else model
+        metrics = process.make_metrics(name)
+        asked = settings.model_copy(update={"model": model})
+        engine = EndpointEngine(endpoints, asked, process.settings.record, metrics.count_retry)
+        log.info("%s asks %s", process.name, ", ".join(one.url for one in endpoints.all))
+        process.serve(EndpointRole(process.pipeline, name, engine), metrics)
+
+
+def check_only_kind(addresses: Addresses) -> None:
+    """Raise `SettingsError` while prefill or decode workers serve the pipeline: one of the two kinds would answer what
+    is the other's.
+    """
+    others = [worker["name"] for worker in read_worker_status(addresses) if worker["stage"] in STAGES]
+    if others:
+        raise SettingsError(
+            f"the pipeline {addresses.pipeline} has workers with an engine of their own ({', '.join(others)}): "
+            "stop them, or choose another PENSTOCK_PIPELINE"
+        )
+
+
+def find_model(endpoints: Endpoints, key: str, beat: Heartbeat, stop: StopSignal) -> str | None:
+    """Return the one model that the endpoints serve, as soon as one of them answers; None where told to stop.
+
+    Raises `SettingsError` for an endpoint with several models.
+    """
+    waits = backoff_pauses()
+    while not stop:
+        for endpoint in endpoints.all:
+            try:
+                names = [str(one["id"]) for one in list_models(endpoint.url, key)]
+            except OSError as error:
+                beat.update_status(doing=f"waiting for {endpoint.url} ({error})")
+                log.warning("%s: %s", endpoint.url, error)
+                continue
+            if len(names) == 1:
+                return names[0]
+            listed = ", ".join(names) or "no model"
+            raise SettingsError(f"{endpoint.url} serves {listed}: name one in PENSTOCK_ENDPOINT_MODEL")
+        stop.wait(next(waits))
+    return None

@@ -1,0 +1,203 @@
+"""Requests that endpoints answer: their text goes to the logs, and results go out. There is one stage.
+
+In the record a request is what a job is in decode, without prefill before it: the name of its message is bound to it.
+The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`, the engine `engine.py`):
+
+    1  a message is read and claimed. What cannot be answered ends here, and goes on at 5
+    2  the request goes to the endpoint with the least to do. What is behind it in the log, if anything is, decides what
+       is asked
+    3  pieces of text that arrived go to their logs
+    4  finish reason, usage and timings are appended
+    5  the result is published
+
+What a crash costs: before 2, nothing. After 2, the endpoint's work since the last piece in the log: the connection is
+closed, and the next holder finds in the log what readers have seen.
+"""
+
+import hashlib
+import logging
+from collections.abc import Collection, Sequence
+
+from opentelemetry.context import Context
+
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
+from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
+from penstock.engine.contract import SampledToken
+from penstock.errors import AnswerInterrupted, RequestError
+from penstock.messages import (
+    EndEvent,
+    ErrorInfo,
+    Job,
+    Request,
+    Timings,
+    TokenEvent,
+    Usage,
+    decode_message,
+    extract_request_id,
+    now_s,
+)
+from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
+from penstock.record import compute_body_hash
+from penstock.telemetry import tracing
+from penstock.telemetry.genai import get_operation
+from penstock.telemetry.stage import StageMetrics
+from penstock.worker.confine import build_failed_result
+from penstock.worker.load import TaskLoad, WorkerLoad
+from penstock.worker.result import build_result_of_log
+from penstock.worker.retry import to_request_error
+from penstock.worker.task import Completion, Task
+
+log = logging.getLogger(__name__)
+
+
+class EndpointRole:
+    """The role of an endpoint worker."""
+
+    kind: WorkerKind = "endpoint"
+    stage: Stage = "decode"
+    max_inline_bytes = MAX_MESSAGE_BYTES
+    hands_off = False
+    writes_pieces = True
+    settle_span_name = "settle"
+
+    def __init__(self, pipeline: Pipeline, model_name: str, engine: EndpointEngine) -> None:
+        """`model_name` is the name by which callers ask for the model; the endpoints may have another for it."""
+        self.pipeline, self.model_name, self.engine = pipeline, model_name, engine
+
+    # 1. Claim.
+
+    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
+        """Return how many more requests can be asked for now."""
+        return self.engine.count_free() - num_read
+
+    def read_message(self, delivery: Delivery) -> Task | None:
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
+        started_s = now_s()
+        request, error = None, None
+        try:
+            request = decode_message(Request, delivery.value)
+            check_request(request, delivery.klass, self.model_name)
+        except RequestError as refused:
+            error = refused
+        except Exception as bug:  # this request's, not its neighbours'
+            log.exception("a message of %s", delivery.topic)
+            error = to_request_error(bug)
+        request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
+        if request_id is None:
+            return None
+        body = hashlib.sha256(delivery.value).hexdigest() if request is None else compute_body_hash(request)
+        where = f"{delivery.topic}@{delivery.position}"
+        task = Task(
+            request_id, delivery, request, get_operation(request), body, where, error=error, started_s=started_s
+        )
+        whose = tracing.with_request(self.pipeline, task.id, Context())
+        task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
+        return task
+
+    identify_request = read_message
+
+    # 2. Ask.
+
+    def begin_request(self, task: Task, load: WorkerLoad) -> bool:
+        """Have the endpoints asked. Return False where the text so far is as long as the answer may be.
+
+        Raises `AnswerInterrupted` where the operator wants no request to be asked for twice.
+        """
+        request = _request_of(task)
+        if task.claim.attempts > 1 and self.engine.settings.interrupted == "fail":
+            raise AnswerInterrupted("its worker was lost, and may have asked for it")
+        if len(task.log_events) >= request.sampling.max_tokens:
+            task.finish_reason = "length"
+            return False
+        load.mean_prompt_tokens[task.klass].add(0.0)
+        task.seq = self.engine.add_request(request, task.klass, (event.text for event in task.log_events), task)
+        return True
+
+    # 3. Append.
+
+    def make_event(self, task: Task, item: SampledToken) -> TokenEvent:
+        """Return the log event of a piece of text. Raises for what cannot be written, as it encodes the text."""
+        assert isinstance(item, SampledPiece)
+        before = task.log_events[-1] if task.is_in_flight else None
+        return task.claim.next_event(item.token_id, item.text, before=before)
+
+    def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
+        """Return False: there is no KV here."""
+        return False
+
+    def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
+        """Record that a piece of text is in the log."""
+        gap_s = task.measure_token_gap(written_s)
+        if task.first_token_s or task.claim.num_found_tokens:
+            metrics.record_token(gap_s)
+            return
+        task.first_token_s = now_s()
+        metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+        tracing.record_span("first_token", task.context, task.started_s, task.first_token_s)
+
+    # 4. End.
+
+    def build_end_event(self, task: Task) -> EndEvent:
+        """Return the end of the log, stamped now."""
+        timings = Timings(
+            published=task.delivery.timestamp_s,
+            prefill_started=task.started_s,
+            first_token=task.first_token_s,
+            finished=now_s(),
+        )
+        return EndEvent(
+            finish_reason=task.finish_reason or "error",
+            stop=task.find_stop(),
+            usage=_count_usage(task),
+            timings=timings,
+            error=None if task.error is None else ErrorInfo.from_error(task.error),
+            pieces=task.claim.num_tokens,
+        )
+
+    # 5. Settle.
+
+    def build_completion(self, task: Task) -> Completion | None:
+        """Return the result of the log; None where Redis lost the record between the claim and the reading."""
+        job = Job(id=task.id, job=task.job_name, klass=task.klass, tenant=task.tenant)
+        return build_result_of_log(self.pipeline, task, job, self.model_name)
+
+    def build_failed_output(self, task: Task) -> Outgoing:
+        """Return an error result."""
+        return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
+
+    def end_leases(self, task: Task) -> None:
+        """Do nothing: there is no KV here."""
+
+    # For the heartbeat.
+
+    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+        """Return how many pieces of answers there were."""
+        return len(sampled)
+
+    def measure_task_load(self, task: Task) -> TaskLoad:
+        """Return the pieces that may still come. The endpoints' prompts count as no work."""
+        if task.message is None:
+            return TaskLoad(task.klass, task.is_running, 0, 0)
+        sampling, num_generated = task.message.sampling, len(task.log_events)
+        left = max(0, sampling.max_tokens - num_generated)
+        return TaskLoad(task.klass, task.is_running, 0, left, num_generated if sampling.fit_context else None)
+
+    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
+        """Return how fast answers come, for the heartbeat."""
+        return {"prompt_tokens_per_s": None, "output_tokens_per_s": load.throughput.tokens_per_s}
+
+
+def _count_usage(task: Task) -> Usage:
+    """Return the tokens that the endpoint has counted; else each piece counts as one, and the prompt by its length."""
+    if task.ended is not None and task.ended.usage is not None:
+        return task.ended.usage
+    num_pieces = len(task.log_events)
+    is_counted = isinstance(task.message, Request) and num_pieces > 0
+    prompt = estimate_prompt_tokens(_request_of(task)) if is_counted else 0
+    return Usage(prompt_tokens=prompt, completion_tokens=num_pieces)
+
+
+def _request_of(task: Task) -> Request:
+    assert isinstance(task.message, Request), "what cannot be read has ended"
+    return task.message

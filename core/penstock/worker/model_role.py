@@ -1,0 +1,45 @@
+"""What the roles share whose worker has a model of its own: prefill's and decode's."""
+
+from typing import Any
+
+from penstock.engine.contract import InferenceEngine, SampledToken
+from penstock.engine.token_text import TokenTexts, get_token_texts
+from penstock.messages import TokenEvent
+from penstock.names import Pipeline
+from penstock.worker.grammars import GrammarCompiler
+from penstock.worker.task import Task
+
+
+class ModelRole:
+    """The engine of a role, and the events of the tokens that it samples."""
+
+    writes_pieces = False
+
+    def __init__(self, pipeline: Pipeline, engine: InferenceEngine) -> None:
+        self.pipeline, self.engine = pipeline, engine
+        self.grammars = GrammarCompiler(engine.model)
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests have for the model."""
+        return self.engine.model.name
+
+    def describe_model(self) -> dict[str, Any]:
+        """Return what the heartbeat says of the model beside its name."""
+        return {
+            "max_model_len": self.engine.limits.max_length,
+            "response_template": self.engine.model.response_template,
+        }
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """The texts of the model's tokens."""
+        return get_token_texts(self.engine.model.tokenizer)
+
+    def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
+        """Return the log event of a request's next token, and set the task's `finish_reason` where it is the last."""
+        assert task.output is not None
+        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
+        before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
+        logprobs = self.token_texts.add_texts(item.logprobs, item.token_id)
+        return task.claim.next_event(item.token_id, text, logprobs, before)

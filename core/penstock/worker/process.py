@@ -1,0 +1,199 @@
+"""The process of a worker, whatever its kind: its settings, name, heartbeat and telemetry, and the loop that it runs.
+
+`main.py` of `prefill_worker/`, `decode_worker/` and `endpoint_worker/` say what a worker of their kind is made of.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from penstock import failpoints
+from penstock.bus.connect import connect_bus
+from penstock.config.addresses import Addresses
+from penstock.config.settings import (
+    BusSettings,
+    EndpointSettings,
+    EngineSettings,
+    FaultSettings,
+    KVSettings,
+    RecordSettings,
+    TelemetrySettings,
+    TraceSettings,
+    WorkerSettings,
+    load_group,
+    load_settings,
+)
+from penstock.errors import DependencyMissing, SettingsError
+from penstock.names import Pipeline, WorkerKind
+from penstock.ops.access import check_access
+from penstock.record import check_key_types, connect_servers, open_record
+from penstock.redis.client import REDIS_TIMEOUT_S
+from penstock.redis.servers import store_server_lists
+from penstock.telemetry.process import open_telemetry
+from penstock.telemetry.stage import StageMetrics
+from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
+from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.task import Role
+from penstock.worker.watch import LoopWatch
+from penstock.worker.worker import Worker
+
+if TYPE_CHECKING:  # workers without a model of their own do without its libraries
+    from penstock.engine.serving import ServingEngine
+
+log = logging.getLogger(__name__)
+
+
+class ProcessSettings(NamedTuple):
+    """All settings of a worker but the addresses."""
+
+    worker: WorkerSettings
+    endpoint: EndpointSettings
+    engine: EngineSettings
+    kv: KVSettings
+    bus: BusSettings
+    record: RecordSettings
+    telemetry: TelemetrySettings
+    traces: TraceSettings
+    faults: FaultSettings
+
+
+class WorkerProcess:
+    """The process of one worker. From `__enter__` on it has a name and a heartbeat; `serve` makes it work."""
+
+    def __init__(self, kind: WorkerKind) -> None:
+        """Read all settings. Raise `SettingsError` for what is wrong."""
+        self.kind = kind
+        self.addresses, self.settings = load_settings(Addresses), load_group(ProcessSettings)
+        if self.settings.engine.kind == "openai" and kind != "endpoint":
+            raise SettingsError(
+                "with PENSTOCK_ENGINE_KIND=openai there is one kind of worker: penstock worker endpoint"
+            )
+        self.pipeline = Pipeline(self.addresses.pipeline)
+        self.name = choose_worker_name(self.settings.worker.name)
+        self.exits = contextlib.ExitStack()
+        """Closes what was opened for the process, at its end."""
+
+    def __enter__(self) -> Self:
+        """Check that the servers allow what a worker of this kind does, take the name, and begin heartbeat and
+        telemetry. Raise `AccessRefused` or `NameTaken`.
+        """
+        settings, addresses = self.settings, self.addresses
+        if self.kind != "endpoint":
+            _keep_bytecode(settings.engine)
+        failpoints.arm(settings.faults.failpoints)
+        pin_to_cores(settings.worker.cores)
+        check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
+        store_server_lists(addresses.stream_url, self.pipeline)
+        with contextlib.ExitStack() as stack:
+            self.beat = Heartbeat(addresses.first_url, self.pipeline, self.kind, self.name, settings.worker.heartbeat_s)
+            self.name = self.beat.take_name(next_free=settings.worker.next_name)
+            stack.enter_context(self.beat)
+            telemetry = open_telemetry(
+                f"penstock-{self.kind}",
+                addresses,
+                self.name,
+                settings.telemetry,
+                settings.traces,
+                with_endpoint=True,
+                is_ready=lambda: self.beat.state == "ready",
+            )
+            self.meters = stack.enter_context(telemetry)
+            self.exits = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.exits.__exit__(kind, error, trace)
+
+    @cached_property
+    def stop(self) -> StopSignal:
+        """SIGTERM or SIGINT, from its first use on. Before that there is nothing to finish or hand back."""
+        return StopSignal().install()
+
+    def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
+        """Load the model, of which a stage may need the prompts' part only, and open the KV store.
+
+        Raise `DependencyMissing` where the libraries are not installed.
+        """
+        settings, report = self.settings, self.beat.report_progress
+        with require_libraries():
+            from penstock.engine.serving import EngineCore, open_serving_engine
+
+            if settings.engine.kind == "vllm":
+                from penstock.engine_vllm.opening import open_vllm_core
+
+                core: EngineCore = open_vllm_core(settings.engine, report)
+            else:
+                from penstock.engine.loading import open_engine
+
+                core = open_engine(settings.engine, report, only_prompts=only_prompts)
+        kv_urls = self.addresses.kv_url or self.addresses.stream_url
+        return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def make_metrics(self, model_name: str) -> StageMetrics:
+        """Return what a worker of this kind counts and measures."""
+        return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
+
+    def serve(self, role: Role, metrics: StageMetrics, **card: Any) -> None:
+        """Join the group, and work until told to stop. `card` has what else the heartbeat says of the model."""
+        settings, stop = self.settings, self.stop
+        clients, bus = connect_servers(self.addresses.stream_url), connect_bus(self.addresses, settings.bus)
+        watch = self.exits.enter_context(LoopWatch(settings.worker.stall_limit_s))
+
+        def make_worker() -> Worker:
+            check_key_types(clients, self.pipeline)
+            member = bus.join_group(self.kind, self.name)
+            try:
+                record = open_record(clients, self.pipeline, settings.record)
+                worker = Worker(role, self.pipeline, self.name, record, member, metrics, watch)
+            except BaseException:
+                member.close()  # otherwise it stays in the group and keeps its deliveries
+                raise
+
+            def report_engine() -> dict[str, object]:
+                return {"running": len(worker.running)} | role.engine.report_state()
+
+            def report_status() -> dict[str, object]:
+                trouble = worker.settler.trouble or member.current_problem or worker.record.current_problem
+                recent = {"recent": metrics.summarize_recent()} if self.meters.is_on else {}
+                load = {"load": worker.report_load()}
+                return report_engine() | load | recent | ({"reason": trouble} if trouble else {})
+
+            metrics.set_view(report_engine)
+            self.beat.set_load_source(report_status)
+            return worker
+
+        self.beat.update_status(progress=1.0, model=role.model_name, kafka=self.addresses.kafka, **card)
+        log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
+        check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+        Reconnector(make_worker, check_bus, self.beat).run_until_stopped(stop, settings.worker.drain_s)
+        log.info("%s has left", self.name)
+
+
+@contextlib.contextmanager
+def require_libraries() -> Iterator[None]:
+    """A block that imports the libraries of models. Raise `DependencyMissing` where they are not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
+
+
+def _keep_bytecode(settings: EngineSettings) -> None:
+    """Have what is imported from now on compiled once in the cache directory, where Python was told to keep nothing.
+
+    Many images set PYTHONDONTWRITEBYTECODE, and torch and transformers take minutes to compile on a busy machine. What
+    lies compiled beside its source is taken from there.
+    """
+    if not sys.dont_write_bytecode:
+        return
+    specs = [importlib.util.find_spec(package) for package in ("torch", "transformers")]
+    if any(spec and not Path(spec.cached or "").is_file() for spec in specs):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(settings.find_cache_directory() / "bytecode"), False

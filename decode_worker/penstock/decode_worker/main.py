@@ -1,0 +1,14 @@
+"""How a decode worker is composed and started: `penstock worker decode`."""
+
+from penstock.worker.process import WorkerProcess, require_libraries
+
+
+def run_decode_worker() -> None:
+    """Turn job references into token streams and results, until told to stop."""
+    with WorkerProcess("decode") as process:
+        engine = process.open_engine()
+        with require_libraries():
+            from penstock.decode_worker.role import DecodeRole
+        role = DecodeRole(process.pipeline, engine)
+        process.exits.callback(role.grammars.close)
+        process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

@@ -1,0 +1,18 @@
+"""How a prefill worker is composed and started: `penstock worker prefill`."""
+
+from penstock.ops.lag import LagWatch
+from penstock.worker.process import WorkerProcess, require_libraries
+
+
+def run_prefill_worker() -> None:
+    """Turn requests into KV blocks, first tokens and job references, until told to stop."""
+    with WorkerProcess("prefill") as process:
+        engine = process.open_engine(only_prompts=True)
+        with require_libraries():
+            from penstock.prefill_worker.backpressure import DecodeBackpressure
+            from penstock.prefill_worker.role import PrefillRole
+        watch = LagWatch(process.addresses, process.settings.bus)
+        backpressure = process.exits.enter_context(DecodeBackpressure(watch.read_latest))
+        role = PrefillRole(process.pipeline, engine, backpressure)
+        process.exits.callback(role.grammars.close)
+        process.serve(role, process.make_metrics(role.model_name), **role.describe_model())
