@@ -64,7 +64,12 @@ def test_settings_are_read_where_programs_begin() -> None:
     """By commands and workers' processes, and by what other programs open."""
     readers = {name for name, file in FILES.items() if "load_settings" in file.read_text("utf-8")}
     others = {name for name in readers if not name.startswith(("penstock.cli.", "penstock.config."))}
-    assert others == {"penstock.client.core", "penstock.local.stack", "penstock.worker.process"}
+    assert others == {
+        "penstock.client.core",
+        "penstock.ingest.main",
+        "penstock.local.stack",
+        "penstock.worker.process",
+    }
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_settings_are_read_where_programs_begin() -> None:
         ("penstock.worker.retry", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.loop", ("torch", "transformers", "numpy", "penstock.local")),
         ("penstock.worker.worker", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
-        ("penstock.endpoint_worker.main", ("torch", "transformers", "numpy", "llguidance", "penstock.local")),
+        (("torch", "transformers", "numpy", "llguidance", "penstock.local")),
         ("penstock.prefill_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.decode_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.cli.main", ("torch", "transformers", "numpy")),
