@@ -80,7 +80,7 @@ def test_usage_counts_the_endpoints_tokens_where_its_pieces_are_others(line: End
         line.run_until(lambda: endpoint.num_under_way)
         task = line.workers[0].running[request.id]
         endpoint.gate.set()
-        line.run_until(lambda: task.ended)
+        line.run_until(lambda: task.outcome)
     *_, end = line.read_log(request.id)
     assert isinstance(end, EndEvent)
     assert end.usage.prompt_tokens == 1

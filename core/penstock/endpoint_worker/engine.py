@@ -22,7 +22,7 @@ from penstock.config.settings import EndpointSettings, RecordSettings
 from penstock.endpoint_worker.answer import Answer, AnswerEvent, Failed, Finished, Piece, Refused
 from penstock.endpoint_worker.endpoints import Endpoints
 from penstock.endpoint_worker.question import Question, build_question
-from penstock.engine.contract import Ended
+from penstock.engine.contract import Ended, Outcome
 from penstock.errors import AnswerInterrupted, ModelError, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Logprobs, Request, Usage
@@ -246,17 +246,18 @@ class EndpointEngine:
         match event:
             case Finished(reason, usage, stop):
                 answer.endpoint.note_answer()
-                self._end(seq, finish_reason=reason, usage=_subtract_prompt(usage, seq.num_pieces_before), stop=stop)
+                counted = _subtract_prompt(usage, seq.num_pieces_before)
+                self._end(seq, Outcome(reason, usage=counted, stop=stop))
             case Refused(error):
                 answer.endpoint.note_answer()
-                self._end(seq, error)
+                self._end_with_error(seq, error)
             case Failed():
                 self._handle_failure(seq, answer, event)
 
     def _add_piece(self, seq: EndpointSequence, answer: Answer, text: str) -> None:
         """Hand a piece of text over. What is behind `max_tokens` is dropped, and ends the answer."""
         if not seq.num_left:
-            self._end(seq, finish_reason="length")
+            self._end(seq, Outcome("length"))
             return
         answer.endpoint.note_answer()
         seq.pieces.append(text)
@@ -285,19 +286,19 @@ class EndpointEngine:
         # In a row they may fail more often where the connection was lost.
         max_failures = self._record.max_attempts if failed.is_lost else self._record.fail_attempts
         if self.settings.interrupted == "fail":
-            self._end(seq, AnswerInterrupted(failed.problem))
+            self._end_with_error(seq, AnswerInterrupted(failed.problem))
         elif seq.num_failures >= max_failures:
-            self._end(seq, ModelError(f"endpoints failed {seq.num_failures} times: {failed.problem}"))
+            self._end_with_error(seq, ModelError(f"endpoints failed {seq.num_failures} times: {failed.problem}"))
         elif not seq.num_left:
-            self._end(seq, finish_reason="length")
+            self._end(seq, Outcome("length"))
 
     def _end_with_error(self, seq: EndpointSequence, error: RequestError) -> None:
-        self._end(seq, error)
+        self._end(seq, Outcome.of_error(error))
 
-    def _end(self, seq: EndpointSequence, error: RequestError | None = None, **how: Any) -> None:
+    def _end(self, seq: EndpointSequence, outcome: Outcome) -> None:
         """Drop a request, and report its end behind the text that was handed over."""
         self.remove_request(seq.id)
-        self._ended.append(Ended(seq.context, error, **how))
+        self._ended.append(Ended(seq.context, outcome))
 
     def _forget_answer(self, answer: Answer) -> None:
         if (seq := self._by_answer.pop(answer, None)) is not None:

@@ -23,11 +23,10 @@ from opentelemetry.context import Context
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
 from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
-from penstock.engine.contract import SampledToken
+from penstock.engine.contract import Outcome, SampledToken
 from penstock.errors import AnswerInterrupted, RequestError
 from penstock.messages import (
     EndEvent,
-    ErrorInfo,
     Job,
     Request,
     Timings,
@@ -74,22 +73,22 @@ class EndpointRole:
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
         started_s = now_s()
-        request, error = None, None
+        request, outcome = None, None
         try:
             request = decode_message(Request, delivery.value)
             check_request(request, delivery.klass, self.model_name)
         except RequestError as refused:
-            error = refused
+            outcome = Outcome.of_error(refused)
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("a message of %s", delivery.topic)
-            error = to_request_error(bug)
+            outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest() if request is None else compute_body_hash(request)
         where = f"{delivery.topic}@{delivery.position}"
         task = Task(
-            request_id, delivery, request, get_operation(request), body, where, error=error, started_s=started_s
+            request_id, delivery, request, get_operation(request), body, where, outcome=outcome, started_s=started_s
         )
         whose = tracing.with_request(self.pipeline, task.id, Context())
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
@@ -108,7 +107,7 @@ class EndpointRole:
         if task.claim.attempts > 1 and self.engine.settings.interrupted == "fail":
             raise AnswerInterrupted("its worker was lost, and may have asked for it")
         if len(task.log_events) >= request.sampling.max_tokens:
-            task.finish_reason = "length"
+            task.outcome = Outcome("length")
             return False
         load.mean_prompt_tokens[task.klass].add(0.0)
         task.seq = self.engine.add_request(request, task.klass, (event.text for event in task.log_events), task)
@@ -147,11 +146,11 @@ class EndpointRole:
             finished=now_s(),
         )
         return EndEvent(
-            finish_reason=task.finish_reason or "error",
+            finish_reason=task.finish_reason,
             stop=task.find_stop(),
             usage=_count_usage(task),
             timings=timings,
-            error=None if task.error is None else ErrorInfo.from_error(task.error),
+            error=task.wire_error,
             pieces=task.claim.num_tokens,
         )
 
@@ -190,8 +189,8 @@ class EndpointRole:
 
 def _count_usage(task: Task) -> Usage:
     """Return the tokens that the endpoint has counted; else each piece counts as one, and the prompt by its length."""
-    if task.ended is not None and task.ended.usage is not None:
-        return task.ended.usage
+    if task.outcome is not None and task.outcome.usage is not None:
+        return task.outcome.usage
     num_pieces = len(task.log_events)
     is_counted = isinstance(task.message, Request) and num_pieces > 0
     prompt = estimate_prompt_tokens(_request_of(task)) if is_counted else 0

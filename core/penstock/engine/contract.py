@@ -15,10 +15,10 @@ A request is named by its id; there is one of an id at a time. One thread calls 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from penstock.errors import RequestError
-from penstock.messages import FinishReason, Logprobs, Sampling, Usage
+from penstock.errors import Cancelled, RequestError
+from penstock.messages import EndEvent, FinishReason, Logprobs, Sampling, Usage
 from penstock.names import PriorityClass
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
@@ -184,18 +184,33 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How a request ends: with an answer, or with an error."""
+
+    finish_reason: FinishReason
+    error: RequestError | None = None
+    is_final: bool = True
+    """Whether another attempt would come to the same. Else the request is tried again, as often as it may fail."""
+    usage: Usage | None = None
+    """The tokens that a server has counted that was asked, if it tells."""
+    stop: str | None = None
+    """The stop string that ended the answer, if that server tells."""
+    end_event: EndEvent | None = None
+    """The log's end, once this worker has written it."""
+
+    @classmethod
+    def of_error(cls, error: RequestError, *, is_final: bool = True) -> Self:
+        """Return the outcome of a request that ends with an error, or was cancelled."""
+        return cls("cancelled" if isinstance(error, Cancelled) else "error", error, is_final)
+
+
+@dataclass(frozen=True)
 class Ended:
     """An answer ended behind the tokens that steps gave of it, without a token that says so: a server said it."""
 
     context: Any
     """The caller's context, as it was given with the request."""
-    error: RequestError | None = None
-    finish_reason: FinishReason | None = None
-    """Set where there is no error."""
-    usage: Usage | None = None
-    """The tokens that the server has counted, if it tells."""
-    stop: str | None = None
-    """The stop string that ended it, if the server tells."""
+    outcome: Outcome
 
 
 EngineEvent = Loaded | Stored | Ended

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.engine.contract import InferenceEngine, SampledToken
+from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.token_text import TokenTexts, get_token_texts
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline
@@ -37,9 +37,11 @@ class ModelRole:
         return get_token_texts(self.engine.model.tokenizer)
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
-        """Return the log event of a request's next token, and set the task's `finish_reason` where it is the last."""
+        """Return the log event of a request's next token, and set the task's `outcome` where it is the last."""
         assert task.output is not None
-        text, task.finish_reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
+        text, reason = task.output.add_token(item.token_id, is_grammar_ended=item.is_grammar_ended)
+        if reason is not None:
+            task.outcome = Outcome(reason)
         before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
         logprobs = self.token_texts.add_texts(item.logprobs, item.token_id)
         return task.claim.next_event(item.token_id, text, logprobs, before)

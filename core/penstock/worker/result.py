@@ -21,15 +21,14 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     The log is the task's where this worker wrote the end, else the one that the claim found. Return None where Redis
     lost the record between the claim and the reading.
     """
-    events: Iterable[TokenEvent | EndEvent] = (
-        [*task.log_events, task.end_event] if task.end_event is not None else task.claim.log
-    )
+    end = None if task.outcome is None else task.outcome.end_event
+    events: Iterable[TokenEvent | EndEvent] = task.claim.log if end is None else [*task.log_events, end]
     result = build_result(job, model, events)
     if result is None:
         return None
     outputs, dead = [build_result_message(pipeline, result, tracing.inject_headers(task.parent_context))], []
     if result.error is not None and (job.error is None or job.error.code != result.error.code):
-        error = task.error if task.end_event is not None and task.error is not None else result.error.to_exception()
+        error = task.error if end is not None and task.error is not None else result.error.to_exception()
         dead = make_dead_letters(pipeline, task.delivery, error, task.claim)
     return Completion(outputs, dead, {})
 

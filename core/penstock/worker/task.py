@@ -9,9 +9,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import Ended, SampledToken, SequenceProgress, TokenSource
+from penstock.engine.contract import Outcome, SampledToken, SequenceProgress, TokenSource
 from penstock.errors import RequestError, RequestTooLarge
-from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
+from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
@@ -46,14 +46,10 @@ class Task:
     """The prompt's token ids."""
     grammar: "CompiledGrammar | None" = None
     """The grammar of its answer, if it has one."""
-    failure: RequestError | None = None
-    """Why the message could not be read, if that was not the message's fault."""
-    error: RequestError | None = None
-    """The error that the request ends with."""
-    finish_reason: FinishReason | None = None
-    """Why the answer ended. Known with its last token, and written once that token is in the log."""
-    ended: Ended | None = None
-    """What the server that was asked told with the answer's end."""
+    outcome: Outcome | None = None
+    """How it ends, once that is known: with the message that cannot be read, or with the last token. It is written once
+    all tokens are in the log.
+    """
     tail_text: str = ""
     """Text that was held back when the deadline cut the answer short."""
     claim: Claim = field(init=False)
@@ -67,8 +63,6 @@ class Task:
     output: "OutputText | None" = None
     log_events: list[TokenEvent] = field(default_factory=list)
     """The token events of the log: those that were read, and those sent to it since."""
-    end_event: EndEvent | None = None
-    """The log's end, once this worker or another has written it."""
     is_in_flight: bool = False
     """Whether a token is on its way to the log."""
     parent_context: Context = field(default_factory=Context)
@@ -98,12 +92,28 @@ class Task:
         """The request's tenant."""
         return "default" if self.message is None else self.message.tenant
 
+    @property
+    def error(self) -> RequestError | None:
+        """The error that it ends with, or would end with if it were not tried again."""
+        return None if self.outcome is None else self.outcome.error
+
+    @property
+    def wire_error(self) -> ErrorInfo | None:
+        """The error as messages and events have it."""
+        return None if self.error is None else ErrorInfo.from_error(self.error)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return "error" if self.outcome is None else self.outcome.finish_reason
+
     def find_stop(self) -> str | None:
         """Return the stop string that ended the answer, if its request asks for it."""
         if self.message is None or not self.message.sampling.tell_stop:
             return None
-        found = self.ended or self.output
-        return None if found is None else found.stop
+        if self.outcome is not None and self.outcome.stop is not None:
+            return self.outcome.stop
+        return None if self.output is None else self.output.stop
 
     def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
@@ -200,7 +210,7 @@ class Role(Protocol):
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Hand a request to the engine, and add its length to the means. Return False where the answer is complete
-        already, and the task has its `finish_reason`.
+        already, and the task has its `outcome`.
 
         Raises a `RequestError` where the request cannot be computed.
         """
@@ -210,7 +220,7 @@ class Role(Protocol):
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
         """Return the log event of a request's next token; None where the log has it already.
 
-        Set the task's `finish_reason` where it is the last one.
+        Set the task's `outcome` where it is the last one.
         """
 
     def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:

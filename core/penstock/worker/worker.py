@@ -40,7 +40,7 @@ from itertools import islice
 import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement, find_size_error
-from penstock.engine.contract import Ended, Loaded, SampledToken, Stored
+from penstock.engine.contract import Ended, Loaded, Outcome, SampledToken, Stored
 from penstock.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -179,8 +179,7 @@ class Worker:
                 if news is ClaimEvent.LOST:
                     self._drop_lost_task(task)
                 elif not task.is_in_flight:  # else its token is refused
-                    task.error = Cancelled("the request was cancelled")
-                    self._end_tasks(task)
+                    self._end_with(task, Outcome.of_error(Cancelled("the request was cancelled")))
 
     def _collect_events(self) -> list[Task]:
         """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
@@ -194,9 +193,9 @@ class Worker:
                 case Stored(task, num_blocks, begun_s, ended_s):
                     with confine_error(task.id):
                         tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
-                case Ended(task):
+                case Ended(task, outcome):
                     with self._confine(task):
-                        self._end_told(task, event)
+                        self._end_told(task, outcome)
         self._finish_settled(self.settler.collect())
         read = []
         for reading in self.reader.collect_read():
@@ -387,11 +386,14 @@ class Worker:
         if claim.is_ended:
             self._complete_task(task, now_s())
             return
-        cause = reason_to_end(claim, task.deadline, self.session.server_now_s())
-        if task.failure is not None and isinstance(cause, AttemptsExhausted):
-            cause = task.failure  # no worker was lost
-        task.error = task.error or cause
-        if task.error is None and self.retry_policy.defer_suspect(
+        cause, found = reason_to_end(claim, task.deadline, self.session.server_now_s()), task.outcome
+        if cause is not None and found is None:
+            task.outcome = Outcome.of_error(cause)
+        elif cause is not None and found is not None and not found.is_final:
+            # Attempts at which the message could not be read have lost no worker.
+            is_last = isinstance(cause, AttemptsExhausted)
+            task.outcome = replace(found, is_final=True) if is_last else Outcome.of_error(cause)
+        if (task.outcome is None or not task.outcome.is_final) and self.retry_policy.defer_suspect(
             task.delivery, claim, has_to_wait=self._has_to_run_apart(claim)
         ):
             self.session.remove_claim(claim)
@@ -401,19 +403,16 @@ class Worker:
         stage_failpoint(self.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)
-        if task.failure is not None and task.error is None:
-            self._retry_or_end(task, task.failure)
-            return
         try:
-            if task.error is None and self.role.begin_request(task, self.load):
+            if task.outcome is None and self.role.begin_request(task, self.load):
                 return
         except RequestError as error:
-            task.error = error
+            task.outcome = Outcome.of_error(error)
         except Exception as error:  # a bug is this request's, not its neighbours'
             log.exception("request %s", task.id)
-            self._retry_or_end(task, to_request_error(error))
-            return
-        self._end_tasks(task)
+            task.outcome = Outcome.of_error(to_request_error(error), is_final=False)
+        assert task.outcome is not None, "what is not begun has ended"
+        self._end_with(task, task.outcome)
 
     def _has_to_run_apart(self, claim: Claim) -> bool:
         """Return whether a suspect request has to wait because of the others that are here or being handed off.
@@ -489,11 +488,9 @@ class Worker:
         task = self.running.get(failed.seq.id)
         if task is None or task.seq is not failed.seq:
             return
-        if isinstance(failed.error, GrammarFailed):  # it depends on the tokens alone: another attempt would fail too
-            task.error = failed.error
-            self._end_tasks(task)
-        else:
-            self._retry_or_end(task, failed.error)
+        # A grammar's failure depends on the tokens alone: another attempt would fail too.
+        is_final = isinstance(failed.error, GrammarFailed)
+        self._end_with(task, Outcome.of_error(failed.error, is_final=is_final))
 
     # 4 and 7. Append.
 
@@ -520,7 +517,7 @@ class Worker:
         failed: dict[Task, RequestError] = {}
         self._tasks_in_flight = []
         for task, item in mine:
-            if task not in failed and task.finish_reason is None:
+            if task not in failed and task.outcome is None:
                 with confine_error(task.id, partial(failed.__setitem__, task)):
                     if (event := self._make_event(task, item)) is not None:
                         entries.append((task.claim, event))
@@ -531,7 +528,7 @@ class Worker:
             stage_failpoint(self.role.kind, "decode.7.sent")
         for task, item in dict(mine).items():
             if task in failed:
-                task.error = failed[task]
+                task.outcome = Outcome.of_error(failed[task])
                 if not task.is_in_flight:  # else once the tokens before are in the log
                     self._end_tasks(task)
                 continue
@@ -577,9 +574,10 @@ class Worker:
             if num_left := counts[AppendOutcome.CANCELLED] + counts[AppendOutcome.REFUSED]:
                 del task.log_events[-num_left:]
                 is_cancelled = counts[AppendOutcome.CANCELLED] > 0
-                task.error = Cancelled("the request was cancelled") if is_cancelled else InternalError(UNWRITABLE)
+                error = Cancelled("the request was cancelled") if is_cancelled else InternalError(UNWRITABLE)
+                task.outcome = Outcome.of_error(error)
                 ended.append(task)
-            elif task.finish_reason is not None or task.error is not None:
+            elif task.outcome is not None:
                 ended.append(task)
             elif self.role.hands_off:
                 self._hand_off(task)
@@ -593,10 +591,10 @@ class Worker:
             self._fail_task(failed)
         self._end_overdue()
 
-    def _end_told(self, task: Task, ended: Ended) -> None:
+    def _end_told(self, task: Task, outcome: Outcome) -> None:
         """End a request of whose answer the engine has told the end."""
         if task is self.running.get(task.id):
-            task.ended, task.finish_reason, task.error = ended, ended.finish_reason, ended.error
+            task.outcome = outcome
             if not task.is_in_flight:  # else once its last tokens are in the log
                 self._end_tasks(task)
 
@@ -605,31 +603,30 @@ class Worker:
         overdue, server_now_s = [], self.session.server_now_s()
         for task in self.running.values():
             if (error := deadline_error(task.deadline, server_now_s)) is not None:
-                task.error = error
+                task.outcome = Outcome.of_error(error)
                 overdue.append(task)
                 with confine_error(task.id):
                     task.tail_text = task.output.take_rest() if task.output is not None else ""
         self._end_tasks(*overdue)
 
-    def _retry_or_end(self, task: Task, error: RequestError) -> None:
-        """Have a request whose work failed tried again later, or end it with the error."""
-        if self.retry_policy.retry_later(task.delivery, task.claim, error):
+    def _end_with(self, task: Task, outcome: Outcome) -> None:
+        """End a request, or have it tried again later where that may help and it has not failed too often."""
+        task.outcome = outcome
+        error = None if outcome.is_final else outcome.error
+        if error is not None and self.retry_policy.retry_later(task.delivery, task.claim, error):
             self._remove_task(task)
         else:
-            task.error = error
             self._end_tasks(task)
 
     def _end_failed(self, task: Task, error: RequestError) -> None:
         """End a claimed request at which the loop failed, also where it was not running yet."""
-        self.running[task.id], task.error = task, error
-        self._end_tasks(task)
+        self.running[task.id] = task
+        self._end_with(task, Outcome.of_error(error))
 
     def _end_tasks(self, *tasks: Task) -> None:
         """End requests: append their ends in one round trip, and send out their results or jobs."""
         begun_s, fenced = now_s(), []
         for task in tasks:
-            if task.error is not None:
-                task.finish_reason = "cancelled" if isinstance(task.error, Cancelled) else "error"
             self._remove_task(task)
         ends = [
             (
@@ -638,15 +635,16 @@ class Worker:
             )
             for task in tasks
         ]
-        for task, (claim, built), outcome in zip(tasks, ends, self.record.finish_all(ends), strict=True):
-            if outcome is AppendOutcome.FENCED:
+        for task, (claim, built), written in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+            if written is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
-            end = built
-            if outcome is AppendOutcome.REFUSED and task.error is None:
-                task.error, end = InternalError(UNWRITABLE), build_fixed_end(self._count_pieces(claim))
+            end, outcome = built, task.outcome
+            assert outcome is not None, "how it ends is known"
+            if written is AppendOutcome.REFUSED and outcome.error is None:
+                outcome, end = Outcome.of_error(InternalError(UNWRITABLE)), build_fixed_end(self._count_pieces(claim))
             stage_failpoint(self.role.kind, "prefill.2.ended", "decode.8.ended", "endpoint.4.ended")
-            task.end_event = end
+            task.outcome = replace(outcome, end_event=end)
             with confine_error(task.id):
                 if not self.role.hands_off:
                     self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
@@ -727,7 +725,7 @@ class Worker:
                 left.append((task.claim, task.delivery.is_held))
                 continue
             handed.append(task.claim)
-            if task.end_event is None and not task.claim.is_ended:
+            if task.outcome is None and not task.claim.is_ended:
                 self.metrics.count_hand_off(task.klass)
         self.record.note_all_handed_off(handed)
         if handed:

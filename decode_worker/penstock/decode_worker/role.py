@@ -17,14 +17,13 @@ from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, SampledToken
+from penstock.engine.contract import EngineRequest, Outcome, SampledToken
 from penstock.engine.limits import cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.messages import (
     EndEvent,
-    ErrorInfo,
     Job,
     Usage,
     decode_message,
@@ -63,15 +62,15 @@ class DecodeRole(ModelRole):
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a job with its grammar, else like `identify_request`."""
         task = self.identify_request(delivery)
-        if task is None or task.error is not None or (spec := _job_of(task).sampling.grammar) is None:
+        if task is None or task.outcome is not None or (spec := _job_of(task).sampling.grammar) is None:
             return task
         try:
             task.grammar = self.grammars.compile_grammar(spec)
         except RequestError as error:
-            task.error = error
+            task.outcome = Outcome.of_error(error)
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("request %s", task.id)
-            task.failure = to_request_error(bug)
+            task.outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         return task
 
     def identify_request(self, delivery: Delivery) -> Task | None:
@@ -94,7 +93,9 @@ class DecodeRole(ModelRole):
             error = InternalError("a job without a prompt")
         around = tracing.extract_context(delivery.headers, tracing.with_request(self.pipeline, job.id, Context()))
         operation = read_operation(delivery.headers)
-        task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids, error=error)
+        task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids)
+        if error is not None:
+            task.outcome = Outcome.of_error(error)
         task.parent_context = task.context = around
         return task
 
@@ -109,8 +110,9 @@ class DecodeRole(ModelRole):
         grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
         for index, token in enumerate(logged):
             ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
-            task.finish_reason = task.output.add_token(token, is_grammar_ended=ends)[1]
-        if task.finish_reason is not None:
+            _, reason = task.output.add_token(token, is_grammar_ended=ends)
+            task.outcome = None if reason is None else Outcome(reason)
+        if task.outcome is not None:
             return False
         task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
         if task.blocks.last_hash != job.last_block:
@@ -148,7 +150,7 @@ class DecodeRole(ModelRole):
 
     def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
         """Have the last blocks of an answer stored. Return whether there are any."""
-        return task.finish_reason is not None and self.engine.finish_request(task.id) is not None
+        return task.outcome is not None and self.engine.finish_request(task.id) is not None
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""
@@ -167,14 +169,13 @@ class DecodeRole(ModelRole):
             completion_tokens=num_tokens,
         )
         timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})
-        error = None if task.error is None else ErrorInfo.from_error(task.error)
         return EndEvent(
-            finish_reason=task.finish_reason or "error",
+            finish_reason=task.finish_reason,
             stop=task.find_stop(),
             text=task.tail_text,
             usage=usage,
             timings=timings,
-            error=error,
+            error=task.wire_error,
         )
 
     # 9. Settle.

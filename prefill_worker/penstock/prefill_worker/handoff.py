@@ -9,7 +9,7 @@ from opentelemetry.context import Context
 
 from penstock import names
 from penstock.bus.contract import Outgoing
-from penstock.messages import EndEvent, ErrorInfo, Job, Request, Timings, Usage, decode_message, now_s
+from penstock.messages import EndEvent, Job, Request, Timings, Usage, decode_message, now_s
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
@@ -35,16 +35,15 @@ def build_end_event(task: Task) -> EndEvent:
     prompt_tokens = len(task.token_ids) if num_tokens else task.num_prefilled_tokens
     usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.num_cached_tokens, completion_tokens=num_tokens)
     timings = prefill_timings(task).model_copy(update={"finished": now_s()})
-    error = None if task.error is None else ErrorInfo.from_error(task.error)
-    reason, stop = task.finish_reason or "error", task.find_stop()
-    return EndEvent(finish_reason=reason, stop=stop, usage=usage, timings=timings, error=error)
+    reason, stop = task.finish_reason, task.find_stop()
+    return EndEvent(finish_reason=reason, stop=stop, usage=usage, timings=timings, error=task.wire_error)
 
 
 def build_job(task: Task, fingerprint: str) -> Job:
     """Return the job reference, with a new name and stamped now."""
     request, job_id = task.message, uuid.uuid4().hex
     timings = prefill_timings(task).model_copy(update={"handed_off": now_s()})
-    error = None if task.error is None else ErrorInfo.from_error(task.error)
+    error = task.wire_error
     if not isinstance(request, Request):
         return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
     return Job(

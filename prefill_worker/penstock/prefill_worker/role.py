@@ -16,7 +16,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine, SampledToken
+from penstock.engine.contract import EngineRequest, InferenceEngine, Outcome, SampledToken
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
@@ -83,17 +83,15 @@ class PrefillRole(ModelRole):
             body = compute_body_hash(request)
             return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
         except RequestError as refused:
-            error, failure = refused, None
+            outcome = Outcome.of_error(refused)
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("a message of %s", delivery.topic)
-            error, failure = None, to_request_error(bug)
+            outcome = Outcome.of_error(to_request_error(bug), is_final=False)
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()
-        return Task(
-            request_id, delivery, None, get_operation(None), body, error=error, failure=failure, started_s=started_s
-        )
+        return Task(request_id, delivery, None, get_operation(None), body, outcome=outcome, started_s=started_s)
 
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message with its token ids, or an error; None where not even an id can be read."""
@@ -119,10 +117,10 @@ class PrefillRole(ModelRole):
                 sampling = request.sampling.model_copy(update={"grammar": checked})
                 task.message = request.model_copy(update={"sampling": sampling})
         except RequestError as error:
-            task.error = error
+            task.outcome = Outcome.of_error(error)
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("request %s", task.id)
-            task.failure = to_request_error(bug)
+            task.outcome = Outcome.of_error(to_request_error(bug), is_final=False)
 
     # 3. Compute.
 
@@ -221,7 +219,7 @@ class PrefillRole(ModelRole):
 
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return a job with an error alone: decode ends the request with it."""
-        bare = Task(task.id, task.delivery, None, task.operation, error=InternalError(UNWRITABLE))
+        bare = Task(task.id, task.delivery, None, task.operation, outcome=Outcome.of_error(InternalError(UNWRITABLE)))
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
         return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
 
