@@ -35,7 +35,6 @@ from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
-from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def run_endpoint_worker() -> None:
     store_server_lists(addresses.stream_url, pipeline)
     check_only_kind(addresses)
     with contextlib.ExitStack() as stack:
-        beat = Heartbeat(addresses.first_url, pipeline, "endpoint", name, worker.heartbeat_s)
+        beat = Heartbeat(addresses.first_url, pipeline, "endpoint", name, worker.heartbeat_s, worker.stall_limit_s)
         name = beat.take_name(next_free=worker.next_name)
         stack.enter_context(beat)
         telemetry = open_telemetry(
@@ -82,8 +81,7 @@ def run_endpoint_worker() -> None:
         model = asked.model or find_model(endpoints, asked.key, beat, stop)
         if model is not None:
             settings = settings._replace(endpoint=asked.model_copy(update={"model": model}))
-            watch = stack.enter_context(LoopWatch(worker.stall_limit_s))
-            _run_worker(name, addresses, settings, endpoints, beat, meters, watch, stop)
+            _run_worker(name, addresses, settings, endpoints, beat, meters, stop)
 
 
 def check_only_kind(addresses: Addresses) -> None:
@@ -127,7 +125,6 @@ def _run_worker(
     endpoints: Endpoints,
     beat: Heartbeat,
     meters: Meters,
-    watch: LoopWatch,
     stop: StopSignal,
 ) -> None:
     pipeline, asked, engine = Pipeline(addresses.pipeline), settings.endpoint, settings.engine
@@ -140,7 +137,7 @@ def _run_worker(
         member = bus.join_group("endpoint", name)
         try:
             record = open_record(clients, pipeline, settings.record)
-            worker = EndpointWorker(pipeline, name, model, endpoints, asked, record, member, metrics, watch)
+            worker = EndpointWorker(pipeline, name, model, endpoints, asked, record, member, metrics, beat)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise

@@ -36,7 +36,6 @@ from penstock.telemetry.process import open_telemetry
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
-from penstock.worker.watch import LoopWatch
 
 if TYPE_CHECKING:
     from penstock.engine.serving import EngineCore
@@ -90,7 +89,8 @@ def run_stage(stage: Stage) -> None:
     check_access(addresses, stage, kv=settings.kv.redis_mb > 0)
     store_server_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
-        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.worker.heartbeat_s)
+        limit_s = settings.worker.stall_limit_s
+        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.worker.heartbeat_s, limit_s)
         name = beat.take_name(next_free=settings.worker.next_name)
         stack.enter_context(beat)
         telemetry = open_telemetry(
@@ -152,14 +152,13 @@ def _run_worker(
         role = DecodeRole(pipeline, engine)
     stack.callback(role.grammars.close)
     metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
-    watch = stack.enter_context(LoopWatch(settings.worker.stall_limit_s))
 
     def make_worker() -> Worker:
         check_key_types(clients, pipeline)
         member = bus.join_group(stage, name)
         try:
             record = open_record(clients, pipeline, settings.record)
-            worker = Worker(role, pipeline, name, record, member, metrics, watch)
+            worker = Worker(role, pipeline, name, record, member, metrics, beat)
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise

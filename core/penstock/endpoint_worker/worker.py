@@ -67,6 +67,7 @@ from penstock.worker.confine import (
     give_up_claim,
 )
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.rescue import Rescuer
 from penstock.worker.retry import deadline_error, reason_to_end, to_request_error
@@ -106,23 +107,21 @@ class EndpointWorker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
-        watch: LoopWatch | None = None,
+        beat: Heartbeat | None = None,
     ) -> None:
         """`model` is the name by which callers ask for the model; `settings.model` the endpoints' name."""
         self.pipeline, self.name, self.model = pipeline, name, model
         self.endpoints, self.settings, self.record, self.member = endpoints, settings, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, "endpoint", name, "")
         reader = member.create_orphan_reader()
-        all_parts = list if reader is None else reader.list_partitions
-        self.watch = watch or LoopWatch()
+        self.watch = LoopWatch() if beat is None else beat.watch
         self.session = Sessions(
             record,
             RECORD_STAGE,
             name,
             member.list_partitions,
-            adopts=reader is not None,
-            all_parts=all_parts,
             is_stalled=self.watch.is_stalled,
+            keep=None if beat is None else beat.keep_session,
         )
         self._wake = threading.Event()
         self._events: queue.SimpleQueue[tuple[Answer, AnswerEvent]] = queue.SimpleQueue()

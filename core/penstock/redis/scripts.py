@@ -78,6 +78,47 @@ class Script:
             return raise_outage(pipe.execute(raise_on_error=False))
 
 
+class ScriptCall:
+    """A call of a script that goes with another one in a round trip, and its reply."""
+
+    def __init__(self, script: Script, keys: Sequence[str], args: Arguments) -> None:
+        self.script, self.keys, self.args = script, keys, args
+        self.reply: Any = None
+        """The reply, or the error; None until the call is made."""
+
+    def run_with(self, client: "redis.Redis", other: "ScriptCall") -> None:
+        """Make this call and the other one in one round trip. An error of one of them does not touch the other.
+
+        Raise `redis.RedisError` where the connection breaks: it is then the reply of both.
+        """
+        calls = (self, other)
+        try:
+            with client.pipeline(transaction=False) as pipe:
+                for call in calls:
+                    pipe.evalsha(call.script.sha, len(call.keys), *cast("list[str]", [*call.keys, *call.args]))
+                replies = pipe.execute(raise_on_error=False)
+        except redis.RedisError as error:
+            self.reply = other.reply = error
+            raise
+        for call, reply in zip(calls, replies, strict=True):
+            call.reply = reply
+            if isinstance(reply, NoScriptError):
+                call.run(client)
+
+    def run(self, client: "redis.Redis") -> None:
+        """Make the call. An error that the server replies, or a connection that breaks, is its reply."""
+        try:
+            self.reply = self.script.run(client, self.keys, self.args)
+        except redis.RedisError as error:
+            self.reply = error
+
+    def read_reply(self) -> Any:
+        """Return the reply. Raise it if it is an error."""
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
+
+
 def load_script(package: str, *names: str) -> Script:
     """Return the script whose text is that of the files `lua/<name>.lua` of a package, one after the other."""
     folder = resources.files(package) / "lua"

@@ -5,8 +5,9 @@ Interactive requests must not wait while other workers have capacity, nor until 
 
     1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
        not claimed here within two leases, is put down
-    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker
-       (`penstock.record.session`). It reads them from where the group stopped, and puts down what it finds
+    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker.
+       So are those that no session has named for two leases: their reader died before it named them, or Redis lost
+       what was named. That worker reads them from where the group stopped, and puts down what it finds
     3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
        from the record
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_LEASES = 2.0
 """How many leases a message may wait in its worker before it is put down."""
+UNNAMED_LEASES = 2.0
+"""How many leases a partition may be named by nobody: a member needs some time to begin what it was assigned."""
 MAX_FREE_REQUESTS = 64
 """Adopted partitions are not read on while this many free requests wait in Redis for a worker."""
 MAX_BATCH_BYTES = 4 * 2**20
@@ -65,6 +68,8 @@ class Rescuer:
         self._reader, self._list_unclaimed = reader, list_unclaimed
         self._since: dict[tuple[str, str], float] = {}
         """By offset, since when a message waits; `inf` once it is put down."""
+        self._unnamed: dict[str, float] = {}
+        """The partitions that no session names, with the time since when."""
         self._found: list[Delivery] = []
         """Messages read from adopted parts and not put down yet."""
         self._stop = threading.Event()
@@ -119,7 +124,7 @@ class Rescuer:
         """
         if self._reader is None:
             return False
-        parts = list(self._session.adopted_partitions)
+        parts = self._adopt_partitions()
         self._put_down_found()
         if parts:
             found = self._reader.read_orphans(
@@ -132,6 +137,22 @@ class Rescuer:
         else:
             self._reader.read_orphans([], 0)
         return bool(parts)
+
+    def _adopt_partitions(self) -> list[str]:
+        """Return the partitions that this worker has to read though they are not its own."""
+        assert self._reader is not None
+        record, stage, now_s = self._record, self._stage, time.monotonic()
+        unnamed = record.find_unnamed_partitions(stage, self._reader.list_partitions())
+        self._unnamed = {part: self._unnamed.get(part, now_s) for part in unnamed}
+        latest_s = now_s - UNNAMED_LEASES * record.lease_s
+        forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
+        if self._stop.is_set():  # this worker leaves
+            return []
+        adopted = record.adopt_partitions(stage, self._session.id, forgotten)
+        for part in forgotten:  # if it is forgotten again, it has its time again
+            del self._unnamed[part]
+        own = set(self._member.list_partitions())
+        return [part for part in adopted if part not in own]
 
     def _put_down_found(self) -> None:
         left: list[Delivery] = []

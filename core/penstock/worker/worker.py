@@ -69,6 +69,7 @@ from penstock.worker.confine import (
 )
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
 from penstock.worker.grammars import may_have_grammar
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader
 from penstock.worker.rescue import Rescuer
@@ -115,22 +116,20 @@ class Worker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
-        watch: LoopWatch | None = None,
+        beat: Heartbeat | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.create_orphan_reader()
-        all_parts = list if reader is None else reader.list_partitions
-        self.watch = watch or LoopWatch()
+        self.watch = LoopWatch() if beat is None else beat.watch
         self.session = Sessions(
             record,
             self.stage,
             name,
             member.list_partitions,
-            adopts=reader is not None,
-            all_parts=all_parts,
             is_stalled=self.watch.is_stalled,
+            keep=None if beat is None else beat.keep_session,
         )
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.engine.wake_waiter),
