@@ -263,9 +263,9 @@ class MemoryRecord(Record):
         until_ms: int = 0,
         parts: Sequence[str] = (),
         left: Sequence[str] = (),
-        beside: ScriptCall | None = None,
+        beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
-        assert beside is None, "a script needs a server"
+        assert not beside, "a script needs a server"
         with self._lock:
             now_ms, living = self._records.now_ms(), self._records.sessions[stage]
             went_back = until_ms > now_ms + 1.5 * self._lease_ms

@@ -1,5 +1,6 @@
 """Messages that no worker works on are put down, whatever fails meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 
@@ -162,9 +163,22 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
     with start_rescuer(hasty, session, member) as rescuer:
-        wait_for(lambda: rescuer._thread.failure is not None, "it fails")
+        wait_for(lambda: rescuer._thread is not None and rescuer._thread.failure is not None, "it fails")
         with pytest.raises(ZeroDivisionError):
-            rescuer.raise_failure()
+            rescuer.run_once()
+
+
+def test_where_nothing_can_be_adopted_the_loop_puts_down_what_waits(hasty: Record, session: Session) -> None:
+    member = Member([delivery("r1")], {})
+    rescuer = Rescuer(hasty, "prefill", session, member, None, read_message)  # type: ignore[arg-type]
+
+    def has_put_down() -> bool:
+        rescuer.run_once()
+        return hasty.count_free("prefill") == 1
+
+    assert "penstock-rescue" not in [thread.name for thread in threading.enumerate()]
+    wait_for(has_put_down, "it is free")
+    rescuer.close()
 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
@@ -176,4 +190,4 @@ def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Sess
     member = Member([delivery("r1"), delivery("r2")], {})
     with start_rescuer(hasty, session, member, read) as rescuer:
         wait_for(lambda: hasty.count_free("prefill") == 1, "the other is free")
-        rescuer.raise_failure()
+        rescuer.run_once()

@@ -120,6 +120,7 @@ class EndpointWorker:
             RECORD_STAGE,
             name,
             member.list_partitions,
+            renew_membership=member.build_renewal,
             is_stalled=self.watch.is_stalled,
             keep=None if beat is None else beat.keep_session,
         )
@@ -159,7 +160,7 @@ class EndpointWorker:
     def _handle_claim_news(self) -> None:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
-        self.rescuer.raise_failure()
+        self.rescuer.run_once()
         for claim, news in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:

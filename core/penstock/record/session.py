@@ -57,14 +57,16 @@ class Session:
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[["Session"], None] = renew_on_own_thread,
     ) -> None:
         """Open the session, and give it to `keep`, which calls `renew` on some thread, when `due_s` has come, until
         `is_stopped`.
 
-        `parts` returns the partitions that this worker alone reads. `is_stalled` returns whether the worker's loop
-        stands still. Raise `redis.RedisError`.
+        `parts` returns the partitions that this worker alone reads. `renew_membership` returns the call by which its
+        place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns whether the
+        worker's loop stands still. Raise `redis.RedisError`.
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
@@ -76,7 +78,7 @@ class Session:
         self.interval_s = record.lease_s / 3
         """The time between two renewals."""
         self._record, self._stage, self._name, self._parts = record, stage, name, parts
-        self._is_stalled = is_stalled
+        self._renew_membership, self._is_stalled = renew_membership, is_stalled
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
@@ -176,7 +178,8 @@ class Session:
 
     def _renew_session(self, beside: ScriptCall | None) -> None:
         parts, left = self._list_read_partitions()
-        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left, beside)
+        calls = [call for call in (beside, self._renew_membership(self._record.lease_s)) if call is not None]
+        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left, calls)
         if renewed is None:
             before = self.id
             self._open_session()
@@ -193,7 +196,7 @@ class Session:
         until_ms: int = 0,
         parts: Sequence[str] = (),
         left: Sequence[str] = (),
-        beside: ScriptCall | None = None,
+        beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
         before_s, begun_s = now_s(), time.monotonic()

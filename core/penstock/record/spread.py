@@ -243,11 +243,14 @@ class _ServerSession(Session):
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[[Session], None] = renew_on_own_thread,
     ) -> None:
         self._server = server
-        super().__init__(server.record, stage, name, parts, is_stalled=is_stalled, keep=keep)
+        super().__init__(
+            server.record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+        )
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
@@ -300,19 +303,29 @@ class Sessions:
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[[Session], None] | None = None,
     ) -> None:
-        """Open the sessions. The one on the first server, which names the partitions that are read, is given to `keep`.
-        The others have a thread each: a server that is slow holds up no renewal on another.
+        """Open the sessions.
+
+        The one on the first server, where the bus is, names the partitions that are read, keeps the worker's place in
+        its group, and is given to `keep`. The others have a thread each: a server that is slow holds up no renewal on
+        another.
         """
         keep = keep or renew_on_own_thread
         if not isinstance(record, _SpreadRecord):
-            session = Session(record, stage, name, parts, is_stalled=is_stalled, keep=keep)
+            session = Session(
+                record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+            )
             self._sessions = ByServer([""], [session])
             return
         first, *others = record.servers.parts
-        made: list[Session] = [_ServerSession(first, stage, name, parts, is_stalled=is_stalled, keep=keep)]
+        made: list[Session] = [
+            _ServerSession(
+                first, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+            )
+        ]
         made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
         self._sessions = ByServer(record.servers.names, made)
 

@@ -1,7 +1,8 @@
 """Messages that no worker works on are put down in Redis, where any worker of the stage with capacity takes them.
 
 Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
-(on Kafka after the group's session timeout, 45 seconds by default). So, in a thread of each worker:
+(on Kafka after the group's session timeout, 45 seconds by default). So, on Kafka in a thread of each worker, and on
+Redis Streams, where there is no 2, in its loop:
 
     1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
        not claimed here within two leases, is put down
@@ -20,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, takewhile
 
 import redis
@@ -48,7 +50,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class Rescuer:
-    """Puts down messages for other workers, on a thread of its own.
+    """Puts down messages for other workers, on a thread of its own where partitions may be adopted.
 
     `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any;
     `list_unclaimed` returns the messages that the worker has polled and not claimed yet.
@@ -72,30 +74,45 @@ class Rescuer:
         """The partitions that no session names, with the time since when."""
         self._found: list[Delivery] = []
         """Messages read from adopted parts and not put down yet."""
+        self._interval_s = record.lease_s / 2
+        self._due_s = time.monotonic() + self._interval_s
         self._stop = threading.Event()
-        self._thread = CheckedThread("penstock-rescue", self._run)
+        self._thread = None if reader is None else CheckedThread("penstock-rescue", partial(self._run, reader))
 
-    def raise_failure(self) -> None:
-        """Raise the error that ended the thread, if there was one. Outages do not end it."""
-        self._thread.raise_failure()
+    def run_once(self) -> None:
+        """Put down what is due, where there is no thread for that. The loop calls this in each turn.
+
+        Raise the error that ended the thread, if there was one. Outages do not end it.
+        """
+        if self._thread is not None:
+            self._thread.raise_failure()
+        elif self._due_s <= time.monotonic() and not self._stop.is_set():
+            self._look()
+            self._due_s = time.monotonic() + self._interval_s
 
     def close(self) -> None:
         """Put down no more."""
         self._stop.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        calm_s = wait_s = self._record.lease_s / 2
-        with contextlib.nullcontext() if self._reader is None else contextlib.closing(self._reader):
+    def _run(self, reader: OrphanReader) -> None:
+        wait_s = self._interval_s
+        with contextlib.closing(reader):
             while not self._stop.wait(wait_s):
-                try:
-                    self.put_down_waiting()
-                    wait_s = calm_s / 5 if self.read_adopted_parts() else calm_s
-                except BusError as error:  # an outage: the next look tries again
-                    log.debug("the bus cannot be read for others: %s", error)
-                except redis.RedisError as error:
-                    if not is_away(error):
-                        raise
+                wait_s = self._interval_s / 5 if self._look() else self._interval_s
+
+    def _look(self) -> bool:
+        """Put down what waits here and in adopted parts. Return whether any are adopted."""
+        try:
+            self.put_down_waiting()
+            return self.read_adopted_parts()
+        except BusError as error:  # an outage: the next look tries again
+            log.debug("the bus cannot be read for others: %s", error)
+        except redis.RedisError as error:
+            if not is_away(error):
+                raise
+        return False
 
     def put_down_waiting(self) -> None:
         """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
