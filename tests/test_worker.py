@@ -20,17 +20,20 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
+from penstock.local.valkey import ValkeyServer
 from penstock.messages import Result, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import check_health, read_worker_status
-from penstock.redis.client import is_outage
+from penstock.record import Claim, ClaimEvent, Record, Session
+from penstock.redis.client import is_outage, redis_client
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.settler import Settler
 from sim.waiting import PATIENCE_S, wait_for
+from tests.pipeline.site import hanging
 
 Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
@@ -358,6 +361,83 @@ def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Address
         assert found.state == "degraded"
         assert "prefill worker p-0: Kafka: away" in found.reasons
         assert "no decode worker is ready" in found.reasons
+
+
+def read_states(client: "redis.Redis", pipeline: Pipeline) -> list[str]:
+    """The state in the heartbeat of the worker `p-0`, if it has one."""
+    found = client.get(pipeline.worker_key("prefill", "p-0"))
+    return [] if found is None else [json.loads(found)["state"]]
+
+
+def test_a_beat_goes_with_the_renewal_of_the_session(
+    addresses: Addresses, pipeline: Pipeline, record: Record, server: "redis.Redis"
+) -> None:
+    """The heartbeat's own connection fails from the moment on at which there is a session."""
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.1) as beat:
+        wait_for(lambda: read_states(server, pipeline), "the first beat")
+        beat._redis.close()
+        beat._redis = redis_client("redis://127.0.0.1:1")
+        with Session(record, "prefill", "p-0", keep=beat.keep_session) as session:
+            beat.update_status(state="ready")
+            wait_for(lambda: read_states(server, pipeline) == ["ready"], "the new state is written")
+            until_ms = session._last.until_ms
+            wait_for(lambda: session._last.until_ms > until_ms, "it is renewed")
+            assert not [one for one in threading.enumerate() if one.name == "penstock-session" and one != beat._thread]
+        beat.update_status(state="degraded")
+        server.delete(pipeline.worker_key("prefill", "p-0"))
+        beat._redis = redis_client(addresses.stream_url)
+        wait_for(lambda: read_states(server, pipeline) == ["degraded"], "it goes on without the session")
+
+
+def test_a_beat_that_the_server_refuses_ends_no_session(
+    addresses: Addresses, pipeline: Pipeline, record: Record, server: "redis.Redis"
+) -> None:
+    server.set(pipeline.worker_key("prefill", "p-0"), json.dumps({"token": "another", "host": "there", "pid": 7}))
+    with (
+        Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat,
+        Session(record, "prefill", "p-0", keep=beat.keep_session) as session,
+    ):
+        wait_for(lambda: raises_failure(beat), "the name is another's")
+        until_ms = session._last.until_ms
+        wait_for(lambda: session._last.until_ms > until_ms, "it is renewed all the same")
+        assert session.collect_events() == []
+
+
+def test_where_redis_hangs_the_loop_is_watched_and_the_session_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, has_ended = Pipeline("x"), threading.Event()
+    with ValkeyServer(tmp_path) as server:
+        record = Record(redis_client(server.url), pipeline, RecordSettings())
+        beat = Heartbeat(server.url, pipeline, "prefill", "p-0", 0.1, 4.0)
+        monkeypatch.setattr(beat.watch, "_end_process", has_ended.set)
+        with (
+            beat,
+            Session(record, "prefill", "p-0", is_stalled=beat.watch.is_stalled, keep=beat.keep_session) as session,
+        ):
+            claim = record.claim_prefill("r1", session.id, "body")
+            assert isinstance(claim, Claim)
+            session.add_claim(claim)
+            beat.watch.note_turn()
+            with hanging(server.pid):
+                wait_for(has_ended.is_set, "the process would end", 0)
+                assert session.collect_events() == []
+            record.end_expired_sessions("prefill", 0, session.id)  # as any other worker does by now
+            beat.watch.note_turn()
+            found: list[tuple[Claim, ClaimEvent]] = []
+
+            def has_heard() -> bool:
+                beat.watch.note_turn()
+                found.extend(session.collect_events())
+                return bool(found)
+
+            wait_for(has_heard, "it learns that the session is over")
+            assert found == [(claim, ClaimEvent.LOST)]
+            assert isinstance(record.claim_prefill("r1", session.id, "body"), Claim)
+            with redis_client(server.url) as client:
+                client.delete(pipeline.worker_key("prefill", "p-0"))
+                wait_for(lambda: read_states(client, pipeline), "heartbeats go on")
+        record.close()
 
 
 class Failing:

@@ -186,6 +186,9 @@ class MemoryMember:
     def create_orphan_reader(self) -> None:
         """Return None: any member can take the messages that no member has polled."""
 
+    def build_renewal(self, session_s: float) -> None:
+        """Return None: the members are those of this process."""
+
     def stop_consuming(self) -> None:
         """Take no more messages. What is held can be settled."""
         self._is_consuming = False

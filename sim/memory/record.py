@@ -13,6 +13,7 @@ from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record,
 from penstock.record.claim import GOOD_PROGRESS, TakenOver
 from penstock.record.log import RecordStage
 from penstock.record.record import Renewed
+from penstock.redis.scripts import ScriptCall
 
 
 @dataclass
@@ -256,8 +257,15 @@ class MemoryRecord(Record):
     # Sessions.
 
     def renew_session(
-        self, stage: Stage, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+        self,
+        stage: Stage,
+        session: str,
+        until_ms: int = 0,
+        parts: Sequence[str] = (),
+        left: Sequence[str] = (),
+        beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
+        assert not beside, "a script needs a server"
         with self._lock:
             now_ms, living = self._records.now_ms(), self._records.sessions[stage]
             went_back = until_ms > now_ms + 1.5 * self._lease_ms

@@ -58,6 +58,11 @@ def _generate_session_ends(state: State, rules: Rules) -> Steps:
 
 
 def _generate_redeliveries(state: State, rules: Rules) -> Steps:
+    """Generate the steps in which the bus takes a message from its holder.
+
+    It finds a dead member at any time, before the end of its session or after it, and may take a living one for dead.
+    So nothing rests on what tells the bus that a member lives: on Redis Streams its session, on Kafka another one.
+    """
     left = state.left
     for place, (message, at) in enumerate(state.bus):
         before, behind = state.bus[:place], state.bus[place + 1 :]

@@ -179,8 +179,8 @@ def test_a_member_that_was_away_asks_what_it_still_holds(streams_bus: Bus, pipel
         (delivery,) = take_deliveries(away, 1)
         away._client.delete(away._key)  # as it runs out while a process stands still
         (same,) = take_deliveries(other, 1)
-        away._beat_at = time.monotonic() - 60
-        away._note_beat(time.monotonic())
+        away._renewed_s = time.monotonic() - 60
+        away._note_renewal(time.monotonic(), 1)
         assert not away.is_holding(delivery)
         assert away.count_held() == 0
         assert other.is_holding(same)

@@ -1,6 +1,5 @@
 """A server that lost all that it had, or does not answer: what its members do."""
 
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -9,12 +8,14 @@ import pytest
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.streams.bus import StreamsBus
-from penstock.bus.streams.member import StreamsMember
-from penstock.config.settings import BusSettings
+from penstock.config.settings import BusSettings, RecordSettings
+from penstock.errors import MemberFenced
 from penstock.local.valkey import ValkeyServer
-from penstock.names import Pipeline
+from penstock.names import Pipeline, PriorityClass
+from penstock.record import Record, Session
 from penstock.redis.client import redis_client
 from sim.waiting import PATIENCE_S, wait_for
+from tests.bus.buses import take_deliveries
 
 
 @pytest.mark.parametrize("is_reclaiming", [False, True])
@@ -32,42 +33,52 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
             assert [found.value for found in member.poll(PATIENCE_S, {"interactive": 1})] == [b"after"]
 
 
-def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
-    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
+def test_a_member_lives_as_long_as_its_workers_session(redis_url: str, pipeline: Pipeline) -> None:
+    """Its loop is in a step meanwhile, and polls nothing. A session that was lost and opened anew changes nothing."""
+    bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=30))
     bus.create_topics()
-    begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
-    member = bus.join_group("prefill", "a")
+    capacity: dict[PriorityClass, int] = {"interactive": 1}
+    client = redis_client(redis_url)
+    record = Record(client, pipeline, RecordSettings(lease_s=0.2))
+    with bus.join_group("prefill", "a") as member, bus.join_group("prefill", "b") as other:
+        session = Session(record, "prefill", "a", renew_membership=member.build_renewal)
+        with closing(bus.create_publisher()) as publisher:
+            publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x")])
+        (held,) = take_deliveries(member, 1, capacity)
+        before = session.id
+        record.end_expired_sessions("prefill", 0, before)
+        wait_for(lambda: session.id != before, "it has another session")
+        client.delete(member._key)
+        wait_for(lambda: client.exists(member._key), "its session says that it lives")
+        assert other.poll(0.0, capacity) == []
+        assert member.is_holding(held)
+        session.stop()
+        client.delete(member._key)  # as it runs out
+        assert [one.value for one in take_deliveries(other, 1, capacity)] == [held.value]
+        session.close()
+    record.close()
 
-    class SlowScript:
-        def run(self, *_: object) -> int:
-            begun.set()
-            go_on.wait(PATIENCE_S)
-            is_over.set()
-            return 1
 
-    monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", SlowScript())
-    assert begun.wait(PATIENCE_S)
-    member.close()
-    assert not is_over.is_set()
-    go_on.set()
+def test_a_members_timeout_begins_when_its_session_is_over(redis_url: str, pipeline: Pipeline) -> None:
+    with StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=3)).join_group("prefill", "a") as member:
+        renewal = member.build_renewal(20.0)
+        renewal.run(member._client)
+        assert 3_000 < member._client.pttl(member._key) <= 23_000
+        assert not member._fenced
 
 
-def test_a_member_whose_lease_is_not_renewed_any_more_says_so(
-    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that is no outage ends the thread that renews its lease: others will have its deliveries."""
-    bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
+def test_a_member_whose_place_was_taken_hears_of_it_by_its_session(redis_url: str, pipeline: Pipeline) -> None:
+    bus = StreamsBus(pipeline, redis_url, BusSettings())
     bus.create_topics()
-
-    class BrokenScript:
-        def run(self, *_: object) -> int:
-            raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr("penstock.bus.streams.member.RENEW_LEASE", BrokenScript())
-    with bus.join_group("prefill", "a") as member:
-        assert isinstance(member, StreamsMember)
-        wait_for(lambda: not member._heart.is_alive(), "the thread has ended")
-        with pytest.raises(ZeroDivisionError):
+    record = Record(redis_client(redis_url), pipeline, RecordSettings(lease_s=0.2))
+    with (
+        bus.join_group("prefill", "a") as member,
+        Session(record, "prefill", "a", renew_membership=member.build_renewal) as session,
+        bus.join_group("prefill", "a") as newer,
+    ):
+        wait_for(lambda: member._fenced, "it is told")
+        with pytest.raises(MemberFenced):
             member.poll(0.0, {"interactive": 1})
+        assert newer.poll(0.0, {"interactive": 1}) == []
+        assert session.collect_events() == []
+    record.close()

@@ -160,3 +160,17 @@ def test_what_the_watch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.limit_s == LIMIT_IN_STEPS
     watch.note_left()
     assert [pass_time(2.0) for _ in range(20)] == [False] * 20
+
+
+@pytest.mark.parametrize(
+    ("bus", "expected"),
+    [("embedded", []), ("kafka", ["kafka-another", "kafka-lookup-another", "penstock-rescue"])],
+)
+def test_a_worker_runs_no_more_threads_than_these(
+    make_line: Callable[..., InProcessPipeline], bus: str, expected: list[str]
+) -> None:
+    """Beside its loop's and those that move KV. In a process of its own the session's is the heartbeat's as well."""
+    line = make_line(bus=bus)
+    before = set(threading.enumerate())
+    line.add_decode("another")
+    assert sorted(one.name for one in set(threading.enumerate()) - before) == [*expected, "penstock-session", "settler"]

@@ -1,5 +1,6 @@
 """Messages that no worker works on are put down, whatever fails meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 
@@ -11,6 +12,7 @@ from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, UnclaimedMessage
 from penstock.worker.rescue import MAX_BATCH_BYTES, Rescuer
 from sim.waiting import wait_for
+from tests.record.play import alive
 
 
 def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -> Delivery:
@@ -27,6 +29,7 @@ class Member:
     def __init__(self, waiting: Sequence[Delivery], others: Mapping[str, Sequence[Delivery]]) -> None:
         self._waiting, self._others = list(waiting), {part: list(found) for part, found in others.items()}
         self.error: Exception | None = None
+        self.own: list[str] = []
 
     def list_prefetched(self) -> list[Delivery]:
         if self.error is not None:
@@ -34,7 +37,7 @@ class Member:
         return list(self._waiting)
 
     def list_partitions(self) -> list[str]:
-        return []
+        return self.own
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         found = [one for part in partitions for one in self._others.get(part, [])][:max_messages]
@@ -46,15 +49,26 @@ class Member:
         pass
 
 
+class Reader(Member):
+    """Reads partitions of others."""
+
+    def list_partitions(self) -> list[str]:
+        return list(self._others)
+
+
 def start_rescuer(
-    record: Record, session: Session, member: Member, read: Callable[[Delivery], UnclaimedMessage] = read_message
+    record: Record,
+    session: Session,
+    member: Member,
+    read: Callable[[Delivery], UnclaimedMessage] = read_message,
+    reader: Member | None = None,
 ) -> AbstractContextManager[Rescuer]:
-    return closing(Rescuer(record, "prefill", session, member, member, read))  # type: ignore[arg-type]
+    return closing(Rescuer(record, "prefill", session, member, reader or member, read))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def session(hasty: Record) -> Iterator[Session]:
-    with Session(hasty, "prefill", "p1", adopts=True) as made:
+    with Session(hasty, "prefill", "p1") as made:
         yield made
 
 
@@ -100,7 +114,7 @@ def test_messages_of_a_server_that_is_away_are_put_down_when_it_answers(
     hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Half(client, pipeline, hasty.settings)
     member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
-    with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
+    with Session(record, "prefill", "p1") as session, start_rescuer(record, session, member):
         wait_for(lambda: record.count_free("prefill") == 2, "those of the other server are free")
         assert {taken.claim.id for taken in record.take_over_free("prefill", session.id, 9)} == {"r2", "r4"}
         record.is_away = False
@@ -116,19 +130,55 @@ def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
     hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Full(client, pipeline, hasty.settings)
     member = Member([], {"topic:0": others})
-    with Session(record, "prefill", "p1", adopts=True) as session, start_rescuer(record, session, member):
+    with Session(record, "prefill", "p1") as session, start_rescuer(record, session, member):
         wait_for(lambda: record.count_free("prefill") == 4, "all are free")
         assert not record.failures
     record.close()
+
+
+def test_what_no_session_names_for_two_leases_is_adopted(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """Its reader died before it was named, or Redis was emptied after that."""
+    member, reader, readers = Member([], {}), Reader([], {}), pipeline.readers_key("prefill")
+    member.own = ["topic:0"]
+    reader._others = {"topic:0": [], "topic:1": [delivery("r1")]}
+    with (
+        Session(hasty, "prefill", "p1", member.list_partitions) as session,
+        start_rescuer(hasty, session, member, reader=reader),
+    ):
+        wait_for(lambda: hasty.count_free("prefill") == 1, "what nobody named is read")
+        client.delete(readers)
+        wait_for(lambda: client.hget(readers, "topic:1") == session.id.encode(), "it is adopted again")
+    assert reader._others == {"topic:0": [], "topic:1": []}
+
+
+def test_a_partition_that_is_named_meanwhile_is_not_adopted(hasty: Record) -> None:
+    one, other = alive(hasty, "decode", "one"), alive(hasty, "decode", "other")
+    hasty.renew_session("decode", other, 1, ["topic:1"])
+    assert hasty.adopt_partitions("decode", one, ["topic:0", "topic:1"]) == ["topic:0"]
 
 
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> None:
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
     with start_rescuer(hasty, session, member) as rescuer:
-        wait_for(lambda: rescuer._thread.failure is not None, "it fails")
+        wait_for(lambda: rescuer._thread is not None and rescuer._thread.failure is not None, "it fails")
         with pytest.raises(ZeroDivisionError):
-            rescuer.raise_failure()
+            rescuer.run_once()
+
+
+def test_where_nothing_can_be_adopted_the_loop_puts_down_what_waits(hasty: Record, session: Session) -> None:
+    member = Member([delivery("r1")], {})
+    rescuer = Rescuer(hasty, "prefill", session, member, None, read_message)  # type: ignore[arg-type]
+
+    def has_put_down() -> bool:
+        rescuer.run_once()
+        return hasty.count_free("prefill") == 1
+
+    assert "penstock-rescue" not in [thread.name for thread in threading.enumerate()]
+    wait_for(has_put_down, "it is free")
+    rescuer.close()
 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
@@ -140,4 +190,4 @@ def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Sess
     member = Member([delivery("r1"), delivery("r2")], {})
     with start_rescuer(hasty, session, member, read) as rescuer:
         wait_for(lambda: hasty.count_free("prefill") == 1, "the other is free")
-        rescuer.raise_failure()
+        rescuer.run_once()

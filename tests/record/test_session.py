@@ -116,7 +116,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
         raise ZeroDivisionError("a bug")
 
     session = Session(hasty, "decode", "d1", parts)
-    wait_soon(lambda: session._thread.failure is not None, "it fails")
+    wait_soon(lambda: session._failure is not None, "it fails")
     with pytest.raises(ZeroDivisionError):
         session.collect_events()
     session.stop()
@@ -211,22 +211,6 @@ def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     assert record.adopt_partitions("decode", other) == ["topic:1"]
 
 
-def test_what_no_session_names_for_two_leases_is_adopted(
-    hasty: Record, client: "redis.Redis", pipeline: Pipeline
-) -> None:
-    """Its reader died before it was named, or Redis was emptied after that."""
-    parts = ["topic:0", "topic:1"]
-    with Session(hasty, "decode", "one", lambda: ["topic:0"], adopts=True, all_parts=lambda: parts) as one:
-        wait_soon(lambda: one.adopted_partitions == ["topic:1"], "nobody has named it")
-        client.delete(pipeline.readers_key("decode"))
-        readers = pipeline.readers_key("decode")
-        wait_soon(lambda: client.hget(readers, "topic:1") == one.id.encode(), "it is adopted again")
-        one.stop()  # else it ends the reader's session, too, where this test is held up
-        reader = alive(hasty, "decode", "reader")
-        hasty.renew_session("decode", reader, 1, ["topic:1"])
-        assert hasty.adopt_partitions("decode", one.id, ["topic:1"]) == ["topic:0"], "it was named meanwhile"
-
-
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -267,13 +251,13 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
     parts = ["topic:0", "topic:1"]
     with (
         Session(hasty, "decode", "stuck", lambda: list(parts)),
-        Session(hasty, "decode", "other", adopts=True) as other,
+        Session(hasty, "decode", "other") as other,
     ):
         wait_soon(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
         parts.pop()
-        wait_soon(lambda: other.adopted_partitions == ["topic:1"], "another reads it")
+        wait_soon(lambda: hasty.adopt_partitions("decode", other.id) == ["topic:1"], "another reads it")
         parts.append("topic:1")
-        wait_soon(lambda: other.adopted_partitions == [], "it reads again")
+        wait_soon(lambda: hasty.adopt_partitions("decode", other.id) == [], "it reads again")
 
 
 @pytest.mark.parametrize(("by_s", "said"), [(900.0, "ahead of"), (-60.0, "behind"), (1.0, "")])

@@ -20,6 +20,7 @@ from typing import Protocol, Self
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass, WorkerKind
+from penstock.redis.scripts import ScriptCall
 
 MAX_FOLLOWED_MESSAGES = 500
 """The most messages that a follower returns at once."""
@@ -192,6 +193,14 @@ class Member(Protocol):
 
     def create_orphan_reader(self) -> "OrphanReader | None":
         """Return a reader for partitions of dead members; None where members share the topics."""
+
+    def build_renewal(self, session_s: float) -> ScriptCall | None:
+        """Return the call that says on Redis that this member lives; None where the bus finds that out by itself.
+
+        A worker's session, which lasts for `session_s`, makes it with each renewal: so its member is dead when the
+        session has been over for the bus's session timeout. A member without a session lives by its polls. Any thread
+        may call this.
+        """
 
     def stop_consuming(self) -> None:
         """Stop reading: new messages go to other members at once. Settling goes on.

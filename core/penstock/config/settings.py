@@ -44,7 +44,8 @@ class BusSettings(BaseSettings):
     replication: int = Field(default=1, ge=1)
     """Kafka: copies of each topic that is created; 3 where there are three brokers."""
     session_timeout_s: float = Field(default=3.0, ge=0.5)
-    """Redis Streams: a member silent for this long loses its deliveries. (Kafka: the broker's own setting.)"""
+    """Redis Streams: a worker whose session has been over for this long loses its deliveries. (Kafka: the broker's own
+    setting.)"""
     transaction_timeout_s: float = Field(default=5.0, ge=1)
     """Kafka: how long a dead member's open transaction may hold up readers."""
 

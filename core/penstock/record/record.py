@@ -15,7 +15,7 @@ from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
 from penstock.redis.client import execute_pipeline, raise_outage
-from penstock.redis.scripts import Call, Script, load_script
+from penstock.redis.scripts import Call, Script, ScriptCall, load_script, run_together
 
 log = logging.getLogger(__name__)
 
@@ -318,16 +318,25 @@ class Record:
     # Sessions, see `penstock.record.session`.
 
     def renew_session(
-        self, stage: Stage, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+        self,
+        stage: Stage,
+        session: str,
+        until_ms: int = 0,
+        parts: Sequence[str] = (),
+        left: Sequence[str] = (),
+        beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
         """Renew a session, which reads the partitions `parts` and no longer those in `left`. Return None if it is over.
 
-        `until_ms` is when it expires, as far as its worker knows; 0 for a new session.
+        `until_ms` is when it expires, as far as its worker knows; 0 for a new session. The calls `beside` are made on
+        the same server in the same round trip.
         """
         pipeline = self._pipeline
         keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
         args: Args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
-        reply = RENEW.run(self._client, [*keys, pipeline.readers_key(stage)], args)
+        renewal = ScriptCall(RENEW, [*keys, pipeline.readers_key(stage)], args)
+        run_together(self._client, [renewal, *beside])
+        reply = renewal.read_reply()
         if not reply:
             return None
         until, now, num_free, *news = reply

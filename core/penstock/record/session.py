@@ -2,12 +2,13 @@
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
-       are adopted by another worker. So is one that no session has named for two leases: its reader died before it did,
-       or Redis lost what was named. Any worker of the stage ends it, after its own renewal. A session is not renewed
-       while its worker's loop stands still
+       are adopted by another worker (`penstock.worker.rescue`). Any worker of the stage ends it, after its own renewal.
+       A session is not renewed while its worker's loop stands still
     3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
 What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
+
+The thread that renews does nothing that can wait: each of its calls ends within the time limit of the server's client.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from penstock.names import Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
-from penstock.threads import CheckedThread
+from penstock.redis.scripts import ScriptCall
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,12 @@ MAX_CLOCK_ERROR_S = 5.0
 """A worker whose clock differs from the server's by more says so in its log."""
 STOP_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for a server that does not answer."""
-UNNAMED_LEASES = 2.0
-"""How many leases a partition may be named by nobody: a member needs some time to begin what it was assigned."""
 UNLIMITED_GRACE_S = 1e6
+
+
+def renew_on_own_thread(session: "Session") -> None:
+    """Renew a session on a thread of its own, until it is stopped."""
+    threading.Thread(target=session.renew_until_stopped, name="penstock-session", daemon=True).start()
 
 
 class Session:
@@ -53,28 +57,28 @@ class Session:
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
-        adopts: bool = False,
-        all_parts: Callable[[], list[str]] = list,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
+        keep: Callable[["Session"], None] = renew_on_own_thread,
     ) -> None:
-        """Open the session. `parts` returns the partitions that this worker alone reads. With `adopts` the worker can
-        read the partitions of dead members; `all_parts` returns all that some worker has to read. `is_stalled` returns
-        whether the worker's loop stands still. Raise
-        `redis.RedisError`.
+        """Open the session, and give it to `keep`, which calls `renew` on some thread, when `due_s` has come, until
+        `is_stopped`.
+
+        `parts` returns the partitions that this worker alone reads. `renew_membership` returns the call by which its
+        place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns whether the
+        worker's loop stands still. Raise `redis.RedisError`.
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
         self.num_free = 0
         """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
-        self.adopted_partitions: list[str] = []
-        """The partitions of dead members that this worker has to read."""
         self._server_offset_s = 0.0
         self.clock_ahead_s = 0.0
         """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
-        self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
-        self._all_parts, self._is_stalled = all_parts, is_stalled
-        self._unnamed: dict[str, float] = {}
-        """The partitions that no session names, with the time since when."""
+        self.interval_s = record.lease_s / 3
+        """The time between two renewals."""
+        self._record, self._stage, self._name, self._parts = record, stage, name, parts
+        self._renew_membership, self._is_stalled = renew_membership, is_stalled
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
@@ -83,13 +87,21 @@ class Session:
         self._renewed_s = 0.0
         self._last = Renewed(0, 0, 0, [])
         self._grace_s = self._grace_until_s = 0.0
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._naming = threading.Lock()
+        self._renewing = threading.Lock()
         """Held during a renewal and `disown_partitions`: a renewal under way would name the given up partitions
         again."""
         self._stop = threading.Event()
         self._open_session()
-        self._thread = CheckedThread("penstock-session", self._renew_forever)
+        self.due_s = time.monotonic() + self.interval_s
+        """When the next renewal is due, by the monotonic clock."""
+        keep(self)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the session is not to be renewed any more."""
+        return self._stop.is_set()
 
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""
@@ -104,9 +116,10 @@ class Session:
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         """Return claims that are `LOST`, each once, and those that are `CANCELLED`, until they are removed.
 
-        Raise the error that ended the session's thread, if there was one; an outage does not end it.
+        Raise the error that ended the renewals, if there was one; an outage does not end them.
         """
-        self._thread.raise_failure()
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             lost, self._lost = self._lost, []
             cancelled = [claim for claim in self._claims if claim.id in self._cancelled] if self._cancelled else []
@@ -114,15 +127,15 @@ class Session:
         return [(claim, ClaimEvent.LOST) for claim in lost] + [(claim, ClaimEvent.CANCELLED) for claim in cancelled]
 
     def stop(self) -> None:
-        """Stop renewing, so that the session expires."""
+        """Stop renewing, so that the session expires. A renewal under way is waited for, up to `STOP_TIMEOUT_S`."""
         self._stop.set()
-        self._thread.join(STOP_TIMEOUT_S)
+        if self._renewing.acquire(timeout=STOP_TIMEOUT_S):
+            self._renewing.release()
 
     def disown_partitions(self) -> None:
         """Give up all partitions, as this worker leaves its group. Raise `redis.RedisError`."""
-        with self._naming:
-            named, self._parts, self._adopts = list(self._named), list, False
-            self._named, self.adopted_partitions = {}, []
+        with self._renewing:
+            named, self._parts, self._named = list(self._named), list, {}
             self._record.disown_partitions(self._stage, self.id, named)
 
     def close(self) -> None:
@@ -132,16 +145,26 @@ class Session:
             self.disown_partitions()
             self._record.end_expired_sessions(self._stage, 0, self.id)
 
-    def _renew_forever(self) -> None:
-        while not self._stop.wait(self._record.lease_s / 3):
-            if self._is_stalled():
-                continue  # the next renewal after that learns that the session is over
-            try:
-                with self._naming:
-                    self._renew_session()
-            except redis.RedisError as error:  # an outage: the next round tries again
-                if not is_away(error):
-                    raise  # `collect_events` raises it in the loop
+    def renew(self, beside: ScriptCall | None = None) -> None:
+        """Renew the session. `beside` is called in the same round trip; its reply stays None if it was not called.
+
+        Raises nothing: after an outage the next call tries again, any other error is raised by `collect_events`. Does
+        nothing while the worker's loop stands still: the next renewal after that learns that the session is over.
+        """
+        try:
+            with self._renewing:
+                if not self.is_stopped and not self._is_stalled():
+                    self._renew_session(beside)
+        except BaseException as error:
+            if not (isinstance(error, redis.RedisError) and is_away(error)):
+                self._failure = error
+                self._stop.set()
+        self.due_s = time.monotonic() + self.interval_s
+
+    def renew_until_stopped(self) -> None:
+        """Renew the session whenever that is due, on the calling thread."""
+        while not self._stop.wait(max(0.0, self.due_s - time.monotonic())):
+            self.renew()
 
     def _open_session(self) -> None:
         session = f"{self._name}/{secrets.token_hex(4)}"
@@ -153,9 +176,10 @@ class Session:
         self._last, self._renewed_s = renewed, time.monotonic()
         self._grace_s, self._grace_until_s = UNLIMITED_GRACE_S, self._renewed_s + self._record.lease_s
 
-    def _renew_session(self) -> None:
+    def _renew_session(self, beside: ScriptCall | None) -> None:
         parts, left = self._list_read_partitions()
-        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left)
+        calls = [call for call in (beside, self._renew_membership(self._record.lease_s)) if call is not None]
+        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left, calls)
         if renewed is None:
             before = self.id
             self._open_session()
@@ -165,27 +189,18 @@ class Session:
         self._note_renewal(renewed)
         as_of_s = renewed.now_ms / 1000 - (self._grace_s if time.monotonic() < self._grace_until_s else 0.0)
         self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))
-        if self._adopts:
-            mine = set(parts)
-            adopted = self._record.adopt_partitions(self._stage, self.id, self._find_forgotten())
-            self.adopted_partitions = [part for part in adopted if part not in mine]
-
-    def _find_forgotten(self) -> list[str]:
-        """Return the partitions that no session has named for `UNNAMED_LEASES`."""
-        now_s, unnamed = time.monotonic(), self._record.find_unnamed_partitions(self._stage, self._all_parts())
-        self._unnamed = {part: self._unnamed.get(part, now_s) for part in unnamed}
-        latest_s = now_s - UNNAMED_LEASES * self._record.lease_s
-        forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
-        for part in forgotten:  # adopted now: if it is forgotten again, it has its time again
-            del self._unnamed[part]
-        return forgotten
 
     def _renew_at_server(
-        self, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+        self,
+        session: str,
+        until_ms: int = 0,
+        parts: Sequence[str] = (),
+        left: Sequence[str] = (),
+        beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
         before_s, begun_s = now_s(), time.monotonic()
-        renewed = self._record.renew_session(self._stage, session, until_ms, parts, left)
+        renewed = self._record.renew_session(self._stage, session, until_ms, parts, left, beside)
         if renewed is not None:
             was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
             # Monotonic, as the host's clock may be set between two renewals.

@@ -24,8 +24,9 @@ from penstock.names import Pipeline, Stage
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
 from penstock.record.log import RequestStatus
 from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
-from penstock.record.session import Session
+from penstock.record.session import Session, renew_on_own_thread
 from penstock.redis.client import is_outage, redis_client
+from penstock.redis.scripts import ScriptCall
 from penstock.redis.servers import ByServer, choose_server, store_server_list
 from penstock.redis.urls import split_urls
 
@@ -184,6 +185,10 @@ class _SpreadRecord(Record):
         give_back = partial(server.record.release_claim, claim, failed=failed, delivered=delivered, wait_s=wait_s)
         return server.call_or_default(give_back, False)
 
+    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
+        """Adopt partitions as `Record.adopt_partitions` does, on the first server. Raise where it is away."""
+        return super().adopt_partitions(stage, session.split(ID_SEPARATOR, maxsplit=1)[0], unnamed)
+
     def count_free(self, stage: Stage) -> int:
         return sum(server.call_or_default(partial(server.record.count_free, stage), 0) for server in self.servers.parts)
 
@@ -238,12 +243,14 @@ class _ServerSession(Session):
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
-        adopts: bool = False,
-        all_parts: Callable[[], list[str]] = list,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
+        keep: Callable[[Session], None] = renew_on_own_thread,
     ) -> None:
         self._server = server
-        super().__init__(server.record, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)
+        super().__init__(
+            server.record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+        )
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
@@ -268,12 +275,12 @@ class _ServerSession(Session):
         except redis.RedisError as error:
             self._server.mark_away(error)
 
-    def _renew_session(self) -> None:
+    def _renew_session(self, beside: ScriptCall | None) -> None:
         try:
             if self._server.is_away:
                 self._begin_anew()
             else:
-                super()._renew_session()
+                super()._renew_session(beside)
         except redis.RedisError as error:
             self._server.mark_away(error)
 
@@ -296,20 +303,28 @@ class Sessions:
         name: str,
         parts: Callable[[], list[str]] = list,
         *,
-        adopts: bool = False,
-        all_parts: Callable[[], list[str]] = list,
+        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
+        keep: Callable[[Session], None] | None = None,
     ) -> None:
-        """Open the sessions. The one on the first server names the partitions that are read, and adopts others."""
+        """Open the sessions.
+
+        The one on the first server, where the bus is, names the partitions that are read, keeps the worker's place in
+        its group, and is given to `keep`. The others have a thread each: a server that is slow holds up no renewal on
+        another.
+        """
+        keep = keep or renew_on_own_thread
         if not isinstance(record, _SpreadRecord):
-            self._sessions = ByServer[Session](
-                [""],
-                [Session(record, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)],
+            session = Session(
+                record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
             )
+            self._sessions = ByServer([""], [session])
             return
         first, *others = record.servers.parts
         made: list[Session] = [
-            _ServerSession(first, stage, name, parts, adopts=adopts, all_parts=all_parts, is_stalled=is_stalled)
+            _ServerSession(
+                first, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+            )
         ]
         made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
         self._sessions = ByServer(record.servers.names, made)
@@ -331,11 +346,6 @@ class Sessions:
             here = min(num_taken, session.num_free)
             session.num_free -= here
             num_taken -= here
-
-    @property
-    def adopted_partitions(self) -> list[str]:
-        """The partitions of dead members that this worker has to read."""
-        return self._sessions.parts[0].adopted_partitions
 
     def server_now_s(self) -> float:
         """Return the time by the clock of the first server, in seconds since the epoch."""

@@ -1,7 +1,7 @@
 """Lua scripts: their texts lie in `lua/` folders beside their users, and servers know them by their hash."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, cast
 
@@ -76,6 +76,57 @@ class Script:
             for keys, args in calls:
                 pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
             return raise_outage(pipe.execute(raise_on_error=False))
+
+
+class ScriptCall:
+    """A call of a script that may go with others in a round trip, and its reply."""
+
+    def __init__(
+        self, script: Script, keys: Sequence[str], args: Arguments, on_reply: Callable[[Any], None] | None = None
+    ) -> None:
+        """`on_reply` is called with each reply that is no error."""
+        self.script, self.keys, self.args, self._on_reply = script, keys, args, on_reply
+        self.reply: Any = None
+        """The reply, or the error; None until the call is made."""
+
+    def run(self, client: "redis.Redis") -> None:
+        """Make the call. An error that the server replies, or a connection that breaks, is its reply."""
+        try:
+            self.note_reply(self.script.run(client, self.keys, self.args))
+        except redis.RedisError as error:
+            self.note_reply(error)
+
+    def note_reply(self, reply: Any) -> None:
+        """Note the reply, or the error."""
+        self.reply = reply
+        if self._on_reply is not None and not isinstance(reply, Exception):
+            self._on_reply(reply)
+
+    def read_reply(self) -> Any:
+        """Return the reply. Raise it if it is an error."""
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
+
+
+def run_together(client: "redis.Redis", calls: Sequence[ScriptCall]) -> None:
+    """Make calls of several scripts in one round trip. An error of one of them does not touch the others.
+
+    Where the connection breaks, that is the reply of all.
+    """
+    replies: Sequence[Any]
+    try:
+        with client.pipeline(transaction=False) as pipe:
+            for call in calls:
+                pipe.evalsha(call.script.sha, len(call.keys), *cast("list[str]", [*call.keys, *call.args]))
+            replies = pipe.execute(raise_on_error=False)
+    except redis.RedisError as error:
+        replies = [error] * len(calls)
+    for call, reply in zip(calls, replies, strict=True):
+        if isinstance(reply, NoScriptError):
+            call.run(client)
+        else:
+            call.note_reply(reply)
 
 
 def load_script(package: str, *names: str) -> Script:

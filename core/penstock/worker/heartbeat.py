@@ -1,17 +1,22 @@
 """The heartbeat: a worker's state, written to Redis while it lives, and its lease on its name.
 
 With several stream servers the first one alone has the heartbeats, and so decides on names.
+
+One thread keeps a process alive, from its start on. It writes the heartbeats, renews the session of the worker object
+that the process has (`penstock.record.session`), and looks whether the loop stands still (`penstock.worker.watch`). It
+does nothing that may wait for longer than for Redis, whose calls have a time limit.
 """
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -19,8 +24,10 @@ import redis
 
 from penstock.errors import NameTaken, PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
+from penstock.record import Session
 from penstock.redis.client import is_away, redis_client
-from penstock.redis.scripts import load_script
+from penstock.redis.scripts import ScriptCall, load_script
+from penstock.worker.watch import DEFAULT_STALL_LIMIT_S, LoopWatch
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +41,8 @@ GOODBYE_TTL_S = 60.0
 class Heartbeat:
     """A Redis key with this worker's state, renewed by a thread. It expires soon after the process dies.
 
+    A beat that is due about when the session's renewal is goes with it in one round trip.
+
     The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
     id), model, max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it
     has one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
@@ -42,7 +51,16 @@ class Heartbeat:
     clock of Redis, as hosts' clocks may be changed).
     """
 
-    def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        pipeline: Pipeline,
+        stage: str,
+        name: str,
+        interval_s: float,
+        stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
+    ) -> None:
+        self.watch = LoopWatch(stall_limit_s)
         self._redis, self._pipeline, self._stage = redis_client(url), pipeline, stage
         self._interval_s, self._token = interval_s, uuid.uuid4().hex
         self._since_s: float | None = None
@@ -55,10 +73,13 @@ class Heartbeat:
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
+        self._due_s = 0.0
+        """When the next beat is due, by the monotonic clock."""
+        self._session: Session | None = None
         self._ended = self._is_written = False
         self._failure: NameTaken | None = None
         self._set_name(name)
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -75,7 +96,13 @@ class Heartbeat:
         """Change fields of the heartbeat. With `now` it is written at once."""
         self._status.update(status)
         if now:
+            self._due_s = 0.0
             self._wake.set()
+
+    def keep_session(self, session: Session) -> None:
+        """Renew a session on the first server until it is stopped. There is one at a time."""
+        self._session = session
+        self._wake.set()
 
     def set_load_source(self, load: Callable[[], dict[str, object]]) -> None:
         """Call `load` at each beat for fields that change all the time. A ready worker with a `reason` is degraded."""
@@ -150,6 +177,12 @@ class Heartbeat:
 
     def _try_name(self) -> "_Holder | None":
         """Write a beat, and return None; return the name's holder if that is another process."""
+        beat = self._build_beat()
+        beat.run(self._redis)
+        return self._read_holder(beat)
+
+    def _build_beat(self) -> ScriptCall:
+        """Return the call that writes a beat. Raises `redis.RedisError` until Redis has been asked for its time."""
         if self._since_s is None:
             seconds, microseconds = self._redis.time()
             self._since_s = seconds + microseconds / 1e6
@@ -157,12 +190,16 @@ class Heartbeat:
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
         self.state = str(status["state"])
-        reply = BEAT.run(self._redis, self._keys, [self._token, json.dumps(status), int(self._interval_s * 4000)])
-        if reply:
-            other: dict[str, Any] = json.loads(reply[0])
-            return _Holder(str(other.get("token")), str(other.get("host")), int(other.get("pid", 0)), int(reply[1]))
-        self._is_written = True
-        return None
+        return ScriptCall(BEAT, self._keys, [self._token, json.dumps(status), int(self._interval_s * 4000)])
+
+    def _read_holder(self, beat: ScriptCall) -> "_Holder | None":
+        """Return the name's holder if a beat was refused. Raises `redis.RedisError` if it was not written."""
+        reply = beat.read_reply()
+        self._is_written = not reply
+        if not reply:
+            return None
+        other: dict[str, Any] = json.loads(reply[0])
+        return _Holder(str(other.get("token")), str(other.get("host")), int(other.get("pid", 0)), int(reply[1]))
 
     def _build_name_error(self, holder: "_Holder") -> NameTaken:
         return NameTaken(
@@ -172,22 +209,53 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended:
-            try:
-                self.write_beat()
-            except redis.RedisError as error:
-                if self._is_written:
-                    log.warning("heartbeats cannot be written: %s", error)
-                self._is_written = False
-            except NameTaken as error:  # `raise_failure` raises it in the loop
-                self._failure, self._is_written = error, False
-                return
-            except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
-                log.exception("a heartbeat could not be made; the next one is tried")
-            self._wake.wait(self._interval_s)
             self._wake.clear()
+            self.watch.end_stalled_process()
+            session, now_s = self._session, time.monotonic()
+            if session is not None and session.is_stopped:
+                session = None
+            # So much earlier or later a beat is written to go with a renewal.
+            slack_s = 0.0 if session is None else min(session.interval_s, self._interval_s) / 2
+            if session is not None and session.due_s <= now_s:
+                self._keep_alive(session, is_beat_due=self._due_s <= now_s + slack_s)
+            elif self._failure is None and self._due_s + slack_s <= now_s:
+                self._keep_alive(None, is_beat_due=True)
+            due_s = math.inf if self._failure is not None else self._due_s + slack_s
+            due_s = due_s if session is None else min(due_s, session.due_s)
+            self._wake.wait(min(self.watch.look_interval_s, max(0.0, due_s - time.monotonic())))
         if self._is_written:
             with suppress(redis.RedisError):  # else it runs out
                 BEAT.run(self._redis, self._keys, [self._token, "", int(GOODBYE_TTL_S * 1000)])
+
+    def _keep_alive(self, session: Session | None, *, is_beat_due: bool) -> None:
+        """Renew the session, if one is given, and write a beat, if one is due: both in one round trip."""
+        beat: ScriptCall | None = None
+        if is_beat_due and self._failure is None:
+            self._due_s = time.monotonic() + self._interval_s  # before the state is read, which may be changed
+            with self._handle_errors():
+                beat = self._build_beat()
+        if session is not None:
+            session.renew(beat)
+        if beat is not None:
+            with self._handle_errors():
+                if beat.reply is None:  # the session was not renewed: the loop stands still, or the server was away
+                    beat.run(self._redis)
+                if (holder := self._read_holder(beat)) is not None:
+                    raise self._build_name_error(holder)
+
+    @contextmanager
+    def _handle_errors(self) -> Iterator[None]:
+        """Handle the errors of a beat: the thread goes on."""
+        try:
+            yield
+        except redis.RedisError as error:
+            if self._is_written:
+                log.warning("heartbeats cannot be written: %s", error)
+            self._is_written = False
+        except NameTaken as error:  # `raise_failure` raises it in the loop
+            self._failure = error
+        except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
+            log.exception("a heartbeat could not be made; the next one is tried")
 
 
 class _Holder(NamedTuple):

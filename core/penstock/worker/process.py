@@ -40,7 +40,6 @@ from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.task import Role
-from penstock.worker.watch import LoopWatch
 from penstock.worker.worker import Worker
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
@@ -90,9 +89,12 @@ class WorkerProcess:
         pin_to_cores(settings.worker.cores)
         check_access(addresses, self.kind, kv=self.kind != "endpoint" and settings.kv.redis_mb > 0)
         store_server_lists(addresses.stream_url, self.pipeline)
+        worker = settings.worker
         with contextlib.ExitStack() as stack:
-            self.beat = Heartbeat(addresses.first_url, self.pipeline, self.kind, self.name, settings.worker.heartbeat_s)
-            self.name = self.beat.take_name(next_free=settings.worker.next_name)
+            self.beat = Heartbeat(
+                addresses.first_url, self.pipeline, self.kind, self.name, worker.heartbeat_s, worker.stall_limit_s
+            )
+            self.name = self.beat.take_name(next_free=worker.next_name)
             stack.enter_context(self.beat)
             telemetry = open_telemetry(
                 f"penstock-{self.kind}",
@@ -145,14 +147,13 @@ class WorkerProcess:
         """Join the group, and work until told to stop. `card` has what else the heartbeat says of the model."""
         settings, stop = self.settings, self.stop
         clients, bus = connect_servers(self.addresses.stream_url), connect_bus(self.addresses, settings.bus)
-        watch = self.exits.enter_context(LoopWatch(settings.worker.stall_limit_s))
 
         def make_worker() -> Worker:
             check_key_types(clients, self.pipeline)
             member = bus.join_group(self.kind, self.name)
             try:
                 record = open_record(clients, self.pipeline, settings.record)
-                worker = Worker(role, self.pipeline, self.name, record, member, metrics, watch)
+                worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat)
             except BaseException:
                 member.close()  # otherwise it stays in the group and keeps its deliveries
                 raise

@@ -1,12 +1,14 @@
 """Messages that no worker works on are put down in Redis, where any worker of the stage with capacity takes them.
 
 Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
-(on Kafka after the group's session timeout, 45 seconds by default). So, in a thread of each worker:
+(on Kafka after the group's session timeout, 45 seconds by default). So, on Kafka in a thread of each worker, and on
+Redis Streams, where there is no 2, in its loop:
 
     1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
        not claimed here within two leases, is put down
-    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker
-       (`penstock.record.session`). It reads them from where the group stopped, and puts down what it finds
+    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker.
+       So are those that no session has named for two leases: their reader died before it named them, or Redis lost
+       what was named. That worker reads them from where the group stopped, and puts down what it finds
     3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
        from the record
 
@@ -19,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, takewhile
 
 import redis
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_LEASES = 2.0
 """How many leases a message may wait in its worker before it is put down."""
+UNNAMED_LEASES = 2.0
+"""How many leases a partition may be named by nobody: a member needs some time to begin what it was assigned."""
 MAX_FREE_REQUESTS = 64
 """Adopted partitions are not read on while this many free requests wait in Redis for a worker."""
 MAX_BATCH_BYTES = 4 * 2**20
@@ -45,7 +50,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class Rescuer:
-    """Puts down messages for other workers, on a thread of its own.
+    """Puts down messages for other workers, on a thread of its own where partitions may be adopted.
 
     `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any;
     `list_unclaimed` returns the messages that the worker has polled and not claimed yet.
@@ -65,32 +70,49 @@ class Rescuer:
         self._reader, self._list_unclaimed = reader, list_unclaimed
         self._since: dict[tuple[str, str], float] = {}
         """By offset, since when a message waits; `inf` once it is put down."""
+        self._unnamed: dict[str, float] = {}
+        """The partitions that no session names, with the time since when."""
         self._found: list[Delivery] = []
         """Messages read from adopted parts and not put down yet."""
+        self._interval_s = record.lease_s / 2
+        self._due_s = time.monotonic() + self._interval_s
         self._stop = threading.Event()
-        self._thread = CheckedThread("penstock-rescue", self._run)
+        self._thread = None if reader is None else CheckedThread("penstock-rescue", partial(self._run, reader))
 
-    def raise_failure(self) -> None:
-        """Raise the error that ended the thread, if there was one. Outages do not end it."""
-        self._thread.raise_failure()
+    def run_once(self) -> None:
+        """Put down what is due, where there is no thread for that. The loop calls this in each turn.
+
+        Raise the error that ended the thread, if there was one. Outages do not end it.
+        """
+        if self._thread is not None:
+            self._thread.raise_failure()
+        elif self._due_s <= time.monotonic() and not self._stop.is_set():
+            self._look()
+            self._due_s = time.monotonic() + self._interval_s
 
     def close(self) -> None:
         """Put down no more."""
         self._stop.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        calm_s = wait_s = self._record.lease_s / 2
-        with contextlib.nullcontext() if self._reader is None else contextlib.closing(self._reader):
+    def _run(self, reader: OrphanReader) -> None:
+        wait_s = self._interval_s
+        with contextlib.closing(reader):
             while not self._stop.wait(wait_s):
-                try:
-                    self.put_down_waiting()
-                    wait_s = calm_s / 5 if self.read_adopted_parts() else calm_s
-                except BusError as error:  # an outage: the next look tries again
-                    log.debug("the bus cannot be read for others: %s", error)
-                except redis.RedisError as error:
-                    if not is_away(error):
-                        raise
+                wait_s = self._interval_s / 5 if self._look() else self._interval_s
+
+    def _look(self) -> bool:
+        """Put down what waits here and in adopted parts. Return whether any are adopted."""
+        try:
+            self.put_down_waiting()
+            return self.read_adopted_parts()
+        except BusError as error:  # an outage: the next look tries again
+            log.debug("the bus cannot be read for others: %s", error)
+        except redis.RedisError as error:
+            if not is_away(error):
+                raise
+        return False
 
     def put_down_waiting(self) -> None:
         """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
@@ -119,7 +141,7 @@ class Rescuer:
         """
         if self._reader is None:
             return False
-        parts = list(self._session.adopted_partitions)
+        parts = self._adopt_partitions()
         self._put_down_found()
         if parts:
             found = self._reader.read_orphans(
@@ -132,6 +154,22 @@ class Rescuer:
         else:
             self._reader.read_orphans([], 0)
         return bool(parts)
+
+    def _adopt_partitions(self) -> list[str]:
+        """Return the partitions that this worker has to read though they are not its own."""
+        assert self._reader is not None
+        record, stage, now_s = self._record, self._stage, time.monotonic()
+        unnamed = record.find_unnamed_partitions(stage, self._reader.list_partitions())
+        self._unnamed = {part: self._unnamed.get(part, now_s) for part in unnamed}
+        latest_s = now_s - UNNAMED_LEASES * record.lease_s
+        forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
+        if self._stop.is_set():  # this worker leaves
+            return []
+        adopted = record.adopt_partitions(stage, self._session.id, forgotten)
+        for part in forgotten:  # if it is forgotten again, it has its time again
+            del self._unnamed[part]
+        own = set(self._member.list_partitions())
+        return [part for part in adopted if part not in own]
 
     def _put_down_found(self) -> None:
         left: list[Delivery] = []

@@ -6,6 +6,9 @@ on. The loop notes each turn and the length of each engine step. When one turn l
     1  the session is not renewed any more (`penstock.record.session`): a lease later other workers have its requests
     2  the process logs where the loop stands, and ends itself. Whatever restarts workers starts it again
 
+The thread that renews the session looks (`penstock.worker.heartbeat`), about once a second. Where Redis hangs it looks
+when its calls have timed out, some seconds later.
+
 What a crash costs: it does what 2 does. Writes of a loop that goes on after 1 are refused, as after any lost session.
 A call that holds Python's global lock stops the watch as well, but also the session: 1 happens, 2 does not.
 """
@@ -16,8 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
-from typing import Self
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ LOG_TIMEOUT_S = 5.0
 
 
 class LoopWatch:
-    """The watch of the one loop of a process. As a context it ends a process whose loop stands still."""
+    """The watch of the one loop of a process."""
 
     def __init__(self, limit_s: float = DEFAULT_STALL_LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -40,9 +41,13 @@ class LoopWatch:
         self._thread_id: int | None = None
         """The thread that runs the loop; None while there is no loop, as its worker left or is being made."""
         self._lock = threading.Lock()
-        """Guards the looks, which several threads take."""
+        """Guards the looks, which several threads take: the sessions on several servers have a thread each."""
         self._seen_turns, self._stood_s, self._looked_s = 0, 0.0, time.monotonic()
-        self._stop = threading.Event()
+
+    @property
+    def look_interval_s(self) -> float:
+        """How long may pass between two looks."""
+        return min(1.0, self._limit_s / 8)
 
     @property
     def limit_s(self) -> float:
@@ -79,19 +84,10 @@ class LoopWatch:
             self._looked_s = now_s
             return self._stood_s > self.limit_s
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._look_forever, name="penstock-watch", daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-
-    def _look_forever(self) -> None:
-        while not self._stop.wait(min(1.0, self._limit_s / 8)):
-            if self.is_stalled():
-                self._end_process()
+    def end_stalled_process(self) -> None:
+        """End this process if its loop stands still (2)."""
+        if self.is_stalled():
+            self._end_process()
 
     def _end_process(self) -> None:
         # Standard error may be a pipe that is not read, and its lock may be held by the loop that stands still.

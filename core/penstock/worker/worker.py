@@ -68,6 +68,7 @@ from penstock.worker.confine import (
     give_up_claim,
 )
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader, may_have_grammar
 from penstock.worker.rescue import Rescuer
@@ -114,22 +115,21 @@ class Worker:
         record: Record,
         member: Member,
         metrics: StageMetrics | None = None,
-        watch: LoopWatch | None = None,
+        beat: Heartbeat | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
         reader = member.create_orphan_reader()
-        all_parts = list if reader is None else reader.list_partitions
-        self.watch = watch or LoopWatch()
+        self.watch = LoopWatch() if beat is None else beat.watch
         self.session = Sessions(
             record,
             self.stage,
             name,
             member.list_partitions,
-            adopts=reader is not None,
-            all_parts=all_parts,
+            renew_membership=member.build_renewal,
             is_stalled=self.watch.is_stalled,
+            keep=None if beat is None else beat.keep_session,
         )
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.engine.wake_waiter),
@@ -170,7 +170,7 @@ class Worker:
     def _handle_claim_news(self) -> None:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
-        self.rescuer.raise_failure()
+        self.rescuer.run_once()
         for claim, news in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:

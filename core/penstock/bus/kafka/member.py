@@ -239,6 +239,9 @@ class KafkaMember:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
         return KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)
 
+    def build_renewal(self, session_s: float) -> None:
+        """Return None: the brokers know which members live."""
+
     def stop_consuming(self) -> None:
         """Give up the partitions, and with them all deliveries."""
         self._leaving.set()

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import redis
@@ -23,8 +24,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.client import execute_once, raise_first_error
-from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
-from penstock.threads import CheckedThread
+from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,6 @@ SETTLE = load_script("penstock.bus.streams", "settle")
 
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
-LEAVE_TIMEOUT_S = 0.5
-"""How long a member that leaves waits for its heartbeat thread, as Redis may hang."""
-
 MAX_PAGE_ENTRIES = 500
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 
@@ -44,8 +41,9 @@ class StreamsMember:
     """Reads the streams of a stage as one consumer of its group.
 
     A member's key in Redis holds the token of its newest incarnation, whose consumer in the group has the name
-    `<name>/<token>`. A daemon thread renews the key. A consumer whose member's key expired or holds another token is
-    considered dead, and within `MAX_BLOCK_S` another member with capacity takes over its deliveries.
+    `<name>/<token>`. The worker's session renews the key with itself, and each poll does where that is due. A consumer
+    whose member's key expired or holds another token is considered dead, and within `MAX_BLOCK_S` another member with
+    capacity takes over its deliveries. So a worker keeps them over a lost session that is shorter than the timeout.
     """
 
     def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: WorkerKind, name: str) -> None:
@@ -56,20 +54,20 @@ class StreamsMember:
         self._key = pipeline.member_key(self._group, name)
         self._key_prefix = pipeline.member_key(self._group, "")
         self._timeout_s = settings.session_timeout_s
-        self._timeout_ms = int(self._timeout_s * 1000)
+        self._lasts_s = self._timeout_s
+        """How long this member is kept after a renewal: the timeout begins when the session is over, if it has one."""
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
         self._client = connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
         self._reclaim_at = 0.0
-        self._beat_at = time.monotonic()
+        self._renewed_s = time.monotonic()
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
         self.current_problem = ""  # always: an outage makes `poll` raise
         self._closing = threading.Event()
         self._join_group()
-        self._heart = CheckedThread(f"member-{name}", self._beat_forever)
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
@@ -83,6 +81,11 @@ class StreamsMember:
 
     def _poll_once(self, capacity: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
         try:
+            if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
+                renewal = self._build_renewal()
+                renewal.run(self._client)
+                renewal.read_reply()
+                self._raise_if_fenced()
             found = self._fetch_available(capacity)
             wait_s = min(MAX_BLOCK_S, end - time.monotonic())
             return found if found or wait_s <= 0 else self._wait_for_message(wait_s, capacity)
@@ -111,7 +114,7 @@ class StreamsMember:
         ]
         words: list[Any] = [
             self._token,
-            self._timeout_ms,
+            int(self._lasts_s * 1000),
             self._group,
             self._consumer,
             len(places),
@@ -147,7 +150,7 @@ class StreamsMember:
         where = _position_of(delivery)
         with self._lock:
             is_held, is_sure = delivery.is_held and where in self._held, where not in self._doubtful
-        if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
+        if not is_held or (is_sure and time.monotonic() - self._renewed_s < self._lasts_s):
             return is_held
         topic, position = where
         with bus_errors():
@@ -170,6 +173,15 @@ class StreamsMember:
     def create_orphan_reader(self) -> None:
         """Return None: any member can read the messages that no member has polled."""
 
+    def build_renewal(self, session_s: float) -> ScriptCall:
+        """Return the call that renews this member's key; see `contract.Member.build_renewal`."""
+        self._lasts_s = session_s + self._timeout_s
+        return self._build_renewal()
+
+    def _build_renewal(self) -> ScriptCall:
+        on_reply = partial(self._note_renewal, time.monotonic())
+        return ScriptCall(RENEW_LEASE, [self._key], [self._token, int(self._lasts_s * 1000)], on_reply)
+
     def stop_consuming(self) -> None:
         """Do nothing: any member can read the messages that this member has not polled."""
 
@@ -178,7 +190,6 @@ class StreamsMember:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._heart.join(LEAVE_TIMEOUT_S)
         with contextlib.suppress(redis.RedisError):  # else they wait for the session timeout
             RELEASE_LEASE.run(self._client, [self._key], [self._token])
         self._client.close()
@@ -192,27 +203,19 @@ class StreamsMember:
     def _join_group(self) -> None:
         with bus_errors():
             create_groups(self._client, self._pipeline, self._stage)
-            self._client.set(self._key, self._token, px=self._timeout_ms)
+            self._client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
-    def _beat_forever(self) -> None:
-        while not self._closing.wait(self._timeout_s / 3):
-            now = time.monotonic()
-            try:
-                if not RENEW_LEASE.run(self._client, [self._key], [self._token, self._timeout_ms]):
-                    self._fenced = True
-                    return
-                self._note_beat(now)
-            except redis.RedisError as error:
-                log.warning("the bus does not answer: %s", error)
-
-    def _note_beat(self, now: float) -> None:
+    def _note_renewal(self, begun_s: float, is_held: int) -> None:
+        """Note the reply to a renewal that began at `begun_s`. Any thread may call this."""
         with self._lock:
-            if now - self._beat_at >= self._timeout_s:
+            if not is_held:
+                self._fenced = True
+                return
+            if begun_s - self._renewed_s >= self._lasts_s:
                 self._doubtful = set(self._held)
-            self._beat_at = now
+            self._renewed_s = begun_s
 
     def _raise_if_fenced(self) -> None:
-        self._heart.raise_failure()
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
