@@ -9,7 +9,7 @@ def test_a_chat_is_followed_through_all_processes_to_its_first_token() -> None:
     assert {"accept_request", "BaseClient.__init__"} & names == {"accept_request"}, "the gateway's, after its start"
     assert {"Worker._claim_messages", "ServingEngine.add_request", "Worker._append_tokens"} <= names
     assert 0 < found.count_lines("core/penstock/worker/worker.py") < 842
-    assert {one.process for one in found.passes} == {"gateway", "worker prefill"}
+    assert {one.process for one in found.passes} >= {"gateway", "worker prefill"}
 
 
 def test_what_ran_in_some_of_the_chats_alone_does_not_count() -> None:

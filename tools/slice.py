@@ -3,7 +3,8 @@
 It starts an embedded stack (Valkey, a prefill worker, a decode worker, a gateway), sends a chat to warm it up, then
 chats whose functions are noted in all processes. A function counts that was called, or went on, or called another one,
 in each of these chats: what ran in some of them alone, as a heartbeat does, had another reason. A *pass* is one parse,
-dump or validation of all of a body, message or job: of what has the chat's prompt, or a job's token ids.
+dump or validation of all of a body, message or job: of what has the chat's prompt, or a job's token ids. Those of a
+worker end when it dumps the first token's event for the log, as it goes on beside the token's way to the client.
 
 Each process is started with a `sitecustomize` that has its threads call `_note_call` for each call of a function. What
 is to be noted, a byte in a file says that all processes map: a chat's number, 0 for nothing, and `WRITE` at the end.
@@ -109,6 +110,8 @@ class _Notes:
         self.kinds: dict[CodeType, str] = {}
         self.functions: dict[CodeType, set[int]] = defaultdict(set)
         self.passes: list[tuple[int, Pass]] = []
+        self.answered: set[int] = set()
+        """The chats whose first token this process has written."""
 
     def kind_of(self, code: CodeType) -> str:
         """Return the path of a function of the package, the name of one that makes passes, or ""."""
@@ -147,35 +150,52 @@ def _write_when_told() -> None:
     _notes.write()
 
 
-def _note_call(frame: FrameType, event: str, argument: object) -> None:
-    """Note a call, or that a coroutine goes on. Python calls this."""
+def _note_call(frame: FrameType, event: str, argument: object) -> Any:
+    """Note a call, or that a coroutine goes on. Python calls this, and what it returns within the function."""
     if _notes is None or (chat := _notes.chat[0]) in (0, WRITE):
-        return
+        return None
     kind = _notes.kind_of(frame.f_code)
-    if kind.startswith("pass "):
-        _note_pass(_notes, chat, kind, frame)
-    elif kind:
+    if kind.startswith("pass ") and chat not in _notes.answered:
+        return _note_pass(_notes, chat, kind.removeprefix("pass "), frame)
+    if kind.endswith(".py"):
         _notes.functions[frame.f_code].add(chat)
         if frame.f_back is not None and _notes.kind_of(frame.f_back.f_code).endswith(".py"):
             _notes.functions[frame.f_back.f_code].add(chat)
+    return None
 
 
-def _note_pass(notes: _Notes, chat: int, kind: str, frame: FrameType) -> None:
-    """Note a pass, if it is of a whole body, message or job, and the function of the package that makes it."""
+def _note_pass(notes: _Notes, chat: int, what: str, frame: FrameType) -> Any:
+    """Note a pass, if it is of a whole body, message or job, and the function of the package that makes it.
+
+    What a dump makes is known when it returns: then Python calls the function that this returns.
+    """
     arguments = [frame.f_locals[name] for name in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
     if frame.f_code.co_name == "__init__":
         arguments = [type(arguments[0]), frame.f_locals["data"]]
     owner: type | None = next((one if isinstance(one, type) else type(one) for one in arguments[:1]), None)
     name = owner.__name__ if owner is not None and "pydantic" in frame.f_code.co_filename else ""
+    if name == "TokenEvent":
+        notes.answered.add(chat)
     if name == "ChatMessage" or not any(_is_whole(one, name) for one in arguments):
-        return
+        return None
     caller = frame.f_back
     while caller is not None and not notes.kind_of(caller.f_code).endswith(".py"):
         caller = caller.f_back
-    if caller is not None:
-        place = f"{notes.kind_of(caller.f_code)}:{caller.f_lineno} {caller.f_code.co_qualname}"
-        process = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        notes.passes.append((chat, Pass(process, place, f"{kind.removeprefix('pass ')} {name}".strip())))
+    if caller is None:
+        return None
+    place = f"{notes.kind_of(caller.f_code)}:{caller.f_lineno} {caller.f_code.co_qualname}"
+    process = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
+    made = Pass(process, place, f"{what} {name}".strip())
+    if "dump" not in what:
+        notes.passes.append((chat, made))
+        return None
+
+    def note_dump(_: FrameType, event: str, returned: object) -> Any:
+        if event == "return" and _is_whole(returned, name):
+            notes.passes.append((chat, made))
+        return note_dump
+
+    return note_dump
 
 
 def _is_whole(value: object, name: str) -> bool:

@@ -19,9 +19,9 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
-from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
+from penstock.messages import EndEvent, Job, Request, Result, Sampling, compute_body_hash, decode_message
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, Record, compute_body_hash
+from penstock.record import Busy, Claim, Record
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker

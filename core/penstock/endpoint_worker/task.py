@@ -21,12 +21,13 @@ from penstock.messages import (
     Timings,
     TokenEvent,
     Usage,
+    compute_body_hash,
     decode_message,
     extract_request_id,
     now_s,
 )
 from penstock.names import Pipeline, PriorityClass
-from penstock.record import Claim, UnclaimedMessage, compute_body_hash
+from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation, get_operation
 from penstock.worker.delivery_queue import serialize_delivery
@@ -195,7 +196,10 @@ def read_task(pipeline: Pipeline, model: str, delivery: Delivery) -> EndpointTas
     request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
     if request_id is None:
         return None
-    body = hashlib.sha256(delivery.value).hexdigest() if request is None else compute_body_hash(request)
+    if request is None:
+        body = hashlib.sha256(delivery.value).hexdigest()
+    else:
+        body = compute_body_hash(request, delivery.value, delivery.headers)
     task = EndpointTask(request_id, delivery, request, body, get_operation(request), error, started_s=started_s)
     whose = tracing.with_request(pipeline, task.id, Context())
     task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)

@@ -22,12 +22,11 @@ from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import begin_in_answer
-from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
+from penstock.messages import EndEvent, Request, compute_body_hash, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
 from penstock.worker.confine import UNWRITABLE
@@ -71,7 +70,7 @@ class PrefillRole:
         started_s = now_s()
         try:
             request = decode_message(Request, delivery.value)
-            body = compute_body_hash(request)
+            body = compute_body_hash(request, delivery.value, delivery.headers)
             return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
         except RequestError as refused:
             error, failure = refused, None
