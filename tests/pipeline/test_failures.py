@@ -320,7 +320,8 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
     def is_through() -> bool:
         worker.run_once()
         nonlocal most
-        suspects = [one for one in worker.running.values() if isinstance(one.seq, EngineSequence) and one.seq.suspect]
+        seqs = [task.seq for task in worker.running.values()]
+        suspects = [seq for seq in seqs if isinstance(seq, EngineSequence) and seq.is_suspect]
         most = max(most, len(suspects))
         assert len(suspects) <= 1
         return most > 0 and not worker.running and worker.is_settled()

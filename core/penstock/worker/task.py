@@ -9,7 +9,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine, SequenceProgress
+from penstock.engine.contract import InferenceEngine, SequenceProgress
+from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import RequestError, RequestTooLarge
 from penstock.grammar.engine import CompiledGrammar
@@ -168,7 +169,7 @@ class Role(Protocol):
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
 
-    def build_request(self, task: Task) -> EngineRequest | None:
+    def build_request(self, task: Task) -> Sequence | None:
         """Return what the engine is to compute; None where the answer is complete already.
 
         Raises a `RequestError` where the request cannot be computed.

@@ -461,9 +461,9 @@ class Worker:
         request = self.role.build_request(task)
         if request is None:
             return False
-        task.seq, sampling = self.engine.add_request(request), request.sampling
-        num_tokens = len(request.prompt) + len(request.output_token_ids)
-        self.load.mean_prompt_tokens[task.klass].add(num_tokens)
+        self.engine.add_request(request)
+        task.seq, sampling = request, request.sampling
+        self.load.mean_prompt_tokens[task.klass].add(len(request.token_ids))
         if self.role.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens

@@ -17,8 +17,9 @@ from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.contract import InferenceEngine
 from penstock.engine.limits import cut_max_tokens
+from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.grammar.state import GrammarState
@@ -101,7 +102,7 @@ class DecodeRole:
         task.parent_context = task.context = around
         return task
 
-    def build_request(self, task: Task) -> EngineRequest | None:
+    def build_request(self, task: Task) -> Sequence | None:
         """Return what goes on after all tokens so far; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
@@ -118,10 +119,10 @@ class DecodeRole:
         task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
         if task.blocks.last_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-        return EngineRequest(
+        return Sequence(
             job.id,
             job.token_ids,
-            task.blocks,
+            blocks=task.blocks,
             sampling=sampling,
             seed=job.seed,
             max_new_tokens=sampling.max_tokens,

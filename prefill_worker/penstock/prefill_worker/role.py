@@ -16,8 +16,9 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine
+from penstock.engine.contract import InferenceEngine
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
+from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
@@ -116,7 +117,7 @@ class PrefillRole:
 
     # 3. Compute.
 
-    def build_request(self, task: Task) -> EngineRequest:
+    def build_request(self, task: Task) -> Sequence:
         """Return what computes the prompt and generates the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
@@ -130,10 +131,10 @@ class PrefillRole:
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
-        return EngineRequest(
+        return Sequence(
             task.id,
             task.token_ids,
-            task.blocks,
+            blocks=task.blocks,
             sampling=sampling,
             seed=sampling_seed(request),
             max_new_tokens=1,
