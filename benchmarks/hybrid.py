@@ -19,7 +19,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 from benchmarks.common import parse_arguments, report_figures
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.contract import EngineRequest
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
@@ -83,11 +82,11 @@ def measure_first_token(serving: ServingEngine, prompt: list[int], number: int) 
     """Return the seconds until a request's first token is sampled, and how many prompt tokens were found."""
     begun_s = time.perf_counter()
     blocks = serving.hash_prompt("bench", prompt)
-    request = EngineRequest(
-        f"request {number}", prompt, blocks, _GREEDY, seed=0, max_new_tokens=1, lease_owner=f"job {number}",
-        context=None, tenant="bench",
+    request = Sequence(
+        f"request {number}", prompt, blocks=blocks, sampling=_GREEDY, seed=0, max_new_tokens=1,
+        lease_owner=f"job {number}", tenant="bench",
     )  # fmt: skip
-    progress = serving.add_request(request)
+    serving.add_request(request)
     while True:
         list(serving.collect_events())
         if not serving.begin_step():
@@ -104,7 +103,7 @@ def measure_first_token(serving: ServingEngine, prompt: list[int], number: int) 
     assert stored is not None
     stored.result()
     serving.release_leases(request.lease_owner, blocks)
-    return taken_s, progress.num_cached_tokens
+    return taken_s, request.num_cached_tokens
 
 
 def measure_prefill(engine: Engine, prompt: list[int]) -> float:

@@ -40,7 +40,7 @@ from benchmarks.peers.write import make_model_directory
 from benchmarks.pipeline import PipelineSide
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings, KVSettings
-from penstock.engine.contract import EngineRequest
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine, open_serving_engine
 from penstock.engine_vllm.blocks import VllmLayout
 from penstock.engine_vllm.core import VllmCore
@@ -116,7 +116,10 @@ class WorkerEngine:
         blocks = engine.hash_prompt("bench", prompt)
         sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
         owner = f"job {name}" if stores else ""
-        engine.add_request(EngineRequest(name, prompt, blocks, sampling, 0, 1, tenant="bench", lease_owner=owner))
+        request = EngineSequence(
+            name, prompt, blocks=blocks, sampling=sampling, seed=0, max_new_tokens=1, tenant="bench", lease_owner=owner
+        )
+        engine.add_request(request)
         sampled = False
         while not sampled:
             for _ in engine.collect_events():

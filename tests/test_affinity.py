@@ -21,7 +21,7 @@ from penstock.bus.affinity import (
 )
 from penstock.bus.contract import Outgoing
 from penstock.client.core import RequestFields, make_request, prepare_message
-from penstock.messages import Request
+from penstock.messages import Request, encode_request
 from penstock.names import Pipeline
 
 num_partitions = st.integers(1, 40)
@@ -78,7 +78,7 @@ def test_nothing_else_of_a_request_counts() -> None:
 
 def test_what_the_client_sends_has_it() -> None:
     request = Request(id="r", prompt="x", session="s")
-    span, message = prepare_message(Pipeline("p"), request)
+    span, message = prepare_message(Pipeline("p"), encode_request(request))
     span.end()
     assert (message.affinity, message.key) == (compute_affinity(request), "r")
     assert b'"session":"s"' in message.value

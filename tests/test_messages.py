@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import messages
 from penstock.bus.contract import MAX_MESSAGE_BYTES
 from penstock.errors import (
     REQUEST_ERRORS,
@@ -40,10 +41,12 @@ from penstock.messages import (
     TokenLogprob,
     Usage,
     Wire,
+    compute_body_hash,
     decode_message,
+    encode_request,
     extract_request_id,
 )
-from penstock.names import CLASSES, START_HASH, is_request_id, roll_hash
+from penstock.names import CANONICAL_FORM, CLASSES, FORM_HEADER, START_HASH, is_request_id, roll_hash
 from penstock.record.log import parse_event
 
 GOOD: dict[str, Any] = {"v": 1, "id": "r", "prompt": "x"}
@@ -299,6 +302,42 @@ def test_what_is_encoded_is_decoded(message: Wire) -> None:
     assert again.encode() == message.encode()
 
 
+@given(REQUESTS)
+def test_a_canonical_message_is_hashed_as_it_is_and_any_other_by_what_it_says(request: Request) -> None:
+    """The hash is that of the request's own dump, whoever wrote it, in whatever order and with whatever spaces."""
+    encoded, canonical = encode_request(request), {FORM_HEADER: CANONICAL_FORM}
+    read = decode_message(Request, encoded.value)
+    assert compute_body_hash(read, encoded.value, canonical) == compute_body_hash(read) == encoded.body_hash
+    fields = json.loads(encoded.value)
+    spaced = json.dumps(dict(reversed(fields.items())), indent=1).encode()
+    again = decode_message(Request, spaced)
+    assert compute_body_hash(again, spaced, {}) == compute_body_hash(again, spaced, canonical) == encoded.body_hash
+
+
+def test_a_canonical_message_is_not_written_again_for_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(id="r", messages=[ChatMessage(role="user", content="x")], chat_template_kwargs={"b": 1, "a": 2})
+    encoded = encode_request(request)
+    monkeypatch.setattr(messages, "_encode_body", None)
+    assert compute_body_hash(request, encoded.value, {FORM_HEADER: CANONICAL_FORM}) == encoded.body_hash
+
+
+def test_a_body_is_another_one_by_its_template_variables_but_not_by_their_order() -> None:
+    def hash_with(**variables: object) -> str:
+        turns = [ChatMessage(role="user", content="x")]
+        return encode_request(Request(id="r", messages=turns, chat_template_kwargs=variables)).body_hash
+
+    assert hash_with(a=1, b={"c": 2, "d": 3}) == hash_with(b={"d": 3, "c": 2}, a=1)
+    assert hash_with(a=1, b={"c": 2, "d": 3}) != hash_with(a=1, b={"c": 2, "d": 4})
+
+
+def test_who_says_falsely_that_a_message_is_canonical_gets_no_other_bodys_answer() -> None:
+    """Its bytes are hashed, so two bodies have two hashes all the same."""
+    said = {FORM_HEADER: CANONICAL_FORM}
+    bodies = [f'{{"v":1,"id":"r", "prompt":"{prompt}"}}'.encode() for prompt in ("one", "two")]
+    hashes = {compute_body_hash(decode_message(Request, body), body, said) for body in bodies}
+    assert len(hashes) == 2
+
+
 @given(st.one_of(TOKEN_EVENTS, END_EVENTS))
 def test_events_are_told_apart(event: TokenEvent | EndEvent) -> None:
     assert parse_event(event.encode()) == event
@@ -308,10 +347,10 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     encoded = json.loads(Request(id="r", prompt="x", klass="batch").encode())
     assert encoded["class"] == "batch"
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
-    assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
-    assert {"fit_context", "min_tokens", "prompt_logprobs"}.isdisjoint(encoded["sampling"]), (
-        "a worker that does not know a field refuses it"
-    )
+    assert "sampling" not in encoded, "a worker that does not know a field refuses it, so defaults are left out"
+    said = json.loads(Job(id="r", job="j").encode())["sampling"]
+    assert said["max_tokens"] == DEFAULT_MAX_TOKENS == 256
+    assert {"fit_context", "min_tokens", "prompt_logprobs"}.isdisjoint(said)
     assert b"prompt_tokens" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()

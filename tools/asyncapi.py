@@ -37,6 +37,10 @@ _HEADERS: dict[str, Json] = {
         "description": "Dead-letter topic: how often it was tried since it last events something.",
         "pattern": "^[0-9]{1,9}$",
     },
+    names.FORM_HEADER: {
+        "description": "Of requests of Penstock's clients: the JSON is as they write it, and is compared as it is.",
+        "const": names.CANONICAL_FORM,
+    },
     names.OPERATION_HEADER: {
         "description": "Of jobs: what was asked for, as figures call it.",
         "enum": ["chat", "text_completion"],

@@ -8,10 +8,11 @@ import codecs
 import hashlib
 import json
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from penstock.errors import (
     REQUEST_ERRORS,
@@ -21,7 +22,7 @@ from penstock.errors import (
     RequestTooLarge,
     UnsupportedVersion,
 )
-from penstock.names import MAX_ID_CHARS, PriorityClass, event_id, is_request_id
+from penstock.names import CANONICAL_FORM, FORM_HEADER, MAX_ID_CHARS, PriorityClass, event_id, is_request_id
 
 VERSION: Literal[1] = 1
 MAX_REQUEST_BYTES = 8 * 2**20
@@ -34,6 +35,12 @@ Weight = Annotated[float, Field(ge=0.01, le=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
 TokenBytes = list[Annotated[int, Field(ge=0, le=255)]]
+# Sorted, as the order says nothing: equal requests are to have one form.
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+    AfterValidator(lambda bias: dict(sorted(bias.items()))),
+]
 MAX_VALIDATION_ERRORS = 100
 """Of a message with more validation errors, only their number is reported."""
 MAX_LENIENT_BYTES = 2**20
@@ -169,7 +176,7 @@ class Sampling(Wire):
     """Subtracted from a token's score once for each time that the answer has it."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
     """Divides the scores of the tokens in prompt and answer, and multiplies negative ones; 1 is off."""
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
+    logit_bias: LogitBias = {}
     """Added to the scores of these tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """The answer has each token's log probability, and those of this many likeliest tokens, by the model alone: before
@@ -261,6 +268,94 @@ class Request(Wire):
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages")
         return self
+
+    def encode(self) -> bytes:
+        """Return its canonical JSON, as `encode_request` does."""
+        return encode_request(self).value
+
+
+class EncodedRequest(NamedTuple):
+    """A request as it is published."""
+
+    request: Request
+    value: bytes
+    """Its canonical JSON."""
+    body_hash: str
+    """The SHA-256 (hex) of its body, by which a request that is sent again under its id is recognised.
+
+    Deadline, class, session, weight and the engine that checked a grammar are left out: they may differ when it is sent
+    again. Defaults are left out too, so that a worker whose version knows one more field computes the same hash. So is
+    the order of the keys in `chat_template_kwargs`.
+    """
+
+
+_BESIDE_BODY: dict[str, Any] = {
+    **dict.fromkeys(("v", "klass", "deadline", "session", "weight", "chat_template_kwargs"), True),
+    "sampling": {"grammar": {"engine"}},
+}
+
+
+def encode_request(request: Request) -> EncodedRequest:
+    """Return a request's canonical JSON, and the hash of its body: both from one dump.
+
+    In the canonical JSON stand first the fields that are not of the body, then the body without what has its default,
+    then `chat_template_kwargs`. Raises `RequestTooLarge`, or `InvalidRequest` for what JSON cannot say.
+    """
+    try:
+        body = _encode_body(request)
+        before, after = _encode_beside_body(request)
+    except ValueError as error:  # half a surrogate pair
+        raise InvalidRequest(str(error)) from None
+    value = b"".join((before, body, after))
+    if len(value) > MAX_REQUEST_BYTES:
+        raise _make_size_error(value)
+    return EncodedRequest(request, value, _hash_body(request, body))
+
+
+def compute_body_hash(request: Request, value: bytes = b"", headers: Mapping[str, str] | None = None) -> str:
+    """Return the hash of a request's body (`EncodedRequest.body_hash`), which came as `value` with these headers.
+
+    If `value` is canonical, it is hashed as it is. Otherwise the request is encoded for it, so a producer that writes
+    JSON in its own way gets the same hash. If one says falsely that its JSON is canonical, two messages of it are one
+    body only if they agree byte by byte.
+    """
+    if headers is not None and headers.get(FORM_HEADER) == CANONICAL_FORM:
+        before, after = _encode_beside_body(request)
+        if value.startswith(before) and value.endswith(after):
+            return _hash_body(request, memoryview(value)[len(before) : len(value) - len(after)])
+    return _hash_body(request, _encode_body(request))
+
+
+def _encode_body(request: Request) -> bytes:
+    return request.model_dump_json(by_alias=True, exclude=_BESIDE_BODY, exclude_defaults=True).encode()[1:-1]
+
+
+def _encode_beside_body(request: Request) -> tuple[bytes, bytes]:
+    """Return the parts of a request's canonical JSON in front of the body, and behind it."""
+    beside = {
+        "v": request.v,
+        "class": request.klass,
+        "deadline": request.deadline,
+        "session": request.session,
+        "weight": None if request.weight == 1 else request.weight,
+    }
+    before = json.dumps({name: value for name, value in beside.items() if value is not None}, separators=(",", ":"))
+    after = "}"
+    if request.chat_template_kwargs is not None:  # in their order, which templates write into the prompt
+        kwargs = json.dumps(request.chat_template_kwargs, ensure_ascii=False, separators=(",", ":"))
+        after = f',"chat_template_kwargs":{kwargs}' + after
+    return (before[:-1] + ",").encode(), after.encode()
+
+
+def _hash_body(request: Request, body: bytes | memoryview) -> str:
+    hashed = hashlib.sha256(body)
+    if request.chat_template_kwargs is not None:
+        hashed.update(b"\n" + json.dumps(request.chat_template_kwargs, sort_keys=True, separators=(",", ":")).encode())
+    return hashed.hexdigest()
+
+
+def _make_size_error(value: bytes) -> RequestTooLarge:
+    return RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
 
 
 class Usage(Wire):
@@ -434,10 +529,20 @@ def decode_message(kind: type[M], value: bytes) -> M:
     Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`.
     """
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
-        raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
+        raise _make_size_error(value)
     _refuse_prefix(value)
-    try:
+    with translate_validation_errors():
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
+    if "v" in kind.model_fields and "v" not in message.model_fields_set:
+        raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
+    return message
+
+
+@contextmanager
+def translate_validation_errors() -> Iterator[None]:
+    """Raise `UnsupportedVersion` or `InvalidRequest` instead of a `ValidationError`."""
+    try:
+        yield
     except ValidationError as error:
         if error.error_count() > MAX_VALIDATION_ERRORS:  # describing millions of them would stall the worker
             raise InvalidRequest(f"{error.error_count():,} errors") from None
@@ -445,9 +550,6 @@ def decode_message(kind: type[M], value: bytes) -> M:
         if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in lines):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
         raise InvalidRequest("; ".join(map(_describe_validation_error, lines[:5]))) from None
-    if "v" in kind.model_fields and "v" not in message.model_fields_set:
-        raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
-    return message
 
 
 def _refuse_prefix(value: bytes) -> None:

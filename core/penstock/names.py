@@ -87,6 +87,7 @@ STACK_HEADER = "penstock-stack"
 BURIED_HEADER = "penstock-buried"
 TRUNCATED_HEADER = "penstock-truncated"
 OPERATION_HEADER = "penstock-operation"
+FORM_HEADER, CANONICAL_FORM = "penstock-form", "canonical"
 
 
 def is_request_id(text: str) -> bool:

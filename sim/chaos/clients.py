@@ -19,7 +19,7 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
-from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, now_s
+from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, encode_request, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
@@ -210,7 +210,7 @@ class Clients:
     def _publish_requests(self, work: list[Request]) -> None:
         pipeline = Pipeline(self._addresses.pipeline)
         with contextlib.closing(connect_bus(self._addresses, BusSettings()).create_publisher()) as publisher:
-            publisher.publish([prepare_message(pipeline, request)[1] for request in work])
+            publisher.publish([prepare_message(pipeline, encode_request(request))[1] for request in work])
 
     def _run_tasks(self) -> None:
         while not self._over.is_set():

@@ -10,9 +10,9 @@ from penstock.bus.contract import Bus
 from penstock.client import Client
 from penstock.client.core import RequestFields
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
-from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, decode_message
+from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, compute_body_hash, decode_message
 from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
-from penstock.record import Record, compute_body_hash
+from penstock.record import Record
 from tests.record.play import end, prefill, say
 
 

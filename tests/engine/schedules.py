@@ -89,7 +89,7 @@ class ScheduledEngine:
         """Run one step, and remove the sequences that are done."""
         plan = self.scheduler.schedule(self.budget, self.max_batch)
         self.scheduler.check_integrity()
-        assert len(plan) <= 1 or not any(seq.suspect for seq, _ in plan), "a suspect is computed alone"
+        assert len(plan) <= 1 or not any(seq.is_suspect for seq, _ in plan), "a suspect is computed alone"
         assert sum(num for _, num in plan) <= self.budget
         assert self.scheduler.num_running <= self.max_batch
         assert len({seq for seq, _ in plan}) == len(plan)

@@ -159,7 +159,7 @@ def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.
                 engine.step()
             assert (list(seq.token_ids), seq.num_computed_tokens, seq.state) == before
     engine.step()
-    assert not seq.suspect
+    assert not seq.is_suspect
     assert len(seq.output_token_ids) == 2
 
 
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     assert run_all(engine, seqs) == {}
     assert [seq.output_token_ids for seq in seqs] == expected
     assert max(sizes[:8]) == 32
-    assert not any(seq.suspect for seq in seqs)
+    assert not any(seq.is_suspect for seq in seqs)
     late = seqs_of([[9] * 90])
     del sizes[:]
     monkeypatch.undo()
@@ -227,7 +227,7 @@ def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest
 
 def suspect(length: int, max_new_tokens: int = 3, *, first: int = 0) -> Sequence:
     prompt = list(range(first, first + length))
-    return sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), suspect=True)
+    return sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), is_suspect=True)
 
 
 def test_a_suspect_is_alone_until_its_first_token_and_the_others_take_turns_with_it() -> None:

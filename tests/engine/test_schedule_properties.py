@@ -107,7 +107,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(data=st.data())
     def suspect(self, data: st.DataObject) -> None:
         """A step with this sequence failed. `step` checks that it is alone until its next token."""
-        data.draw(st.sampled_from(self.dummy.alive)).suspect = True
+        data.draw(st.sampled_from(self.dummy.alive)).is_suspect = True
 
     @precondition(lambda self: self.dummy.alive)
     @rule(data=st.data(), count=st.integers(1, 4))
@@ -197,7 +197,7 @@ class Scheduling(RuleBasedStateMachine):
         self.dummy.run()
         self.patch.undo()
         for seq in rest:
-            assert (seq.num_output_tokens, seq.suspect) == (seq.max_new_tokens, False)
+            assert (seq.num_output_tokens, seq.is_suspect) == (seq.max_new_tokens, False)
             assert seq.output_token_ids == list(
                 range(seq.num_prompt_tokens, seq.num_prompt_tokens + seq.max_new_tokens)
             )

@@ -213,6 +213,6 @@ def test_a_prompt_goes_on_beside_a_decoding_sequence_that_finds_no_block() -> No
     ]
     for prompt, max_new_tokens, klass, is_suspect in work:
         seq = sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), klass=klass)
-        seq.suspect = is_suspect
+        seq.is_suspect = is_suspect
         dummy.add(seq)
     dummy.run(limit=1000)

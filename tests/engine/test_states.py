@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.contract import EngineRequest, Loaded
+from penstock.engine.contract import Loaded
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
@@ -184,7 +184,7 @@ def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[Serv
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         prefill.add_prompt(str(number), prompt, sampling)
     prefill.run_to_end()
-    requests: list[EngineRequest] = []
+    requests: list[Sequence] = []
     for caller, num_said in ((decode, 1), (another, 5)):
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             said = seqs[number].output_token_ids[:num_said]

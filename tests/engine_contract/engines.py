@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
 from penstock.engine.batch import Batch
-from penstock.engine.contract import EngineEvent, EngineRequest, InferenceEngine, SampledToken, SequenceProgress
+from penstock.engine.contract import EngineEvent, InferenceEngine, SampledToken
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
 from penstock.errors import RequestError, SequenceFailed
 from penstock.kvstore.store import KVLayout, KVStore
@@ -104,9 +105,9 @@ class Caller:
     """Does with an engine what a worker's loop does, without bus and record."""
 
     engine: InferenceEngine
-    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    requests: dict[str, EngineSequence] = field(default_factory=dict)
     """Those that are not through."""
-    progress: dict[str, SequenceProgress] = field(default_factory=dict)
+    progress: dict[str, EngineSequence] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """All output tokens of each request, those included that it began with."""
     sampled: list[SampledToken] = field(default_factory=list)
@@ -117,18 +118,20 @@ class Caller:
 
     def add(
         self, name: str, prompt: Sequence[int], sampling: Sampling, said: Sequence[int] = (), **given: Any
-    ) -> EngineRequest:
+    ) -> EngineSequence:
         """Add a request that goes on after the tokens `said`."""
         blocks = self.engine.hash_prompt(TENANT, prompt)
         values: dict[str, Any] = {"seed": sampling.seed or 0, "max_new_tokens": sampling.max_tokens} | given
-        request = EngineRequest(
-            name, list(prompt), blocks, sampling, output_token_ids=list(said), context=name, tenant=TENANT, **values
-        )
-        self.progress[name] = self.engine.add_request(request)
-        self.requests[name], self.tokens[name] = request, list(said)
+        request = EngineSequence(
+            name, list(prompt), blocks=blocks, sampling=sampling, output_token_ids=said, context=name, tenant=TENANT,
+            **values,
+        )  # fmt: skip
+        self.engine.add_request(request)
+        self.progress[name] = self.requests[name] = request
+        self.tokens[name] = list(said)
         return request
 
-    def add_prompt(self, name: str, prompt: Sequence[int], sampling: Sampling, **given: Any) -> EngineRequest:
+    def add_prompt(self, name: str, prompt: Sequence[int], sampling: Sampling, **given: Any) -> EngineSequence:
         """Add a prompt that is computed for a job of this name, with its first token."""
         return self.add(name, prompt, sampling, max_new_tokens=1, lease_owner=f"job {name}", **given)
 

@@ -19,9 +19,9 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
-from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
+from penstock.messages import EndEvent, Job, Request, Result, Sampling, compute_body_hash, decode_message
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, Record, compute_body_hash
+from penstock.record import Busy, Claim, Record
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
@@ -320,7 +320,8 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
     def is_through() -> bool:
         worker.run_once()
         nonlocal most
-        suspects = [one for one in worker.running.values() if isinstance(one.seq, EngineSequence) and one.seq.suspect]
+        seqs = [task.seq for task in worker.running.values()]
+        suspects = [seq for seq in seqs if isinstance(seq, EngineSequence) and seq.is_suspect]
         most = max(most, len(suspects))
         assert len(suspects) <= 1
         return most > 0 and not worker.running and worker.is_settled()

@@ -10,8 +10,7 @@ from penstock import names
 from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
-from penstock.messages import Request, Sampling, Usage, now_s
-from penstock.record import compute_body_hash
+from penstock.messages import Request, Sampling, Usage, compute_body_hash, now_s
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline, core_of
 from sim.waiting import PATIENCE_S, wait_for

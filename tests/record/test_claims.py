@@ -5,7 +5,7 @@ import time
 import redis
 
 from penstock.config.settings import RecordSettings
-from penstock.messages import EndEvent, Request, Timings, TokenEvent
+from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_body_hash
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import (
     AppendOutcome,
@@ -16,7 +16,6 @@ from penstock.record import (
     Record,
     RequestStatus,
     UnclaimedMessage,
-    compute_body_hash,
 )
 from penstock.record.claim import GOOD_PROGRESS
 from sim.waiting import wait_for

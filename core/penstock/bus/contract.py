@@ -15,6 +15,7 @@ finishes out of order.
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, Self
 
 from penstock.errors import BusUnavailable, RequestTooLarge
@@ -105,6 +106,17 @@ class Delivery:
     is_held: bool = True
     """False where the request was taken over from a dead worker: another member has the delivery, or will get it, and
     finishes it. The `position` is still the message's."""
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """Topic and position: what names the message in its pipeline."""
+        return self.topic, self.position
+
+    @cached_property
+    def offset(self) -> tuple[tuple[str, int], int]:
+        """Where the bus has partitions, the message's partition (topic and number) and its offset there."""
+        number, _, offset = self.position.partition(":")
+        return (self.topic, int(number)), int(offset)
 
 
 @dataclass(frozen=True)

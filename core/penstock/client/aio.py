@@ -33,10 +33,9 @@ from penstock.client.core import (
     read_stream,
 )
 from penstock.errors import BusUnavailable
-from penstock.messages import Request, now_s
+from penstock.messages import EncodedRequest, encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
-from penstock.record.claim import compute_body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncTokenLog, RequestStatus
 from penstock.redis.client import async_redis_client, translate_outages
@@ -58,19 +57,20 @@ class AsyncClient(BaseClient):
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable. Raises as `Client.submit`."""
         called_s = now_s()
-        request = make_request(prompt, fields)
+        encoded = encode_request(make_request(prompt, fields))
+        request_id = encoded.request.id
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers find a conflict
-                check_conflict(request.id, compute_body_hash(request), await self.status(request.id))
-        await self.send(request, called_s)
-        return request.id
+                check_conflict(request_id, encoded.body_hash, await self.status(request_id))
+        await self.send(encoded, called_s)
+        return request_id
 
-    async def send(self, request: Request, since_s: float | None = None) -> None:
+    async def send(self, encoded: EncodedRequest, since_s: float | None = None) -> None:
         """Send a request as it is and return once it is durable. Raises `BusUnavailable`, as `Client.submit`.
 
         Its trace begins now, or at `since_s` (seconds since the epoch): the time of the caller's own request.
         """
-        span, message = prepare_message(self._pipeline, request, since_s)
+        span, message = prepare_message(self._pipeline, encoded, since_s)
         with end_span(span):
             await self._publish_message(message)
 
@@ -90,7 +90,7 @@ class AsyncClient(BaseClient):
         """Yield events as `stream`, in lists of those that came together; an empty list after each second without any.
 
         An end with an error is yielded as any other event. With `body`, the hash of a request's body
-        (`record.claim.body_hash`), `IdConflict` is raised before the first event if the id's record names another one.
+        (`EncodedRequest.body_hash`), `IdConflict` is raised before the first event if the id's record names another.
         """
         if self._live is None:
             self._live = ByServer.from_urls(self._addresses.stream_url, LiveFeed)

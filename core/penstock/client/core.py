@@ -4,18 +4,17 @@
 `read_stream` asks for: take from the live channel, read the log, read the record.
 """
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from opentelemetry.trace import Span
 
-from penstock import messages, names
+from penstock import names
 from penstock.bus.affinity import compute_affinity
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.config.addresses import Addresses
@@ -33,6 +32,7 @@ from penstock.errors import (
 from penstock.grammar.spec import from_response_format
 from penstock.messages import (
     ChatMessage,
+    EncodedRequest,
     EndEvent,
     FinishReason,
     GrammarSpec,
@@ -42,7 +42,9 @@ from penstock.messages import (
     Sampling,
     Timings,
     TokenEvent,
+    ToolCall,
     Usage,
+    translate_validation_errors,
 )
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
 from penstock.ops.lag import LagWatch
@@ -150,33 +152,34 @@ class BaseClient(ABC):
 
 
 def make_request(prompt: str | None, fields: RequestFields) -> Request:
-    """Return a valid request made of a caller's arguments. Raises `InvalidRequest` or `RequestTooLarge`."""
-    body: dict[str, Any] = {"v": messages.VERSION, "prompt": prompt, "sampling": {}}
-    for name, value in fields.items():
-        if name == "response_format":
-            continue
-        part = body["sampling"] if name in Sampling.model_fields else body
-        part["class" if name == "klass" else name] = value
+    """Return a valid request made of a caller's arguments. Raises `InvalidRequest`."""
+    sampling: dict[str, Any] = {}
+    body: dict[str, Any] = {"prompt": prompt, "sampling": sampling}
+    try:
+        for name, value in fields.items():
+            if name != "response_format":
+                part = sampling if name in Sampling.model_fields else body
+                part[name] = list(cast("Iterable[int]", value)) if name == "token_ids" and value else _to_plain(value)
+    except TypeError as error:
+        raise InvalidRequest(str(error)) from None
     if (grammar := from_response_format(fields.get("response_format"))) is not None:
         if fields.get("grammar") is not None:
             raise InvalidRequest("only one of response_format and grammar can be given")
-        body["sampling"]["grammar"] = grammar
+        sampling["grammar"] = grammar
     body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
-    try:
-        encoded = json.dumps(body, ensure_ascii=False, default=_to_plain_value).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(str(error)) from None
-    return messages.decode_message(Request, encoded)
+    with translate_validation_errors():
+        return Request.model_validate(body)
 
 
-def _to_plain_value(value: Any) -> Any:
-    """Return an argument as a value that JSON has. Raises `TypeError`."""
-    if isinstance(value, (ChatMessage, GrammarSpec)):
-        return value.model_dump()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Iterable):
-        return list(value)
+def _to_plain(value: Any) -> Any:
+    """Return an argument as a value that JSON has, or as a part of a message. Raises `TypeError`."""
+    match value:
+        case None | str() | int() | float() | ChatMessage() | ToolCall() | GrammarSpec():
+            return value
+        case Mapping():
+            return {key: _to_plain(one) for key, one in value.items()}
+        case Iterable():
+            return [_to_plain(one) for one in value]
     raise TypeError(f"a request cannot carry {type(value).__name__}")
 
 
@@ -186,21 +189,22 @@ def check_conflict(request_id: str, body: str, status: RequestStatus | None) -> 
         raise IdConflict(f"{request_id} was used for another request")
 
 
-def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:
+def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float | None = None) -> tuple[Span, Outgoing]:
     """Return the message to publish and its span, which the caller ends.
 
     The span begins now, or at `since_s` (seconds since the epoch).
     """
-    klass = request.klass or "interactive"
+    request, klass = encoded.request, encoded.request.klass or "interactive"
     context = tracing.with_request(pipeline, request.id)
     span = tracing.start_span("request", context, since_s, id=request.id, klass=klass)
     span.set_attributes(build_request_attributes(get_operation(request), request.model))
     headers = {names.VERSION_HEADER: str(request.v), names.TENANT_HEADER: request.tenant, names.CLASS_HEADER: klass}
+    headers[names.FORM_HEADER] = names.CANONICAL_FORM
     if request.deadline is not None:
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(klass)
-    return span, Outgoing(topic, request.encode(), request.id, headers, compute_affinity(request))
+    return span, Outgoing(topic, encoded.value, request.id, headers, compute_affinity(request))
 
 
 @contextmanager

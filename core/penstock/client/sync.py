@@ -33,10 +33,9 @@ from penstock.client.core import (
     read_stream,
 )
 from penstock.errors import BusUnavailable
-from penstock.messages import now_s
+from penstock.messages import encode_request, now_s
 from penstock.names import PriorityClass
 from penstock.ops.lag import PipelineLag
-from penstock.record.claim import compute_body_hash
 from penstock.record.live import LiveThread, Mailbox
 from penstock.record.log import TokenLog
 from penstock.redis.client import redis_client, translate_outages
@@ -63,17 +62,18 @@ class Client(BaseClient):
         not known to be durable: submitting it again under the same id is safe.
         """
         called_s = now_s()
-        request = make_request(prompt, fields)
+        encoded = encode_request(make_request(prompt, fields))
+        request_id = encoded.request.id
         if fields.get("id") is not None:
             with suppress(BusUnavailable), translate_outages():  # then the workers find a conflict
-                check_conflict(request.id, compute_body_hash(request), self._logs[request.id].read_status(request.id))
+                check_conflict(request_id, encoded.body_hash, self._logs[request_id].read_status(request_id))
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
-        span, message = prepare_message(self._pipeline, request, called_s)
+        span, message = prepare_message(self._pipeline, encoded, called_s)
         with end_span(span):
             self._publisher.publish([message])
-        return request.id
+        return request_id
 
     def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> Iterator[Event]:
         """Yield a request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.

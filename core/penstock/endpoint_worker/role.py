@@ -16,7 +16,7 @@ closed, and the next holder finds in the log what readers have seen.
 
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from opentelemetry.context import Context
 
@@ -32,12 +32,12 @@ from penstock.messages import (
     Timings,
     TokenEvent,
     Usage,
+    compute_body_hash,
     decode_message,
     extract_request_id,
     now_s,
 )
 from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
-from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
@@ -85,7 +85,10 @@ class EndpointRole:
         request_id = extract_request_id(delivery.value, delivery.key) if request is None else request.id
         if request_id is None:
             return None
-        body = hashlib.sha256(delivery.value).hexdigest() if request is None else compute_body_hash(request)
+        if request is None:
+            body = hashlib.sha256(delivery.value).hexdigest()
+        else:
+            body = compute_body_hash(request, delivery.value, delivery.headers)
         where = f"{delivery.topic}@{delivery.position}"
         task = Task(
             request_id, delivery, request, get_operation(request), body, where, outcome=outcome, started_s=started_s
@@ -170,7 +173,7 @@ class EndpointRole:
 
     # For the heartbeat.
 
-    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+    def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return how many pieces of answers there were."""
         return len(sampled)
 

@@ -9,7 +9,9 @@ bytes never come to the worker, and may be in other processes.
          │                                                    │
          └───────────────── remove_request, at any time ──────┘
 
-A request is named by its id; there is one of an id at a time. One thread calls an engine, if nothing else is said.
+A request is a `Sequence` (`penstock.engine.sequence`): the caller makes it, and from `add_request` on it is the
+engine's, which notes in it how far it is. It is named by its id; there is one of an id at a time. One thread calls an
+engine, if nothing else is said.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from penstock.errors import Cancelled, RequestError
-from penstock.messages import EndEvent, FinishReason, Logprobs, Sampling, Usage
+from penstock.messages import EndEvent, FinishReason, Logprobs, Usage
 from penstock.names import PriorityClass
 
 if TYPE_CHECKING:  # workers without a model of their own do without the libraries of both
-    from penstock.grammar.state import GrammarState
+    from penstock.engine.sequence import Sequence as EngineSequence
     from penstock.kvstore.block import PromptBlocks
 
 
@@ -67,41 +69,6 @@ class EngineLimits(NamedTuple):
     """Tokens that it computes in one step."""
     max_length: int
     """Most tokens of one request, prompt and output together: what fits the context and the engine's memory."""
-
-
-@dataclass(eq=False)
-class EngineRequest:
-    """What an engine is to compute."""
-
-    id: str
-    prompt: list[int]
-    blocks: "PromptBlocks"
-    """The names of the prompt's blocks, by `hash_prompt`."""
-    sampling: Sampling
-    seed: int
-    """With the position it determines each draw."""
-    max_new_tokens: int
-    """Most output tokens, those in `output_token_ids` counted. The engine keeps the longest answer that `sampling`
-    allows within its limits, as another engine may go on with it.
-    """
-    output_token_ids: Sequence[int] = ()
-    """Output tokens that were generated before: their KV is found or computed, and they are never sampled again."""
-    klass: PriorityClass = "interactive"
-    tenant: str = ""
-    weight: float = 1.0
-    """The tenant's share where tenants compete."""
-    is_suspect: bool = False
-    """Whether it may make a step fail: it is computed alone until its next token."""
-    grammar: "GrammarState | None" = None
-    """The state of its grammar after `output_token_ids`."""
-    num_prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to tell at each place of the prompt; None: no log probabilities of it."""
-    lease_owner: str = ""
-    """Set where the prompt is computed for a job: the prompt's blocks are stored where all workers can read them, and
-    leased to this owner. Empty: the request is such a job, or follows one.
-    """
-    context: Any = None
-    """Opaque caller context, which events return unchanged."""
 
 
 class SequenceProgress(Protocol):
@@ -310,8 +277,8 @@ class InferenceEngine(TokenSource, Protocol):
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> "PromptBlocks":
         """Return the names of the blocks of a tenant's prompt."""
 
-    def add_request(self, request: EngineRequest) -> SequenceProgress:
-        """Load what the stores have of a request's blocks, then compute it.
+    def add_request(self, request: "EngineSequence") -> None:
+        """Load what the stores have of a request's blocks, then compute it. It has its `blocks`, by `hash_prompt`.
 
         Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
         """

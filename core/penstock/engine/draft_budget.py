@@ -34,7 +34,7 @@ def draft_tokens(plan: Plan, scheduler: Scheduler, max_tokens: int) -> None:
     for seq, _ in plan:
         num_left = min(MAX_DRAFT_TOKENS, seq.max_new_tokens - seq.num_output_tokens - 1)
         # The last token of a prompt that was found cached is alone, too. What follows it may need other weights.
-        if seq.num_pending_tokens > 1 or seq.num_output_tokens == 0 or seq.suspect or num_left < 1:
+        if seq.num_pending_tokens > 1 or seq.num_output_tokens == 0 or seq.is_suspect or num_left < 1:
             continue
         draft, probabilities = seq.drafter.propose_tokens(seq.token_ids, seq.grammar, num_left)
         if seq.klass == "batch" and has_interactive:

@@ -52,7 +52,7 @@ class Quarantine:
             log.warning("a step of %d tokens takes too much memory (%s), trying fewer", num_tokens, error)
         elif len(plan) > 1:
             for seq, _ in plan:
-                seq.suspect = True
+                seq.is_suspect = True
             log.warning("a step of %d sequences failed, trying them one by one", len(plan), exc_info=error)
         else:
             ((seq, _),) = plan

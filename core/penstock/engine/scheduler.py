@@ -245,7 +245,7 @@ class Scheduler:
             self._stop_running(seq)
         if self._num_steps % AGING_STEPS == 0:
             self._promote_starving()
-        suspects = [seq for seq in self.running if seq.suspect]
+        suspects = [seq for seq in self.running if seq.is_suspect]
         plan = {} if self._num_steps % 2 else self._schedule_alone(suspects, token_budget)
         plan = plan or self._schedule_all(token_budget, max_batch, self._open_budget())
         plan = (
@@ -270,15 +270,15 @@ class Scheduler:
         return self._states.layout.find_cell_end(start + num_tokens, seq.num_prompt_tokens) - start
 
     def _open_budget(self) -> BatchBudget:
-        running = [seq for seq in self.running if not seq.suspect]
+        running = [seq for seq in self.running if not seq.is_suspect]
         return BatchBudget(self.cost, running, is_share_limited=self._num_steps % FORCED_BATCH_PERIOD_STEPS != 0)
 
     def _schedule_all(self, token_budget: int, max_batch: int, batch_budget: BatchBudget) -> dict[Sequence, int]:
         """Plan a step of all sequences that are not suspect. Suspects are admitted, but compute nothing."""
-        step = _StepPlan([seq for seq in self.running if not seq.suspect], token_budget, batch_budget)
+        step = _StepPlan([seq for seq in self.running if not seq.is_suspect], token_budget, batch_budget)
         for priority in range(len(CLASSES)):
             prompts: list[Sequence] = []
-            for seq in [seq for seq in self.running if seq.priority == priority and not seq.suspect]:
+            for seq in [seq for seq in self.running if seq.priority == priority and not seq.is_suspect]:
                 if seq.num_pending_tokens > 1:
                     prompts.append(seq)
                 elif seq.state is State.RUNNING:  # and was not preempted for one before it
@@ -403,7 +403,7 @@ class Scheduler:
             elif self._try_make_room(seq, step, max_batch, is_backfill=is_head_blocked):
                 queue.remove(seq)
                 self._start_running(seq, is_backfill=is_head_blocked)
-                if not seq.suspect:
+                if not seq.is_suspect:
                     self._schedule_prompt(seq, step)
             else:
                 passed.append(seq)

@@ -1,8 +1,9 @@
-"""One request inside the engine: its tokens, how far their KV is computed, and its block table."""
+"""One request in the engine: what is to be computed, its tokens, how far their KV is computed, and its block table."""
 
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from penstock.engine.drafts import Drafter
 from penstock.engine.sampling.counts import TokenCounts
 from penstock.errors import GrammarFailed
 from penstock.grammar.state import GrammarState
-from penstock.kvstore.block import BlockHasher
+from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
 
@@ -34,10 +35,16 @@ _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,
 
 
 class Sequence:
-    """The tokens and the KV state of one request.
+    """One request: what a worker asks for, its tokens, and the state of their KV.
+
+    What a worker that serves requests gives, and the rest of the tool that only computes leaves out: `blocks` are the
+    names of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
+    workers can read them, and leased to this owner; without, the request is such a job, or follows one. Events return
+    `context` unchanged.
 
     `output_token_ids` are output tokens that this worker or another one generated before: their KV is computed where
-    it is missing, but they are never sampled again. `max_new_tokens` counts them too.
+    it is missing, but they are never sampled again. `max_new_tokens` counts them too; the longest answer that
+    `sampling` allows is to fit, as another engine may go on with it. `seed` and position determine each draw.
 
     `block_keys[i]` is a hash over the tokens of the i-th full block and of all blocks before it, output tokens
     included; equal keys mean equal KV. `tail_payload` is the KV of the prompt's last block if that is partial, with
@@ -53,7 +60,7 @@ class Sequence:
     With `num_prompt_logprobs` the log probabilities of the prompt's tokens are collected as it is computed, and of that
     many likeliest tokens at each place. Cached blocks have no logits, so its own are computed even if they are cached.
 
-    A `suspect` sequence is computed alone until one of its tokens was sampled.
+    An `is_suspect` sequence may make a step fail: it is computed alone until one of its tokens was sampled.
     """
 
     def __init__(
@@ -69,22 +76,21 @@ class Sequence:
         klass: PriorityClass = "interactive",
         tenant: str = "",
         weight: float = 1.0,
-        suspect: bool = False,
+        is_suspect: bool = False,
         grammar: GrammarState | None = None,
         num_prompt_logprobs: int | None = None,
+        blocks: PromptBlocks | None = None,
+        lease_owner: str = "",
+        context: Any = None,
     ) -> None:
-        self.id = id
-        self.sampling = sampling
-        self.seed = seed
-        self.max_new_tokens = max_new_tokens
-        self.klass = klass
-        self.tenant = tenant
-        self.weight = weight
+        self.id, self.klass = id, klass
+        self.sampling, self.seed, self.max_new_tokens = sampling, seed, max_new_tokens
+        self.tenant, self.weight = tenant, weight
         """The tenant's share of the tokens where tenants compete."""
-        self.suspect = suspect
-        """Whether it may make a step fail. It is computed alone until its next token."""
+        self.is_suspect = is_suspect
         self.grammar = grammar
         self.num_prompt_logprobs = num_prompt_logprobs
+        self._blocks, self.lease_owner, self.context = blocks, lease_owner, context
         self.prompt_logprobs: list[Logprobs] = []
         """Those of the prompt's second token, its third, and so on, as far as they are computed."""
         self.block_keys = list(block_keys)
@@ -96,8 +102,12 @@ class Sequence:
         """Prompt tokens whose KV was in the pool or in the tail payload at the first admission."""
         self.block_table: list[int] = []
         """Block i of the table holds the tokens from `i * block_size` on."""
-        self.hasher: BlockHasher | None = None
-        """Names its full blocks where the core needs their keys before they are computed."""
+        self.missing_tiers: dict[int, int] = {}
+        """By index: blocks that are still to be stored, and the tiers that miss them. Known once blocks were loaded."""
+        self.num_named_blocks = 0
+        """Full blocks that had their names when blocks were last looked for."""
+        self.num_full_blocks = 0
+        """Full blocks when blocks were last stored."""
         self.tail_payload: Payload | None = None
         self.state_row = 0
         """Where what layers without KV keep of it is, while it runs. It has read the computed tokens."""
@@ -131,6 +141,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Number of output tokens so far, which is also the position of the next one."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def hasher(self) -> BlockHasher | None:
+        """What names its full blocks, also before they are computed; None where nobody gave it names."""
+        return None if self._blocks is None else self._blocks.hasher
+
+    @property
+    def blocks(self) -> PromptBlocks:
+        """The names of the prompt's blocks, which a worker gives."""
+        assert self._blocks is not None, f"{self.id}: the blocks of its prompt have no names"
+        return self._blocks
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -207,7 +228,7 @@ class Sequence:
         """Append a sampled token. The sequence is no longer suspect then, and done if it was the last one allowed."""
         assert self.state is State.RUNNING
         assert self.num_pending_tokens == 0
-        self.suspect = False
+        self.is_suspect = False
         self.token_ids.append(token_id)
         if self.grammar is not None:
             with suppress(GrammarFailed):  # the token is in the answer all the same: the next mask fails

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.config.settings import EngineSettings, KVSettings
-from penstock.engine.contract import EngineLimits, EngineRequest, Loaded, ModelCard, SampledToken, Stored
+from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.state_rows import StateRows
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVLayout, KVStore, MissingTiers, PooledModel
+from penstock.kvstore.store import KVLayout, KVStore, PooledModel
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
@@ -99,26 +98,12 @@ class EngineCore(Pool, Protocol):
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
 
 
-@dataclass(eq=False)
-class _Work:
-    """A request, its sequence, and what is to be written of its blocks."""
-
-    request: EngineRequest
-    seq: Sequence
-    missing_tiers: dict[int, MissingTiers] = field(default_factory=dict)
-    """By index: blocks that are still to be written, and the tiers that miss them. Known once blocks were loaded."""
-    num_named_blocks: int = 0
-    """Full blocks of the sequence that had their names when blocks were last looked for."""
-    num_full_blocks: int = 0
-    """Full blocks of the sequence when blocks were last stored."""
-
-
 class ServingEngine:
     """An engine's core over a KV store. All methods but those that say so are called by one thread."""
 
     def __init__(self, core: EngineCore, store: KVStore) -> None:
         self.core, self.store = core, store
-        self._work: dict[str, _Work] = {}
+        self._seqs: dict[str, Sequence] = {}
         """By id: the requests that it has, those included whose blocks are being loaded."""
         self._transfers = self._make_transfers()
 
@@ -150,7 +135,7 @@ class ServingEngine:
         At most `max_tokens` of each request count.
         """
         classes = CLASSES[: CLASSES.index(klass) + 1]
-        seqs = [work.seq for work in self._work.values()]
+        seqs = self._seqs.values()
         waiting = [seq for seq in seqs if seq.state is State.WAITING and seq.klass in classes]
         return sum(min(seq.num_prompt_tokens, max_tokens) for seq in waiting)
 
@@ -164,47 +149,45 @@ class ServingEngine:
         """Return the names of the blocks of a tenant's prompt."""
         return self.store.hash_prompt(tenant, token_ids)
 
-    def add_request(self, request: EngineRequest) -> Sequence:
+    def add_request(self, request: Sequence) -> None:
         """Load the blocks of all tokens that a request has, output included, then compute it.
 
         With a lease owner, its blocks in the hand-off tier are leased. Without, the prompt's partial block is read too,
         and blocks that are gone are counted. Raises what the core's `check_sequence` raises.
         """
-        assert request.id not in self._work, f"{request.id}: added twice"
-        seq = _make_sequence(request)
-        self.core.check_sequence(seq, request.sampling.max_tokens)
-        blocks = request.blocks
+        seq, blocks = request, request.blocks
+        assert seq.id not in self._seqs, f"{seq.id}: added twice"
+        self.core.check_sequence(seq, seq.sampling.max_tokens)
         blocks.hasher.hash_full_blocks(seq.token_ids)
         seq.block_keys = [key.hash for key in blocks.hasher.keys]
         num_loadable = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
-        seq.hasher = blocks.hasher
-        work = self._work[request.id] = _Work(request, seq, num_named_blocks=len(blocks.hasher.keys))
+        seq.num_named_blocks = len(blocks.hasher.keys)
+        self._seqs[seq.id] = seq
         keys = blocks.hasher.keys[:num_loadable]
-        load = LoadOperation(work, keys, klass=seq.klass, lease_owner=request.lease_owner)
-        if not request.lease_owner:
+        load = LoadOperation(seq, keys, klass=seq.klass, lease_owner=seq.lease_owner)
+        if not seq.lease_owner:
             load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
         if self.core.states is not None:
             seq.prompt_key, num_tokens = blocks.prompt_keys()[-1].hash, len(seq.token_ids) - 1
             positions = list(self.core.states.list_positions(seq, num_tokens))
             load.states = StateSearch(blocks, positions, self.core.states.find_start(seq, num_tokens))
         self._transfers.submit_load(load)
-        return seq
 
     def remove_request(self, request_id: str) -> None:
         """Drop a request, and free its blocks. Those that are on their way from the store will be cached."""
-        if (work := self._work.pop(request_id, None)) is not None:
-            self.core.remove_sequence(work.seq)
+        if (seq := self._seqs.pop(request_id, None)) is not None:
+            self.core.remove_sequence(seq)
 
     def finish_request(self, request_id: str) -> "Future[float] | None":
         """Write all blocks of a request that are not written yet, and remove it.
 
         Of a prompt that is computed for a job that is also its partial block; the future tells when the job may go out.
         """
-        work = self._work[request_id]
-        if work.request.lease_owner:
-            store = self._submit_store(work, len(work.request.blocks.prompt_keys()), always=True)
+        seq = self._seqs[request_id]
+        if seq.lease_owner:
+            store = self._submit_store(seq, len(seq.blocks.prompt_keys()), always=True)
         else:
-            store = self._store_full_blocks_of(work)
+            store = self._store_full_blocks_of(seq)
         self.remove_request(request_id)
         return None if store is None else store.is_written
 
@@ -232,49 +215,49 @@ class ServingEngine:
 
         A later request that goes on with a conversation finds them, and so does a worker that takes a request over.
         """
-        stores = [self._store_full_blocks_of(work) for work in self._work.values() if work.seq.state is State.RUNNING]
+        stores = [self._store_full_blocks_of(seq) for seq in self._seqs.values() if seq.state is State.RUNNING]
         return any(stores)
 
-    def _store_full_blocks_of(self, work: _Work) -> StoreOperation | None:
-        num_full = self.core.count_completed_blocks(work.seq)
-        if num_full <= work.num_full_blocks:
+    def _store_full_blocks_of(self, seq: Sequence) -> StoreOperation | None:
+        num_full = self.core.count_completed_blocks(seq)
+        if num_full <= seq.num_full_blocks:
             return None
-        if not work.request.lease_owner:
-            self._name_full_blocks(work)
-        work.num_full_blocks = num_full
-        return self._submit_store(work, num_full)
+        if not seq.lease_owner:
+            self._name_full_blocks(seq)
+        seq.num_full_blocks = num_full
+        return self._submit_store(seq, num_full)
 
-    def _name_full_blocks(self, work: _Work) -> None:
+    def _name_full_blocks(self, seq: Sequence) -> None:
         """Name the blocks that became full: no tier has them yet."""
-        keys, first = work.request.blocks.hasher.keys, work.num_named_blocks
-        work.request.blocks.hasher.hash_full_blocks(work.seq.token_ids)
-        if len(keys) > first:
-            self.core.add_block_keys(work.seq, [key.hash for key in keys[first:]])
-            work.missing_tiers |= dict.fromkeys(range(first, len(keys)), self.store.all_tiers)
-            work.num_named_blocks = len(keys)
+        hasher, first = seq.blocks.hasher, seq.num_named_blocks
+        hasher.hash_full_blocks(seq.token_ids)
+        if len(hasher.keys) > first:
+            self.core.add_block_keys(seq, [key.hash for key in hasher.keys[first:]])
+            seq.missing_tiers |= dict.fromkeys(range(first, len(hasher.keys)), self.store.all_tiers)
+            seq.num_named_blocks = len(hasher.keys)
 
-    def _submit_store(self, work: _Work, end: int, *, always: bool = False) -> StoreOperation | None:
+    def _submit_store(self, seq: Sequence, end: int, *, always: bool = False) -> StoreOperation | None:
         """Write the blocks before index `end` to the tiers that miss them. None if there are none, unless `always`."""
-        blocks, owner = work.request.blocks, work.request.lease_owner
+        blocks, owner = seq.blocks, seq.lease_owner
         keys = blocks.prompt_keys() if owner else blocks.hasher.keys
-        indices = [index for index in work.missing_tiers if index < end]
-        to_write = [(index, keys[index], work.missing_tiers.pop(index)) for index in indices]
-        states = self._pin_new_states(work)
+        indices = [index for index in seq.missing_tiers if index < end]
+        to_write = [(index, keys[index], seq.missing_tiers.pop(index)) for index in indices]
+        states = self._pin_new_states(seq)
         if not to_write and not states and not always:
             return None
-        store = StoreOperation(work, to_write, lease_owner=owner, klass=work.seq.klass, states=states)
-        self._transfers.submit_store(work.seq, store)
+        store = StoreOperation(seq, to_write, lease_owner=owner, klass=seq.klass, states=states)
+        self._transfers.submit_store(seq, store)
         return store
 
-    def _pin_new_states(self, work: _Work) -> list[StateWrite]:
+    def _pin_new_states(self, seq: Sequence) -> list[StateWrite]:
         """Pin the parts of the states that were kept since the last call."""
-        positions, work.seq.new_snapshots = work.seq.new_snapshots, []
+        positions, seq.new_snapshots = seq.new_snapshots, []
         found: list[StateWrite] = []
         for position in positions:
             assert self.core.states is not None
-            parts = self.core.states.pin_parts(work.seq, position, self.store.layout.payload_bytes)
-            is_handed = bool(work.request.lease_owner) and position == work.seq.num_prompt_tokens
-            keys = work.request.blocks.make_state_keys(position) if parts else []
+            parts = self.core.states.pin_parts(seq, position, self.store.layout.payload_bytes)
+            is_handed = bool(seq.lease_owner) and position == seq.num_prompt_tokens
+            keys = seq.blocks.make_state_keys(position) if parts else []
             found += [StateWrite(key, part, is_handed) for key, part in zip(keys, parts, strict=True)]
         return found
 
@@ -286,34 +269,32 @@ class ServingEngine:
         Sequences whose blocks were loaded are in the core then.
         """
         for operation in self._transfers.collect_finished():
-            work: _Work = operation.context
+            seq: Sequence = operation.context
             match operation:
                 case LoadOperation():
-                    loaded = self._finish_load(work, operation)
-                    if self._work.get(work.request.id) is work:
-                        self.core.add_sequence(work.seq)
+                    loaded = self._finish_load(seq, operation)
+                    if self._seqs.get(seq.id) is seq:
+                        self.core.add_sequence(seq)
                         yield loaded
                 case StoreOperation() if operation.lease_owner and operation.blocks:
                     num_blocks = len(operation.blocks)
-                    yield Stored(work.request.context, num_blocks, operation.started_s, operation.finished_s)
+                    yield Stored(seq.context, num_blocks, operation.started_s, operation.finished_s)
 
-    def _finish_load(self, work: _Work, load: LoadOperation) -> Loaded:
+    def _finish_load(self, seq: Sequence, load: LoadOperation) -> Loaded:
         """Note what is to be written of a sequence whose blocks were loaded, and return the event."""
-        blocks, num_read = work.request.blocks, len(load.missing_tiers)
+        blocks, num_read = seq.blocks, len(load.missing_tiers)
         wanted = [*blocks.hasher.keys, *([blocks.tail_key] if load.lease_owner and blocks.tail_key else [])]
         missing_tiers = [*load.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
-        work.missing_tiers = {index: missing for index, missing in enumerate(missing_tiers) if missing}
-        work.seq.tail_payload = load.tail_payload
+        seq.missing_tiers = {index: missing for index, missing in enumerate(missing_tiers) if missing}
+        seq.tail_payload = load.tail_payload
         if load.state is not None:
             assert self.core.states is not None
-            self.core.states.add_snapshot(work.seq, *load.state)
+            self.core.states.add_snapshot(seq, *load.state)
         num_prompt, has_tail = len(blocks.prompt_keys()), load.tail_payload is not None
         if not load.lease_owner:
             self.store.count_recomputed(num_prompt - num_read - has_tail)
         num_tier_blocks = num_read - load.num_pool_blocks + has_tail
-        return Loaded(
-            work.request.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s
-        )
+        return Loaded(seq.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s)
 
     def is_moving_blocks(self) -> bool:
         """Return whether transfers are under way or were not collected yet."""
@@ -358,25 +339,8 @@ class ServingEngine:
         self._transfers = self._make_transfers()
 
     def _drop_requests(self) -> None:
-        for request_id in list(self._work):
+        for request_id in list(self._seqs):
             self.remove_request(request_id)
-
-
-def _make_sequence(request: EngineRequest) -> Sequence:
-    return Sequence(
-        request.id,
-        request.prompt,
-        sampling=request.sampling,
-        seed=request.seed,
-        max_new_tokens=request.max_new_tokens,
-        output_token_ids=request.output_token_ids,
-        klass=request.klass,
-        tenant=request.tenant,
-        weight=request.weight,
-        suspect=request.is_suspect,
-        grammar=request.grammar,
-        num_prompt_logprobs=request.num_prompt_logprobs,
-    )
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver, compute_body_hash
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
 from penstock.record.log import AsyncTokenLog, RequestStatus, TokenLog, parse_event
 from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
 from penstock.record.session import Session
@@ -27,7 +27,6 @@ __all__ = [
     "UnclaimedMessage",
     "check_key_types",
     "check_server_key_types",
-    "compute_body_hash",
     "connect_servers",
     "open_record",
     "parse_event",

@@ -1,12 +1,9 @@
 """The outcomes of claiming a request: the claim, or the reason why there is none."""
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any
 
-from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
+from penstock.messages import EndEvent, Logprobs, TokenEvent
 from penstock.names import Stage, roll_hash
 
 GOOD_PROGRESS = 256
@@ -109,18 +106,3 @@ class ClaimEvent(Enum):
     """The session with which it was claimed is over."""
     CANCELLED = "cancelled"
     """The request was cancelled."""
-
-
-def compute_body_hash(request: Request) -> str:
-    """Return the SHA-256 (hex) of a request's body, by which a request that is sent again under its id is recognised.
-
-    Deadline, class, session, weight and the engine that checked a grammar are left out: they may differ when it is sent
-    again. Defaults are left out too, so that a worker whose version knows one more field computes the same hash.
-    """
-    left_out: dict[str, Any] = {
-        **dict.fromkeys(("deadline", "klass", "session", "weight"), True),
-        "sampling": {"grammar": {"engine"}},
-    }
-    body = request.model_dump(mode="json", by_alias=True, exclude=left_out, exclude_defaults=True)
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()

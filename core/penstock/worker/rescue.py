@@ -121,18 +121,18 @@ class Rescuer:
         waiting = [delivery for delivery in mine if delivery.klass == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
         near = waiting[: sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_WAITING_BYTES, sums))]
-        self._since = {_offset_of(delivery): known.get(_offset_of(delivery), now_s) for delivery in near}
+        self._since = {delivery.address: known.get(delivery.address, now_s) for delivery in near}
         latest_s = now_s - PATIENCE_LEASES * self._record.lease_s
-        late = [delivery for delivery in near if self._since[_offset_of(delivery)] <= latest_s]
+        late = [delivery for delivery in near if self._since[delivery.address] <= latest_s]
         while late:
             portion = _take_batch(late)
             left = self._put_down(portion)
-            self._since |= {_offset_of(delivery): float("inf") for delivery in portion if delivery not in left}
+            self._since |= {delivery.address: float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
 
     def is_late(self, delivery: Delivery) -> bool:
         """Return whether a message waits for so long that it is put down, or was. Any thread may call this."""
-        since_s = self._since.get(_offset_of(delivery), time.monotonic())
+        since_s = self._since.get(delivery.address, time.monotonic())
         return since_s == float("inf") or since_s <= time.monotonic() - PATIENCE_LEASES * self._record.lease_s
 
     def read_adopted_parts(self) -> bool:
@@ -193,10 +193,6 @@ class Rescuer:
         except Exception:  # who claims it finds that out, and ends it
             log.exception("a message in %s cannot be put down", delivery.topic)
             return None
-
-
-def _offset_of(delivery: Delivery) -> tuple[str, str]:
-    return delivery.topic, delivery.position
 
 
 def _take_batch(deliveries: Sequence[Delivery]) -> list[Delivery]:

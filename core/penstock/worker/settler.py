@@ -42,14 +42,10 @@ class _PendingSettlement:
     again: Callable[[], Settlement] | None
 
     @property
-    def offset(self) -> tuple[str, str] | int:
+    def address(self) -> tuple[str, str] | int:
         """The delivery's topic and position, or the object's id where no delivery is settled."""
         delivery = self.settlement.delivery
-        return _offset_of(delivery) if delivery.is_held else id(self)
-
-
-def _offset_of(delivery: Delivery) -> tuple[str, str]:
-    return delivery.topic, delivery.position
+        return delivery.address if delivery.is_held else id(self)
 
 
 class Settler:
@@ -83,7 +79,7 @@ class Settler:
     def is_settling(self, delivery: Delivery) -> bool:
         """Return whether the delivery is being settled already: it came a second time."""
         with self._lock:
-            return self._open[_offset_of(delivery)] > 0
+            return self._open[delivery.address] > 0
 
     def settle(
         self,
@@ -99,7 +95,7 @@ class Settler:
         """
         pending = _PendingSettlement(settlement, ticket, again)
         with self._lock:
-            self._open[pending.offset] += 1
+            self._open[pending.address] += 1
         if after is None:
             self._pending.put(pending)
         else:
@@ -167,9 +163,9 @@ class Settler:
 
     def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
         """Settle a batch. A delivery that came a second time during its first settlement is settled once."""
-        unique = {pending.offset: pending for pending in reversed(batch)}
-        self._settle_all([pending for pending in batch if unique[pending.offset] is pending])
-        self._record_outcomes([pending for pending in batch if unique[pending.offset] is not pending], settled=False)
+        unique = {pending.address: pending for pending in reversed(batch)}
+        self._settle_all([pending for pending in batch if unique[pending.address] is pending])
+        self._record_outcomes([pending for pending in batch if unique[pending.address] is not pending], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
@@ -178,11 +174,11 @@ class Settler:
                 failpoint("settle.begun")
                 self._settle_on_bus([pending.settlement for pending in batch])
             except DeliveryLost as error:
-                lost = {_offset_of(delivery) for delivery in error.deliveries}
-                rest = [pending for pending in batch if pending.offset not in lost]
+                lost = {delivery.address for delivery in error.deliveries}
+                rest = [pending for pending in batch if pending.address not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
                 self._set_trouble("")
-                self._record_outcomes([pending for pending in batch if pending.offset in lost], settled=False)
+                self._record_outcomes([pending for pending in batch if pending.address in lost], settled=False)
                 batch = rest
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
@@ -233,7 +229,7 @@ class Settler:
     def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
             self._outcomes += [(pending.ticket, settled) for pending in settlements]
-            self._open -= Counter(pending.offset for pending in settlements)
+            self._open -= Counter(pending.address for pending in settlements)
             self._lock.notify_all()
         self._wake()
 

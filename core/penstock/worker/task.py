@@ -1,6 +1,6 @@
 """A request in a worker, and what a stage does with it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -251,7 +251,7 @@ class Role(Protocol):
 
     # For the heartbeat.
 
-    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+    def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return the tokens of a turn for the throughput: prompt tokens that were computed, or tokens of answers."""
 
     def measure_task_load(self, task: Task) -> TaskLoad:

@@ -448,7 +448,7 @@ class Worker:
         self._remove_task(older)
         if not task.delivery.is_held and _are_same_request(older, task):
             task.delivery = older.delivery
-        elif (older.delivery.topic, older.delivery.position) != (task.delivery.topic, task.delivery.position):
+        elif older.delivery.address != task.delivery.address:
             self.queue.defer(older.delivery)
 
     # 3 and 6. Load.

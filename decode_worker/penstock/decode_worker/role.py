@@ -11,14 +11,15 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
 import contextlib
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, Outcome, SampledToken
+from penstock.engine.contract import Outcome, SampledToken
 from penstock.engine.limits import cut_max_tokens
+from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.grammar.state import GrammarState
@@ -117,10 +118,10 @@ class DecodeRole(ModelRole):
         task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
         if task.blocks.last_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-        request = EngineRequest(
+        seq = Sequence(
             job.id,
             job.token_ids,
-            task.blocks,
+            blocks=task.blocks,
             sampling=sampling,
             seed=job.seed,
             max_new_tokens=sampling.max_tokens,
@@ -132,8 +133,9 @@ class DecodeRole(ModelRole):
             grammar=grammar,
             context=task,
         )
-        task.seq = self.engine.add_request(request)
-        load.mean_prompt_tokens[task.klass].add(len(job.token_ids) + len(logged))
+        self.engine.add_request(seq)
+        task.seq = seq
+        load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
         return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
@@ -195,7 +197,7 @@ class DecodeRole(ModelRole):
 
     # For the heartbeat.
 
-    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+    def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return how many tokens of answers there were."""
         return len(sampled)
 

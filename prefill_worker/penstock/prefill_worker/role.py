@@ -10,14 +10,15 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
 
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import EngineRequest, InferenceEngine, Outcome, SampledToken
+from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
+from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
@@ -27,6 +28,7 @@ from penstock.messages import (
     EndEvent,
     Request,
     TokenEvent,
+    compute_body_hash,
     decode_message,
     extract_request_id,
     now_s,
@@ -35,7 +37,6 @@ from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
@@ -80,7 +81,7 @@ class PrefillRole(ModelRole):
         started_s = now_s()
         try:
             request = decode_message(Request, delivery.value)
-            body = compute_body_hash(request)
+            body = compute_body_hash(request, delivery.value, delivery.headers)
             return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
@@ -138,10 +139,10 @@ class PrefillRole(ModelRole):
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
-        computed = EngineRequest(
+        seq = Sequence(
             task.id,
             task.token_ids,
-            task.blocks,
+            blocks=task.blocks,
             sampling=sampling,
             seed=sampling_seed(request),
             max_new_tokens=1,
@@ -154,7 +155,8 @@ class PrefillRole(ModelRole):
             lease_owner=self.pipeline.lease_owner(task.id),
             context=task,
         )
-        task.seq = self.engine.add_request(computed)
+        self.engine.add_request(seq)
+        task.seq = seq
         load.mean_prompt_tokens[task.klass].add(len(task.token_ids))
         # One that may fill the context is not expected to: it would make all that waits look endless.
         expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
@@ -228,7 +230,7 @@ class PrefillRole(ModelRole):
 
     # For the heartbeat.
 
-    def count_done(self, sampled: Sequence[SampledToken]) -> int:
+    def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return the tokens of prompts that are computed."""
         return sum(item.seq.num_prompt_tokens for item in sampled)
 

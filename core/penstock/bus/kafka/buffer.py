@@ -80,16 +80,16 @@ class PrefetchBuffer:
         self._uncommitted -= gone
         self._stretched -= gone
         self._fresh -= gone
-        self._orphans = [orphan for orphan in self._orphans if self.parse_position(orphan[0])[0] not in gone]
+        self._orphans = [orphan for orphan in self._orphans if orphan[0].offset[0] not in gone]
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
-            kept = [delivery for delivery in buffer if self.parse_position(delivery)[0] not in gone]
+            kept = [delivery for delivery in buffer if delivery.offset[0] not in gone]
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
     def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
         """Add a fetched message that was written under a leader epoch. Raise `BusUnavailable` as `_read_from` does."""
-        partition, offset = self.parse_position(delivery)
+        partition, offset = delivery.offset
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
             return
@@ -160,7 +160,7 @@ class PrefetchBuffer:
                 taken.append(buffer.popleft())
                 self._num_bytes[klass] -= len(taken[-1].value)
             found += taken
-        self._handed_out.update(self.parse_position(delivery) for delivery in found)
+        self._handed_out.update(delivery.offset for delivery in found)
         return found
 
     def list_buffered(self) -> list[Delivery]:
@@ -169,17 +169,15 @@ class PrefetchBuffer:
 
     def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Return those of the deliveries that are no longer this member's."""
-        return [delivery for delivery in deliveries if self.parse_position(delivery) not in self._handed_out]
+        return [delivery for delivery in deliveries if delivery.offset not in self._handed_out]
 
     def finish_deliveries(self, deliveries: Sequence[Delivery]) -> None:
         """Note that those of the deliveries that are this member's are finished, and still to be committed."""
-        for partition, offset in {self.parse_position(delivery) for delivery in deliveries}.intersection(
-            self._handed_out
-        ):
+        for partition, offset in {delivery.offset for delivery in deliveries}.intersection(self._handed_out):
             self._offsets[partition].finish_offsets([offset])
             self._handed_out.discard((partition, offset))
             self._uncommitted.add(partition)
-        self._orphans = [orphan for orphan in self._orphans if self.parse_position(orphan[0]) in self._handed_out]
+        self._orphans = [orphan for orphan in self._orphans if orphan[0].offset in self._handed_out]
 
     def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
         """Return the commits as they are once these deliveries are finished too. Change nothing.
@@ -187,7 +185,7 @@ class PrefetchBuffer:
         They include partitions where work was finished, or markers were passed over, since the last commit.
         """
         also: dict[Partition, set[int]] = {partition: set() for partition in self._uncommitted}
-        for partition, offset in map(self.parse_position, deliveries):
+        for partition, offset in (delivery.offset for delivery in deliveries):
             also.setdefault(partition, set()).add(offset)
         return [(partition, *self._offsets[partition].build_commit(done)) for partition, done in also.items()]
 
@@ -224,16 +222,11 @@ class PrefetchBuffer:
                 self._full.discard(topic)
         return self._full
 
-    def parse_position(self, delivery: Delivery) -> MessagePosition:
-        """Return partition and offset of a delivery."""
-        number, _, offset = delivery.position.partition(":")
-        return (delivery.topic, int(number)), int(offset)
-
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the parts contradict each other."""
         for offsets in self._offsets.values():
             offsets.check_integrity()
-        buffered = [self.parse_position(d) for d in (*self._buffers["interactive"], *self._buffers["batch"])]
+        buffered = [d.offset for d in (*self._buffers["interactive"], *self._buffers["batch"])]
         known = [*buffered, *self._handed_out]
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)

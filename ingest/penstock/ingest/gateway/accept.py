@@ -34,15 +34,15 @@ from penstock.ingest.openai.endpoint import (
     StreamMeta,
     SubmitArgs,
     cap_open_answers,
+    hash_answer_fields,
     make_stream_meta,
     use_response_template,
 )
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Usage, now_s
+from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, EncodedRequest, RequestId, Usage, encode_request, now_s
 from penstock.names import Pipeline
-from penstock.record.claim import compute_body_hash
 
 MAX_WAIT_S = 86400.0
 REPUBLISH_AFTER_S = 60.0
@@ -108,6 +108,7 @@ async def accept_request(
         request_id,
         pipeline=served.pipeline,
         tenant=caller.tenant,
+        body_hash="" if key is None else hash_answer_fields(endpoint, body),
         input_items=input_items,
         response_template=use_response_template(endpoint, body, submit_args, served.response_template),
     )
@@ -119,8 +120,8 @@ async def accept_request(
     ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
         await _check_grammar(gateway, body, submit_args)
-        requests, bodies = await _make_requests(submit_args)
-        meta = meta.model_copy(update={"bodies": bodies})
+        requests = await _make_requests(submit_args)
+        meta = meta.model_copy(update={"bodies": [encoded.body_hash for encoded in requests]})
         found = await gateway.stream_metas.put(meta)
     except PenstockError:
         await gateway.admission.settle(ticket, Usage())
@@ -166,20 +167,20 @@ async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[Sub
         raise ApiError(400, str(error), param=param, code=error.code) from None
 
 
-async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
-    """Return the requests, and the hashes of their bodies."""
+async def _make_requests(submit_args: Sequence[SubmitArgs]) -> list[EncodedRequest]:
+    """Return the requests as they are published. Raises `InvalidRequest` or `RequestTooLarge`."""
     if sum(map(estimate_prompt_bytes, submit_args)) < MIN_THREAD_BYTES:
         return _make_requests_here(submit_args)
     return await asyncio.to_thread(_make_requests_here, submit_args)
 
 
-def _make_requests_here(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
+def _make_requests_here(submit_args: Sequence[SubmitArgs]) -> list[EncodedRequest]:
     requests = []
     for args in submit_args:
         fields = args.copy()
         prompt = fields.pop("prompt", None)
-        requests.append(make_request(prompt, fields))
-    return requests, list(map(compute_body_hash, requests))
+        requests.append(encode_request(make_request(prompt, fields)))
+    return requests
 
 
 async def _admit_request(
@@ -237,7 +238,7 @@ async def _join_earlier(
         known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
         # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
         is_seen = [status is not None and status.stage != "new" for status in known]
-        requests, _ = await _make_requests([args for args, seen in zip(submit_args, is_seen, strict=True) if not seen])
+        requests = await _make_requests([args for args, seen in zip(submit_args, is_seen, strict=True) if not seen])
         if requests:
             await _publish_requests(gateway, found, requests, None, is_keyed=True)
     options = found.options | {"stream_options": meta.options.get("stream_options")}
@@ -245,12 +246,12 @@ async def _join_earlier(
 
 
 async def _publish_requests(
-    gateway: Gateway, meta: StreamMeta, requests: Sequence[Request], arrived_s: float | None, *, is_keyed: bool
+    gateway: Gateway, meta: StreamMeta, requests: Sequence[EncodedRequest], arrived_s: float | None, *, is_keyed: bool
 ) -> None:
     client = gateway.get_client(meta.pipeline)
     try:
         await gateway.responses.mark_open(meta)
-        await asyncio.gather(*(client.send(request, arrived_s) for request in requests))
+        await asyncio.gather(*(client.send(encoded, arrived_s) for encoded in requests))
     except PenstockError:
         gateway.stream_metas.stop_renewing(meta)
         raise

@@ -51,9 +51,9 @@ class StreamMeta(BaseModel):
     options: dict[str, Any] = {}
     """The body without its prompt."""
     body_hash: str = ""
-    """A hash of all fields that determine the answer; whether it is streamed is not among them."""
+    """With an `Idempotency-Key`, a hash of all fields that determine the answer (`hash_answer_fields`)."""
     bodies: list[str] = []
-    """The body hash of each of the pipeline's requests (`penstock.record.claim.compute_body_hash`). The request's
+    """The body hash of each of the pipeline's requests (`penstock.messages.EncodedRequest`). The request's
     record has the same, unless another producer used the id."""
     published: float = 0.0
     """When its requests were last published, in seconds since the epoch; 0: not known."""
@@ -145,26 +145,30 @@ def make_stream_meta(
     *,
     pipeline: str = "",
     tenant: str = "default",
+    body_hash: str = "",
     input_items: list[dict[str, Any]] | None = None,
     response_template: dict[str, Any] | None = None,
 ) -> StreamMeta:
     """Return the meta data of a new request. Answers are parsed by the model's `response_template`, if it has one."""
-    options = body.model_dump(mode="json", exclude_unset=True)
-    relevant_options = {name: value for name, value in options.items() if name not in ("stream", "stream_options")}
-    canonical = json.dumps([endpoint.path, relevant_options], sort_keys=True)
     return StreamMeta(
         id=request_id,
         path=endpoint.path,
         model=body.model,
         created=int(time.time()),
         request_ids=make_request_ids(request_id, body.num_choices),
-        options={name: value for name, value in options.items() if name not in ("messages", "prompt", "input")},
-        body_hash=hashlib.sha256(canonical.encode()).hexdigest(),
+        options=body.model_dump(mode="json", exclude_unset=True, exclude={"messages", "prompt", "input"}),
+        body_hash=body_hash,
         pipeline=pipeline,
         tenant=tenant,
         input_items=input_items,
         response_template=response_template,
     )
+
+
+def hash_answer_fields(endpoint: Endpoint[B], body: B) -> str:
+    """Return a hash of the fields that determine the answer: all but whether it is streamed, and how."""
+    fields = body.model_dump(mode="json", exclude_unset=True, exclude={"stream", "stream_options"})
+    return hashlib.sha256(json.dumps([endpoint.path, fields], sort_keys=True).encode()).hexdigest()
 
 
 def use_response_template(
