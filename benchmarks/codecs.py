@@ -161,12 +161,15 @@ def measure_codec(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str
 
 def compare_answers(raw: Items[list[int]], other: Items[list[int]]) -> dict[str, float]:
     """Return how often the first different token comes."""
-    num_flipped = num_said = 0
+    num_flipped = num_compared = 0
     for one, two in zip(raw, other, strict=True):
         first = next((index for index, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
         num_flipped += first is not None
-        num_said += len(one) - 1 if first is None else first  # the first token comes from the prefill, without int8
-    return {"int8_flips_per_1000_tokens": 1000 * num_flipped / num_said, "int8_flipped_answers": num_flipped / len(raw)}
+        num_compared += len(one) - 1 if first is None else first  # the first token comes from the prefill, without int8
+    return {
+        "int8_flips_per_1000_tokens": 1000 * num_flipped / num_compared,
+        "int8_flipped_answers": num_flipped / len(raw),
+    }
 
 
 def run(given: Arguments) -> dict[str, float]:

@@ -46,7 +46,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.files import find_model
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.staging import PinnedBlock
+from penstock.engine.staging import PinnedPoolBlock
 from penstock.local.stack import Stack
 from penstock.messages import Sampling
 
@@ -287,7 +287,7 @@ def measure_blocks(run: Run) -> Figures:
         for number in range(2 if run.is_small else 5):
             synchronize(engine)
             begun_s = time.perf_counter()
-            pinned: list[PinnedBlock] = [engine.pin_block(seq, index) for index in range(num_blocks)]
+            pinned: list[PinnedPoolBlock] = [engine.pin_block(seq, index) for index in range(num_blocks)]
             waited_s.append(time.perf_counter() - begun_s)
             payloads = [block.payload for block in pinned]
             out_s.append(time.perf_counter() - begun_s)

@@ -10,11 +10,11 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.engine.tiny import build_tiny_model, shrink_config
 from penstock.engine.weights import MappedWeights
 from penstock.errors import GrammarFailed, InvalidRequest, UnsupportedSchema
@@ -52,7 +52,7 @@ class _RunningAnswer:
     schema: Schema
     grammar: CompiledGrammar
     seq: Sequence
-    output: OutputText
+    output: Detokenizer
     state: GrammarState
     """Its own one, which is asked whether the answer has ended."""
     text: str = ""
@@ -117,7 +117,7 @@ def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) 
             max_new_tokens=MAX_TOKENS,
             grammar=GrammarState(grammar),
         )
-        output = OutputText(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
+        output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
         yield _RunningAnswer(schemas[place], grammar, seq, output, GrammarState(grammar))
 
 

@@ -24,7 +24,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
 
 PREFIX_TOKENS, OWN_TOKENS, ROUNDS = 2000, 24, 5
@@ -157,7 +157,7 @@ def run_benchmark(*, is_smoke: bool, layers: int, rounds: int, say: Callable[[st
     prompts = Prompts(model.vocab_size, prefix_tokens)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         kv = KVSettings(shared_mb=1024, shared_dir=directory, redis_mb=0)
-        store = KVStore.open(KVLayout.from_model(model), kv, "", "hybrid")
+        store = KVStore.open(StoreLayout.from_model(model), kv, "", "hybrid")
         try:
             found |= _measure_hits(model, settings, store, prompts, rounds)
         finally:

@@ -28,7 +28,7 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_size * BLOCK_TOKENS
 """K and V in bf16."""
 PIPELINE = "benchmark"
-_PIECE_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 _MAX_OPEN_GETS = 4
 """GETs that the raw socket keeps open; more are not faster."""
 _TIMEOUT_S = 60.0
@@ -50,8 +50,8 @@ def allocate_touched(num_bytes: int) -> memoryview:
     return view
 
 
-def cut_pieces(memory: memoryview, size: int) -> list[memoryview]:
-    """Cut memory into pieces."""
+def cut_chunks(memory: memoryview, size: int) -> list[memoryview]:
+    """Cut memory into chunks."""
     return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
@@ -71,12 +71,12 @@ class RandomBlocks:
 
     def make_blocks(self, number: int) -> list[Block]:
         """Return the blocks to write in a round."""
-        return [Block(*pair) for pair in zip(self.make_keys(number), cut_pieces(self.source, self.size), strict=True)]
+        return [Block(*pair) for pair in zip(self.make_keys(number), cut_chunks(self.source, self.size), strict=True)]
 
     def make_reads(self, number: int) -> list[ReadRequest]:
         """Return the reads of a round."""
         return [
-            ReadRequest(*pair) for pair in zip(self.make_keys(number), cut_pieces(self.target, self.size), strict=True)
+            ReadRequest(*pair) for pair in zip(self.make_keys(number), cut_chunks(self.target, self.size), strict=True)
         ]
 
     def check_content(self, where: str) -> None:
@@ -206,8 +206,8 @@ class PlainSocket:
             start = 0 if drain else at * size
             done = 0
             while done < size:
-                piece = self._buffer[start + done : start + min(size, done + _PIECE_BYTES)]
-                count = receive(piece)
+                chunk = self._buffer[start + done : start + min(size, done + _CHUNK_BYTES)]
+                count = receive(chunk)
                 if count == 0:
                     raise ConnectionError("the server closed the connection")
                 done += count

@@ -32,9 +32,9 @@ from benchmarks.common import Arguments, describe_machine, format_spread, parse_
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
@@ -81,7 +81,7 @@ class EngineSide:
         for number, prompt in enumerate(make_prompts):
             seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
             engine.add_sequence(seq)
-            states[seq.id] = OutputText(model.tokenizer, sampling, model.eos_token_ids, max_new)
+            states[seq.id] = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, max_new)
         while engine.has_work():
             for seq, token_id, *_ in engine.step():
                 if states[seq.id].add_token(token_id)[1] is not None:

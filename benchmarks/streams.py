@@ -22,7 +22,7 @@ from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Claim, Record, Sessions, connect_servers, open_record
+from penstock.record import AppendOutcome, Claim, Record, ShardedSession, connect_servers, open_record
 
 BATCH_REQUESTS, NUM_STEPS = 32, 200
 TOKEN_TEXT = " through"
@@ -38,7 +38,7 @@ class Side:
         self.clients = clients.parts
         self.record: Record = open_record(clients, Pipeline("streams"), RecordSettings(lease_s=30.0))
         stack.callback(self.record.close)
-        self.sessions = Sessions(self.record, "decode", "worker")
+        self.sessions = ShardedSession(self.record, "decode", "worker")
         stack.callback(self.sessions.close)
 
     def run_round(self, round_name: str, num_requests: int) -> float:

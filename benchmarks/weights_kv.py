@@ -10,12 +10,12 @@ import torch
 from benchmarks.engine import THREADS
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import KVLayout
+from penstock.engine.step_batch import StepBatch
+from penstock.engine.storage import BlockLayout
 from penstock.messages import Sampling
 
 NUM_SEQUENCES = 32
@@ -28,7 +28,7 @@ class Side:
     """An engine whose pool holds the context of some sequences, and the batch that decodes one token of each."""
 
     engine: Engine
-    batch: Batch
+    batch: StepBatch
 
     @torch.inference_mode()
     def time_step(self) -> float:
@@ -38,7 +38,7 @@ class Side:
         return time.perf_counter() - begun_s
 
 
-def make_block(layout: KVLayout) -> torch.Tensor:
+def make_block(layout: BlockLayout) -> torch.Tensor:
     """Return the elements of a block with random vectors."""
     if not layout.is_int8:
         return torch.randn(layout.block_elements).to(layout.dtype)
@@ -63,7 +63,7 @@ def make_side(model: LoadedModel, settings: EngineSettings, context: int) -> Sid
         )
         seqs[-1].block_table = engine.pool.allocate_blocks(blocks_each)
         seqs[-1].num_computed_tokens = context
-    return Side(engine, Batch([(seq, 1) for seq in seqs], settings.block_size, model.device))
+    return Side(engine, StepBatch([(seq, 1) for seq in seqs], settings.block_size, model.device))
 
 
 def measure_long_decode(model: Path, context_tokens: int, num_rounds: int) -> dict[str, float]:

@@ -14,13 +14,13 @@ from penstock.config.settings import BusSettings, EngineSettings, KVSettings, Re
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
 from penstock.engine.serving import ServingEngine
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
@@ -78,7 +78,7 @@ class InProcessPipeline:
         self._records = MemoryRecords() if in_memory else None
         self.bus: Bus = MemoryBus(self.pipeline) if in_memory else connect_bus(addresses, BUS_SETTINGS)
         self.bus.create_topics()
-        self.clients = ByServer([], []) if in_memory else connect_servers(addresses.stream_url)
+        self.clients = Sharded([], []) if in_memory else connect_servers(addresses.stream_url)
         self._stores: list[KVStore] = []
         self._grammars: list[GrammarCompiler] = []
         self.add_prefill("prefill-0")
@@ -107,7 +107,7 @@ class InProcessPipeline:
     def _make_worker(self, stage: Stage, name: str) -> Worker:
         settings = self.engine_settings.model_copy(update={"speculate": False})  # tests count on a token a step
         core = Engine(load_native_demo_model(), settings)
-        layout = KVLayout.from_model(core.model)
+        layout = StoreLayout.from_model(core.model)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )

@@ -13,12 +13,12 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
 from penstock.engine.loading import load_model, load_stage_models
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.engine.tiny import build_tiny_model
 from penstock.grammar.engine import ENGINE_VERSION
 from penstock.grammar.state import GrammarState
@@ -195,7 +195,7 @@ def _generate_with_engine(engine: Engine, request: Request, prompt: tuple[int, .
 def _cut_answer(sampling: Sampling, tokens: list[int], load: ModelLoader, start: str) -> ExpectedAnswer:
     """Cut an answer off where it ends."""
     model = load()
-    state = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+    state = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
     grammar = start_grammar(sampling, load)
     texts = []
     for number, token in enumerate(tokens, start=1):

@@ -72,21 +72,21 @@ def test_the_lag_is_read_when_batch_work_comes_and_until_decode_wants_more(monke
 
 
 def test_an_error_that_is_no_outage_does_not_hold_batch_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look finds enough work, the next one a heartbeat that it does not understand, and so on."""
+    """The first reading finds enough work, the next one a heartbeat that it does not understand, and so on."""
     monkeypatch.setattr("penstock.prefill_worker.backpressure.POLL_INTERVAL_S", 0.01)
-    num_looks = 0
+    num_reads = 0
 
-    def look() -> PipelineLag:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks % 2:
+    def read_lag() -> PipelineLag:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads % 2:
             return waiting(1000)
-        raise KeyError("room")
+        raise KeyError("capacity")
 
     def has_looked(num_times: int) -> bool:
-        return num_looks >= num_times
+        return num_reads >= num_times
 
-    with DecodeBackpressure(look) as ahead:
+    with DecodeBackpressure(read_lag) as ahead:
         for num_errors in (1, 2):
             ahead.note_batch_admitted()
             wait_for(partial(has_looked, 2 * num_errors), "the error is met")

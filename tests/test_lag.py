@@ -29,7 +29,7 @@ from tests.commands import Terminal
 
 DEMO = Pipeline("demo")
 NOTHING = {
-    **dict.fromkeys(("requests", "running", "room", "prompt_tokens", "output_tokens"), 0),
+    **dict.fromkeys(("requests", "running", "capacity", "prompt_tokens", "output_tokens"), 0),
     **dict.fromkeys(("mean_prompt_tokens", "mean_output_tokens")),
 }
 
@@ -66,7 +66,10 @@ def test_where_nothing_was_measured_nothing_is_made_up() -> None:
     assert found.stages["prefill"]["interactive"] == Lag(1, None, None)
     assert found.estimated_wait_s("interactive") is found.estimated_wait_s("batch") is None
     known = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 40.0}
-    without_rate = [heartbeat("prefill", None, interactive=known), heartbeat("decode", 5.0, interactive={"room": 8})]
+    without_rate = [
+        heartbeat("prefill", None, interactive=known),
+        heartbeat("decode", 5.0, interactive={"capacity": 8}),
+    ]
     assert lag_of(without_rate, requests_interactive=1).estimated_wait_s() is None
 
 
@@ -86,7 +89,7 @@ def test_a_loading_worker_without_a_load_is_no_obstacle() -> None:
 def test_batch_lag_does_not_count_for_interactive_and_the_other_way_round_it_does() -> None:
     means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
     prefill = heartbeat("prefill", 1000.0, interactive=means, batch=means)
-    decode = heartbeat("decode", 50.0, interactive={"room": 100}, batch={"room": 100})
+    decode = heartbeat("decode", 50.0, interactive={"capacity": 100}, batch={"capacity": 100})
     found = lag_of([prefill, decode], requests_interactive=20, requests_batch=60)
     assert found.estimated_wait_s("interactive") == pytest.approx(20 * 100 / 1000)
     assert found.estimated_wait_s("batch") == pytest.approx(80 * 100 / 1000)
@@ -94,7 +97,7 @@ def test_batch_lag_does_not_count_for_interactive_and_the_other_way_round_it_doe
 
 def test_workers_add_up_and_one_that_measured_nothing_yet_counts_as_the_others() -> None:
     means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
-    decode = heartbeat("decode", None, interactive={"room": 100})
+    decode = heartbeat("decode", None, interactive={"capacity": 100})
     two = [heartbeat("prefill", 500.0, interactive=means), heartbeat("prefill", 1500.0, interactive=means), decode]
     assert lag_of(two, requests_interactive=40).estimated_wait_s() == pytest.approx(2.0)
     third = [*two, heartbeat("prefill", None)]
@@ -104,7 +107,7 @@ def test_workers_add_up_and_one_that_measured_nothing_yet_counts_as_the_others()
 def test_answers_are_waited_for_only_where_there_is_no_place_beside_them() -> None:
     """Ten run, four places are free; 3 requests in prefill and 5 jobs come before the next one."""
     decode = heartbeat(
-        "decode", 80.0, interactive={"requests": 12, "running": 10, "room": 4, "mean_output_tokens": 40.0}
+        "decode", 80.0, interactive={"requests": 12, "running": 10, "capacity": 4, "mean_output_tokens": 40.0}
     )
     prefill = heartbeat("prefill", 1e9, interactive={"mean_prompt_tokens": 1.0})
     found = lag_of([prefill, decode], requests_interactive=3, jobs_interactive=15)
@@ -266,7 +269,7 @@ def num_jobs(line: InProcessPipeline, klass: PriorityClass) -> int:
 
 def line_of(addresses: Addresses, **engine: Any) -> InProcessPipeline:
     given = {"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine}
-    # No message waits for two leases here, however slow the machine is: after that it is put down for other workers,
+    # No message waits for two leases here, however slow the machine is: after that it is parked for other workers,
     # and taken back beyond the capacity that is tested.
     return InProcessPipeline(addresses, RecordSettings(lease_s=600), engine=EngineSettings(**given))
 

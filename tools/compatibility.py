@@ -40,7 +40,7 @@ from penstock.engine.proof import (
     run_prompts,
     run_to_end,
 )
-from penstock.engine.storage import KVLayout
+from penstock.engine.storage import BlockLayout
 from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_config, shrink_model
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, CHECKPOINT_REASONS, KEYWORDS, REASONS, SIZES
@@ -216,7 +216,7 @@ def _describe_kernels(model: LoadedModel) -> str:
     if model.backend.body is not None:
         return "whole"
     num_native = sum(isinstance(part, NativeLayer) for part in model.module.modules())
-    return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.is_read_alone
+    return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.attends_internally
 
 
 def _prove_architecture(architecture: str) -> None:
@@ -298,10 +298,10 @@ def make_loaded_model(name: str, module: Any) -> LoadedModel:
     )
 
 
-def _probe_tiny_layout(module: Any) -> KVLayout:
-    """Return what the module caches, with cells that are shorter than its prompts."""
+def _probe_tiny_layout(module: Any) -> BlockLayout:
+    """Return what the module caches, with scan chunks that are shorter than its prompts."""
     size = EngineSettings().block_size
-    return probe_layout(module, size, torch.float32, _CPU, cell_tokens=size)
+    return probe_layout(module, size, torch.float32, _CPU, scan_chunk_tokens=size)
 
 
 def _make_sentence(error: Exception) -> str:

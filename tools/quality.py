@@ -18,11 +18,11 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.batch import Batch
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.messages import Sampling
 from tools.tool_corpus import make_conversation
@@ -85,7 +85,7 @@ def compute_logits(model: LoadedModel, ids: list[int]) -> Tensor:
     seq = Sequence("text", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
     num_blocks = -(-len(ids) // model.layout.block_size)
     seq.block_table = list(range(num_blocks))
-    batch = Batch([(seq, len(ids))], model.layout.block_size, model.device)
+    batch = StepBatch([(seq, len(ids))], model.layout.block_size, model.device)
     step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), backend.native, backend.layers)
     with hooks.run_with_step(model.module, step):
         output = model.module(

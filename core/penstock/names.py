@@ -264,7 +264,7 @@ def pipeline_of_worker(key: str) -> str:
     return match[1]
 
 
-def card_key(stream_id: str) -> str:
+def stream_meta_key(stream_id: str) -> str:
     """Return the key of what gateways know of a stream that one of them started."""
     return f"penstock:card:{stream_id}"
 

@@ -145,13 +145,13 @@ def serve_orders(path: Path) -> None:
     pending = b""
     while True:
         for key, _ in selector.select():
-            news = cast(socket.socket, key.fileobj).recv(2**16)
+            received = cast(socket.socket, key.fileobj).recv(2**16)
             if key.fileobj is woken:
                 _send_statuses(client)
-            elif not news:
+            elif not received:
                 return
             else:
-                *orders, pending = (pending + news).split(b"\n")
+                *orders, pending = (pending + received).split(b"\n")
                 for order in orders:
                     _send_status(client, _fork_process(json.loads(order)), None)
 

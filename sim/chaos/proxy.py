@@ -96,15 +96,15 @@ class Proxy:
     async def _forward_bytes(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, are_replies: bool = False
     ) -> None:
-        while piece := await reader.read(CHUNK_BYTES):
-            self.num_reply_bytes += len(piece) * are_replies
+        while chunk := await reader.read(CHUNK_BYTES):
+            self.num_reply_bytes += len(chunk) * are_replies
             if are_replies and self._loses:
                 self._loses = False
                 return
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             await self._flows.wait()
-            writer.write(piece)
+            writer.write(chunk)
             await writer.drain()
 
     def _run_loop(self) -> None:

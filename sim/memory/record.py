@@ -86,17 +86,17 @@ class MemoryRecord(Record):
     ) -> list[Claim | Busy | Bound | Conflict]:
         with self._lock:
             found = [self._claim(stage, session, one) for one in waiting]
-        assert None not in found, "only a message that is put down has no outcome"
+        assert None not in found, "only a message that is parked has no outcome"
         return [one for one in found if one is not None]
 
-    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+    def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         with self._lock:
             for one in waiting:
                 self._claim(stage, "", one)
         return []
 
     def _claim(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Claim | Busy | Bound | Conflict | None:
-        """Claim a request, or put it down where `session` is empty; then the outcome is None."""
+        """Claim a request, or park it where `session` is empty; then the outcome is None."""
         now_ms, prefill = self._records.now_ms(), stage == "prefill"
         rec = self._records.find(asked.id) or RequestRecord()
         if (settled := _find_other_message(rec, stage, asked)) is not None:
@@ -261,8 +261,8 @@ class MemoryRecord(Record):
         stage: Stage,
         session: str,
         until_ms: int = 0,
-        parts: Sequence[str] = (),
-        left: Sequence[str] = (),
+        partitions: Sequence[str] = (),
+        dropped: Sequence[str] = (),
         beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
         assert not beside, "a script needs a server"
@@ -273,8 +273,8 @@ class MemoryRecord(Record):
                 return None
             living[session] = now_ms + self._lease_ms
             readers = self._records.readers[stage]
-            readers.update(dict.fromkeys(parts, session))
-            readers.update({part: "" for part in left if readers.get(part) == session})
+            readers.update(dict.fromkeys(partitions, session))
+            readers.update({part: "" for part in dropped if readers.get(part) == session})
             cancelled = self._records.cancelled.pop(session, [])
             return Renewed(living[session], now_ms, self._count_free(stage, now_ms), cancelled)
 
@@ -294,9 +294,9 @@ class MemoryRecord(Record):
                 living.pop(name, None)
             return self._count_free(stage, now_ms)
 
-    def find_unnamed_partitions(self, stage: Stage, parts: Sequence[str]) -> list[str]:
+    def find_unnamed_partitions(self, stage: Stage, partitions: Sequence[str]) -> list[str]:
         with self._lock:
-            return [part for part in parts if part not in self._records.readers[stage]]
+            return [part for part in partitions if part not in self._records.readers[stage]]
 
     def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
         with self._lock:
@@ -308,10 +308,10 @@ class MemoryRecord(Record):
             readers.update({part: session for part, reader in readers.items() if reader not in living})
             return [part for part, reader in readers.items() if reader == session]
 
-    def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
+    def disown_partitions(self, stage: Stage, session: str, partitions: Sequence[str]) -> None:
         with self._lock:
             readers = self._records.readers[stage]
-            for part in [part for part in parts if readers.get(part) == session]:
+            for part in [part for part in partitions if readers.get(part) == session]:
                 del readers[part]
             readers.update({part: "" for part, reader in readers.items() if reader == session})
 

@@ -76,8 +76,8 @@ class Replay:
 
     def _call_script(self, kind: str, args: Any, reply: Any, before: RequestRecord, after: RequestRecord) -> None:
         match kind:
-            case "put down":
-                self._put_down_message(args, after)
+            case "park":
+                self._park_message(args, after)
             case "claim":
                 self._claim_request(args, reply)
             case "take":
@@ -103,10 +103,10 @@ class Replay:
                 self.record.claim_decode(self.id, session, str(message.job), _pack_message(message)), reply
             )
 
-    def _put_down_message(self, args: Any, after: RequestRecord) -> None:
+    def _park_message(self, args: Any, after: RequestRecord) -> None:
         stage, message = args
         body, job = ("", str(message.job)) if message.job else (str(message.body), "")
-        self.record.put_down(stage, [UnclaimedMessage(self.id, body, job, _pack_message(message))])
+        self.record.park_messages(stage, [UnclaimedMessage(self.id, body, job, _pack_message(message))])
         if after.epoch not in self.epochs:
             epoch = self.keeper.read().epoch
             assert epoch > max(self.epochs.values())

@@ -67,7 +67,7 @@ def set_free_time(rec: RequestRecord, stage: str, when: int) -> RequestRecord:
     return rec._replace(free=(when, rec.free[1]) if stage == "prefill" else (rec.free[0], when))
 
 
-def put_down_message(rec: RequestRecord, stage: str, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
+def park_message(rec: RequestRecord, stage: str, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
     """Do what `claim.lua` does without a session."""
     is_kept = rec.stage == stage and rec.message is not None
     after, reply = claim_request(rec, stage, NOBODY, message, clock)

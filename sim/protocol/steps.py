@@ -40,7 +40,7 @@ def _generate_worker_steps(state: State, rules: Rules, index: int) -> Steps:
         yield from _poll_bus(state, index)
         for message in worker.inbox:
             yield from _admit_message(state, rules, index, message)
-        yield from _put_down_messages(state, rules, index)
+        yield from _park_messages(state, rules, index)
         yield from _take_over_request(state, rules, index)
         yield from _renew_session(state, index)
         if worker.run is not None:
@@ -100,15 +100,15 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
             yield step, _begin_run(state, rules, index, rest, (rec, reply, message), message)
 
 
-def _put_down_messages(state: State, rules: Rules, index: int) -> Steps:
+def _park_messages(state: State, rules: Rules, index: int) -> Steps:
     """Put down waiting messages: those that a worker has no capacity for, and those of a dead member."""
     for message, at in state.bus:
         is_orphan = at == GHOST and rules.flaw != "nobody reads for the dead"
         if (message.job == 0) == (index < 2) and (is_orphan or (at != GHOST and state.left.waits)):
             stage, left = stage_of(index), state.left._replace(waits=state.left.waits - (at != GHOST))
-            rec, reply = script.put_down_message(state.rec, stage, message, state.clock + 1)
+            rec, reply = script.park_message(state.rec, stage, message, state.clock + 1)
             after = state._replace(rec=rec, left=left, clock=max(state.clock + 1, rec.epoch))
-            yield Step("put down", index, ("put down", stage, message), reply), after if rec != state.rec else state
+            yield Step("park", index, ("park", stage, message), reply), after if rec != state.rec else state
 
 
 def _take_over_request(state: State, rules: Rules, index: int) -> Steps:

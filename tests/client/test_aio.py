@@ -75,14 +75,14 @@ async def test_news_wait_out_an_outage_in_which_no_record_can_be_read(
     say(record, claim, [1, 2])
     record.finish_request(claim, end())
     async with FailingOnce(redis=redis_url, pipeline=pipeline.name) as client:
-        batches = [batch async for batch in client.news("r1", body="b")]
+        batches = [batch async for batch in client.stream_batches("r1", body="b")]
         assert client.has_failed
         events = [event for batch in batches for event in batch]
         assert [event.token for event in events if isinstance(event, TokenEvent)] == [1, 2]
         assert len(events) == 3
         client.has_failed = False
         with pytest.raises(StreamTimeout):
-            async for _ in client.news("r1", body="b", timeout_s=0.0):
+            async for _ in client.stream_batches("r1", body="b", timeout_s=0.0):
                 pass
 
 

@@ -33,7 +33,7 @@ PLACES = [
     (Claim, "next_event", "internal_error"),
     (Worker, "_end_told", "internal_error"),
     (EndpointRole, "build_end_event", "internal_error"),
-    (EndpointRole, "build_completion", "internal_error"),
+    (EndpointRole, "build_stage_output", "internal_error"),
     (StageMetrics, "record_end", HELPED),
 ]
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from penstock.client.core import RequestFields, make_request
-from penstock.endpoint_worker.answer import describe_error, parse_retry_after, read_text, read_usage
 from penstock.endpoint_worker.question import OPEN_MAX_TOKENS, build_question, check_request
+from penstock.endpoint_worker.reply import describe_error, parse_retry_after, read_text, read_usage
 from penstock.errors import AnswerInterrupted, InvalidRequest, UnknownModel
 from penstock.messages import Request, Sampling, now_s
 

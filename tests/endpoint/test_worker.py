@@ -358,7 +358,7 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
     line.run_until(lambda: len(line.read_log(request.id)) == 2)
     load = json.loads(json.dumps(worker.report_load()))
     assert load["interactive"] == {
-        "requests": 1, "running": 1, "room": 31, "prompt_tokens": 0, "output_tokens": 7,
+        "requests": 1, "running": 1, "capacity": 31, "prompt_tokens": 0, "output_tokens": 7,
         "mean_prompt_tokens": 0.0, "mean_output_tokens": None,
     }  # fmt: skip
 

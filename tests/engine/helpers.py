@@ -11,7 +11,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import StagedBlocks
+from penstock.engine.staging import StagedPoolBlocks
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -32,7 +32,7 @@ def sequence(prompt: list[int], max_new_tokens: int = 12, *, name: str = "seq", 
     return Sequence(name, prompt, max_new_tokens=max_new_tokens, **values)
 
 
-def stage_blocks(engine: Engine, keys: list[bytes]) -> StagedBlocks:
+def stage_blocks(engine: Engine, keys: list[bytes]) -> StagedPoolBlocks:
     """Stage blocks for `keys`; there must be capacity at once."""
     staged = engine.stage_blocks(keys)
     assert staged is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from penstock.engine.pool import BlockPool
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import BlockStaging, StagedBlocks
+from penstock.engine.staging import BlockStaging, StagedPoolBlocks
 from penstock.engine.storage import BlockCopy
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
@@ -75,7 +75,7 @@ class ScheduledEngine:
         self.scheduler.remove_sequence(seq)
         self.alive.remove(seq)
 
-    def stage_blocks(self, keys: list[bytes]) -> StagedBlocks:
+    def stage_blocks(self, keys: list[bytes]) -> StagedPoolBlocks:
         """Stage blocks as the engine does, and check that the reserved blocks stay free."""
         num_free, num_reserved = self.pool.num_free_blocks, self.scheduler.count_reserved_blocks(len(CLASSES) - 1)
         cached = self.pool.num_free_blocks - self.pool.count_free_blocks_besides(

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.kernels import library
 from penstock.engine.kernels.backend import describe_attention
 from penstock.engine.kernels.library import Library, Segment, WriteArgs
-from penstock.engine.storage import KVLayout, KVStorage, LayerShape
+from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
 from penstock.errors import SettingsError
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the native kernels are not built")
@@ -109,7 +109,7 @@ class Layer:
         self.table = torch.randperm(sum(nums) + 2)[: sum(nums)].int()
         self.table_at = [sum(nums[:i]) for i in range(len(nums))]
         shapes = tuple((case.kv_heads, size) for size in (case.k_size, case.v_size))
-        self.layout = KVLayout((LayerShape(0, *shapes),), case.block_size, dtype, self.is_int8)
+        self.layout = BlockLayout((LayerShape(0, *shapes),), case.block_size, dtype, self.is_int8)
         self.storage = KVStorage(self.layout, sum(nums) + 2, torch.device("cpu"))
         # Of int8 these bytes are the code -1, and a scale that is not a number.
         self.storage.data.fill_(-1 if self.is_int8 else math.nan)

@@ -10,7 +10,6 @@ import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine import proof
-from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
 from penstock.engine.kernels.packed import PackedLinear
@@ -18,6 +17,7 @@ from penstock.engine.latent import LatentHeads
 from penstock.engine.loading import load_model, open_engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.tiny import CannotShrink
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import generate_with_transformers, hand_over, run_sequences, sequence
@@ -182,13 +182,13 @@ def test_the_demo_model_passes(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture
 def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are told that they are twice as far from each other."""
-    right = Batch.__init__
+    right = StepBatch.__init__
 
-    def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
+    def wrong(batch: StepBatch, *args: Any, **kwargs: Any) -> None:
         right(batch, *args, **kwargs)
         batch.position_ids.mul_(2)  # of `row_values`, which the kernels read
 
-    monkeypatch.setattr(Batch, "__init__", wrong)
+    monkeypatch.setattr(StepBatch, "__init__", wrong)
 
 
 def test_wrong_positions_are_noticed(wrong_positions: None) -> None:

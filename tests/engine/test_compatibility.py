@@ -12,9 +12,9 @@ from transformers.masking_utils import causal_mask_function
 
 from penstock.config.settings import EngineSettings
 from penstock.engine import masks
-from penstock.engine.batch import Batch
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import ReferenceAnswers, generate_references, prove_engine
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
 from penstock.errors import EngineCheckFailed
@@ -133,16 +133,16 @@ def test_a_position_off_by_one_while_decoding_is_noticed(
 
 def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
     """Let the model be told other positions than it should, sequence by sequence."""
-    right = Batch.__init__
+    right = StepBatch.__init__
 
-    def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
+    def wrong(batch: StepBatch, *args: Any, **kwargs: Any) -> None:
         right(batch, *args, **kwargs)
         first = 0
         for _, num_tokens in batch.plan:
             change(batch.position_ids[0, first : first + num_tokens])
             first += num_tokens
 
-    monkeypatch.setattr(Batch, "__init__", wrong)
+    monkeypatch.setattr(StepBatch, "__init__", wrong)
 
 
 def test_a_damaged_block_is_noticed(

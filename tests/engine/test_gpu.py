@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import fuse_model
 from penstock.engine.attention import LayerAttention
-from penstock.engine.batch import Batch
 from penstock.engine.cuda import trial
 from penstock.engine.cuda.backend import CudaBackend, CudaRunner, CudaStorage
 from penstock.engine.cuda.copies import BlockCopier
@@ -27,6 +26,7 @@ from penstock.engine.masks import MaskRule, find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError, SequenceFailed
 from penstock.messages import Sampling
@@ -300,7 +300,7 @@ def test_tokens_are_handled_while_the_next_step_is_computed(
     """As a worker does it: sequences are removed, and others added, between the two halves of a step."""
     model = model_on(monkeypatch, demo, varlen_attn)
     engine = recording(model, SMALL)[0] if is_recorded else Engine(model, SMALL)
-    assert engine.computes_ahead
+    assert engine.is_asynchronous
     # Each sequence could go on, as one may that ends with a word.
     seqs = [sequence(seq.token_ids, 200, name=seq.id, sampling=seq.sampling, seed=seq.seed) for seq in _seqs(prompts)]
     lengths = dict(zip(seqs, map(len, expected), strict=True))
@@ -331,7 +331,7 @@ def test_what_fails_when_it_is_launched_fails_when_it_is_finished(
     bad, *others = _seqs(prompts)
     run_step = engine.runner.run_step
 
-    def fail(batch: Batch) -> Tensor:
+    def fail(batch: StepBatch) -> Tensor:
         if any(seq is bad for seq, _ in batch.plan):
             raise RuntimeError("it fails")
         return run_step(batch)
@@ -669,7 +669,7 @@ def test_the_largest_steps(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
             runner = super().create_runner(model, settings, num_blocks, num_states)
             compute = runner.run_step
 
-            def run_watched(batch: Batch) -> Tensor:
+            def run_watched(batch: StepBatch) -> Tensor:
                 steps.append([num for _, num in batch.plan])
                 return compute(batch)
 

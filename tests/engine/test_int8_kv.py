@@ -15,11 +15,10 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
-from penstock.engine.storage import KVLayout, LayerShape
+from penstock.engine.storage import BlockLayout, LayerShape
 from penstock.engine.tiny import CannotShrink
 from penstock.errors import KVStoreError, ModelLoadError
-from penstock.kvstore.store import KVLayout as StoreLayout
-from penstock.kvstore.store import KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
 from tests.engine.helpers import hand_over, run_sequences, sequence
 from tests.engine_contract.engines import Caller
@@ -77,9 +76,9 @@ def test_they_stay_close_to_those_of_the_model_itself(model: LoadedModel) -> Non
 
 
 def test_a_block_has_room_for_twice_the_tokens() -> None:
-    layout = KVLayout(tuple(LayerShape(number, (8, 128), (8, 128)) for number in range(28)), 16, torch.bfloat16)
+    layout = BlockLayout(tuple(LayerShape(number, (8, 128), (8, 128)) for number in range(28)), 16, torch.bfloat16)
     assert layout.block_bytes / replace(layout, is_int8=True).block_bytes == 256 / 132
-    odd = KVLayout((LayerShape(0, (3, 5), (3, 5)),), 1, torch.bfloat16, is_int8=True)
+    odd = BlockLayout((LayerShape(0, (3, 5), (3, 5)),), 1, torch.bfloat16, is_int8=True)
     assert all(offset % 4 == 0 for offset, _, width in odd.parts if width == 4)
     assert odd.block_bytes == 2 * (16 + 12)
 

@@ -15,7 +15,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.serving import ServingEngine
 from penstock.engine.tiny import build_tiny_model
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
 from tests.engine_contract.engines import Caller
 
@@ -51,7 +51,7 @@ def answer(model: LoadedModel, folder: Path, prompt: list[int], num_tokens: int)
     settings = EngineSettings(pool_mb=16, max_step_tokens=64, speculate=False)
     with ExitStack() as stack:
         store = KVStore.open(
-            KVLayout.from_model(model), KVSettings(shared_mb=16, shared_dir=str(folder), redis_mb=0), "", "latents"
+            StoreLayout.from_model(model), KVSettings(shared_mb=16, shared_dir=str(folder), redis_mb=0), "", "latents"
         )
         stack.callback(store.close)
         caller = Caller(stack.enter_context(closing(ServingEngine(Engine(model, settings), store))))
@@ -63,7 +63,7 @@ def answer(model: LoadedModel, folder: Path, prompt: list[int], num_tokens: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_next_turn_is_the_same_with_and_without_the_stored_answer(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model(dtype)
-    assert model.names_answers_apart == (dtype != torch.float32)
+    assert model.has_separate_answer_keys == (dtype != torch.float32)
     for number in range(NUM_CONVERSATIONS):
         # The prompt is shorter than a block, so that all blocks that a next turn could find have tokens of the answer.
         prompt = torch.randint(NUM_TOKENS, (10,), generator=torch.Generator().manual_seed(number)).tolist()
@@ -73,4 +73,4 @@ def test_the_next_turn_is_the_same_with_and_without_the_stored_answer(dtype: tor
         found, num_read = answer(model, stored, turn, 40)
         computed, num_read_of_nothing = answer(model, empty, turn, 40)
         assert found == computed
-        assert (num_read > 0, num_read_of_nothing) == (not model.names_answers_apart, 0)
+        assert (num_read > 0, num_read_of_nothing) == (not model.has_separate_answer_keys, 0)

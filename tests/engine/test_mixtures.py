@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
 from penstock.engine.kernels import library
@@ -21,6 +20,7 @@ from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.tiny import build_tiny_model, shrink_config
 from tests.engine.helpers import run_sequences, sequence
 from tools.compatibility import make_loaded_model
@@ -86,7 +86,7 @@ def test_the_logits_of_a_row_have_the_same_bits_in_any_batch(dtype: torch.dtype)
             seq.block_table = list(range(4 * place, 4 * place + 4))
         runner = model.backend.create_runner(model, SETTINGS, 4 * len(seqs))
         with torch.inference_mode():
-            batch = Batch([(seq, seq.num_pending_tokens) for seq in seqs], model.layout.block_size, CPU)
+            batch = StepBatch([(seq, seq.num_pending_tokens) for seq in seqs], model.layout.block_size, CPU)
             return dict(zip((seq.id for seq in batch.sampled_sequences), runner.run_step(batch), strict=True))
 
     alone: dict[str, Tensor] = {}
@@ -116,7 +116,7 @@ def test_float32_logits_are_those_of_transformers(architecture: str) -> None:
     seq = sequence(prompt, 1)
     seq.block_table = list(range(4))
     with torch.inference_mode():
-        batch = Batch([(seq, len(prompt))], model.layout.block_size, CPU)
+        batch = StepBatch([(seq, len(prompt))], model.layout.block_size, CPU)
         mine = model.backend.create_runner(model, SETTINGS, 4).run_step(batch)[0]
     assert (mine - right).abs().max() <= 2e-5 * right.abs().max()
 

@@ -13,15 +13,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.batch import Batch
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
-from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeBody, NativeLayer, RotaryTable
+from penstock.engine.layer import MAX_TABLE_POSITIONS, NativeLayer, NativeModel, RotaryTable
 from penstock.engine.loading import load_model
 from penstock.engine.masks import sees_interval
 from penstock.engine.model import LoadedModel
+from penstock.engine.step_batch import StepBatch
 from tests.engine.helpers import sequence
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
@@ -37,10 +37,10 @@ def test_the_demo_model_runs_on_kernels_alone(dtype: str) -> None:
     assert len(model.backend.layers) == model.config.num_hidden_layers
 
 
-def load_native(**given: Any) -> tuple[LoadedModel, NativeBody]:
+def load_native(**given: Any) -> tuple[LoadedModel, NativeModel]:
     model = accelerate_model(load_model(EngineSettings(**given)))
     assert isinstance(model.backend, NativeBackend)
-    assert isinstance(model.backend.body, NativeBody)
+    assert isinstance(model.backend.body, NativeModel)
     return model, model.backend.body
 
 
@@ -58,7 +58,7 @@ def test_one_call_gives_the_bits_of_embedding_layers_and_head(dtype: str, monkey
             seq.block_table = list(range(8 * at, 8 * at + 8))
         for plan in ([(seq, 30) for seq in seqs], list(zip(seqs, lengths, strict=True))):
             with torch.inference_mode():
-                batch = Batch(plan, model.layout.block_size, model.device)
+                batch = StepBatch(plan, model.layout.block_size, model.device)
                 logits = runner.run_step(batch).clone()
             for seq, num_tokens in plan:
                 seq.num_computed_tokens += num_tokens
@@ -73,7 +73,7 @@ def test_a_row_that_there_is_not_is_refused_before_it_is_read(name: str, value: 
     model, _ = load_native()
     seq = sequence([5, 6, 7], 1)
     seq.block_table = [0]
-    batch = Batch([(seq, 3)], model.layout.block_size, model.device)
+    batch = StepBatch([(seq, 3)], model.layout.block_size, model.device)
     assert batch.last_position == 2
     values, at = (batch.kept_values, 0) if name == "kept" else (batch.row_values, 3 * (name == "positions"))
     values[at] = value

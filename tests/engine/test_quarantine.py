@@ -9,11 +9,11 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine import sampler
-from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sampler import find_broken_rows
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_batch import StepBatch
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
 from penstock.messages import Sampling
 from tests.engine.helpers import make_block_keys, run_sequences, sequence
@@ -32,13 +32,13 @@ def seqs_of(given: list[list[int]], max_new_tokens: int = 8) -> list[Sequence]:
 
 
 def breaks(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, when: Callable[[Batch], Exception | None]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, when: Callable[[StepBatch], Exception | None]
 ) -> None:
     """Let the runner's `run_step` or the engine's `_sample` raise what `when` says about the batch."""
     owner = engine.runner if where == "run_step" else engine
     right = getattr(owner, where)
 
-    def broken(batch: Batch, *rest: Any) -> Any:
+    def broken(batch: StepBatch, *rest: Any) -> Any:
         done = right(batch, *rest)
         error = when(batch)
         if error is not None:
@@ -77,7 +77,7 @@ def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
     engine = Engine(demo, SETTINGS)
     seqs = seqs_of(prompts())
 
-    def poison(batch: Batch) -> Exception | None:
+    def poison(batch: StepBatch) -> Exception | None:
         found = [seq for seq, _ in batch.plan if seq.id == "2" and seq.num_output_tokens == output]
         return ZeroDivisionError("a bug") if found else None
 
@@ -107,7 +107,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
     engine = Engine(demo, settings)
     right = engine.runner.run_step
 
-    def run_broken_step(batch: Batch, *rest: Any) -> torch.Tensor:
+    def run_broken_step(batch: StepBatch, *rest: Any) -> torch.Tensor:
         logits: torch.Tensor = right(batch, *rest)
         for row, seq in enumerate(batch.sampled_sequences):
             if seq.id == "2" and seq.num_output_tokens == 3:
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     seqs = seqs_of(prompts())
     sizes: list[int] = []
 
-    def short(batch: Batch) -> Exception | None:
+    def short(batch: StepBatch) -> Exception | None:
         sizes.append(sum(num for _, num in batch.plan))
         return torch.OutOfMemoryError("no memory") if sizes[-1] > 12 and len(sizes) < 30 else None
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.engine.cost import StepCost
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import PinnedBlock, StagedBlocks
+from penstock.engine.staging import PinnedPoolBlock, StagedPoolBlocks
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
 from tests.engine.schedules import SIZE, ScheduledEngine, make_block_kv
@@ -23,7 +23,7 @@ COSTS = (None, StepCost(20.0, 1.0, 0.0, 0.0, 0.5), StepCost(1.0, 1.0, 0.1, 9.0, 
 class Staging:
     """Staged blocks, and how many of them are written."""
 
-    blocks: StagedBlocks
+    blocks: StagedPoolBlocks
     tokens: list[int]
     num_filled: int = 0
 
@@ -32,7 +32,7 @@ class Staging:
 class Pin:
     """A pinned block, and its content until it is unpinned."""
 
-    block: PinnedBlock
+    block: PinnedPoolBlock
     content: bytes
 
 

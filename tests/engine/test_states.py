@@ -21,7 +21,7 @@ from penstock.engine.serving import ServingEngine
 from penstock.engine.states import StateLayout, StatePart
 from penstock.engine.tiny import build_tiny_model, shrink_config
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
 from tests.engine.helpers import GREEDY, drain, make_block_keys
 from tests.engine_contract.engines import Caller
@@ -158,7 +158,7 @@ def test_after_a_failed_step_states_are_computed_again(model: LoadedModel) -> No
 @pytest.fixture
 def line(model: LoadedModel, tmp_path: Path) -> Iterator[list[ServingEngine]]:
     """A prefill engine and two decode engines over one store."""
-    layout = KVLayout.from_model(model)
+    layout = StoreLayout.from_model(model)
     with ExitStack() as stack:
         engines = []
         for _ in range(3):
@@ -185,9 +185,9 @@ def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[Serv
         prefill.add_prompt(str(number), prompt, sampling)
     prefill.run_to_end()
     requests: list[Sequence] = []
-    for caller, num_said in ((decode, 1), (another, 5)):
+    for caller, num_generated in ((decode, 1), (another, 5)):
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            said = seqs[number].output_token_ids[:num_said]
+            said = seqs[number].output_token_ids[:num_generated]
             requests.append(caller.add(str(number), prompt, sampling, said))
         caller.run_to_end()
         assert caller.tokens == {str(number): seq.output_token_ids for number, seq in enumerate(seqs)}
@@ -206,7 +206,7 @@ def test_a_job_is_handed_over_with_its_state(model: LoadedModel, line: list[Serv
 
 
 def test_a_lossy_codec_is_refused(model: LoadedModel) -> None:
-    layout = KVLayout.from_model(model)
+    layout = StoreLayout.from_model(model)
     with pytest.raises(KVStoreError, match="int8 is for keys and values only"):
         KVStore.open(layout, KVSettings(redis_mb=1, redis_codec="int8"), "redis://127.0.0.1:1", "states")
 

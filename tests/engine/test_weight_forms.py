@@ -137,11 +137,11 @@ def test_each_stage_loads_the_weights_that_it_needs_and_both_have_one_fingerprin
 def test_an_answer_goes_on_from_any_token_and_from_blocks_of_either_form(split_model: LoadedModel) -> None:
     settings, prompt = make_settings("auto"), PROMPTS[4]
     (whole,) = answer(split_model, [prompt])
-    for num_said in range(len(whole)):
+    for num_generated in range(len(whole)):
         engine = Engine(split_model, settings)
         seq = Sequence(
             "x", prompt, sampling=GREEDY, seed=0, max_new_tokens=12,
-            output_token_ids=whole[:num_said],
+            output_token_ids=whole[:num_generated],
         )  # fmt: skip
         engine.add_sequence(seq)
         while seq.num_output_tokens < 12:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.settings import KVSettings
-from penstock.engine.batch import Batch
 from penstock.engine.contract import EngineEvent, InferenceEngine, SampledToken
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
+from penstock.engine.step_batch import StepBatch
 from penstock.errors import RequestError, SequenceFailed
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
 from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS
@@ -53,7 +53,7 @@ def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
     """Open this project's engine over a store in the directory."""
     given = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings})
     core = Engine(_load_model(), given)
-    layout = KVLayout.from_model(core.model)
+    layout = StoreLayout.from_model(core.model)
     kv = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
     store = KVStore.open(layout, kv, "", "contract")
 
@@ -63,7 +63,7 @@ def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
     def fail_steps_with(token_id: int, error: Exception) -> None:
         run_step = core.runner.run_step
 
-        def run_or_fail(batch: Batch) -> Any:
+        def run_or_fail(batch: StepBatch) -> Any:
             if any(token_id in seq.token_ids for seq, _ in batch.plan):
                 raise error
             return run_step(batch)
@@ -87,7 +87,7 @@ def open_vllm(directory: Path, **settings: Any) -> EngineUnderTest:
     core = _open_vllm_core(**settings)
     core.drop_cache()
     before = core.num_preemptions
-    layout = KVLayout.from_model(core.model)
+    layout = StoreLayout.from_model(core.model)
     store = KVStore.open(layout, KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0), "", "contract")
     return EngineUnderTest(
         ServingEngine(core, store), store, core.drop_cache, lambda: core.num_preemptions - before, None

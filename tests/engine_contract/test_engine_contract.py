@@ -67,10 +67,10 @@ def prompt_of(request: Request) -> list[int]:
     return request.token_ids
 
 
-def add_all(caller: Caller, work: list[Request], num_said: int = 0, **given: Any) -> None:
+def add_all(caller: Caller, work: list[Request], num_generated: int = 0, **given: Any) -> None:
     """Add all requests, after the first tokens that they have in the caller already."""
     for one in work:
-        caller.add(one.id, prompt_of(one), one.sampling, caller.tokens.get(one.id, [])[:num_said], **given)
+        caller.add(one.id, prompt_of(one), one.sampling, caller.tokens.get(one.id, [])[:num_generated], **given)
 
 
 def prefill_all(caller: Caller, work: list[Request]) -> None:
@@ -104,17 +104,19 @@ def test_a_prompt_and_its_answer_may_be_computed_apart(under_test: EngineUnderTe
     assert under_test.store.stats.recomputed_jobs == 0
 
 
-@pytest.mark.parametrize("num_said", [2, 9, NUM_NEW - 1])
-def test_another_engine_goes_on_after_any_token(under_test: EngineUnderTest, caller: Caller, num_said: int) -> None:
+@pytest.mark.parametrize("num_generated", [2, 9, NUM_NEW - 1])
+def test_another_engine_goes_on_after_any_token(
+    under_test: EngineUnderTest, caller: Caller, num_generated: int
+) -> None:
     """The tokens before are never sampled again."""
     work = make_work()
     add_all(caller, work)
     expected = dict(caller.run_to_end())
     under_test.empty_memory()
     caller.sampled.clear()
-    add_all(caller, work, num_said)
+    add_all(caller, work, num_generated)
     assert caller.run_to_end() == expected == expect(work)
-    assert len(caller.sampled) == len(work) * (NUM_NEW - num_said)
+    assert len(caller.sampled) == len(work) * (NUM_NEW - num_generated)
 
 
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["in memory", "in the stores"])

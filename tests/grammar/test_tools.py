@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequest, UnsupportedSchema
 from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.state import GrammarState
-from penstock.grammar.tools import HeldTool, begin_in_answer, hold_calls
+from penstock.grammar.tools import ConstrainedTool, begin_in_answer, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.messages import GrammarSpec
 from tools.train_tools import TOOL_MODEL
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "properties": {"n": {"$ref": "#/$defs/n"}},
 }
 SHAPE |= {"required": ["n"], "additionalProperties": False}
-TOOLS = [HeldTool("get-weather", WEATHER), HeldTool("shape", SHAPE)]
+TOOLS = [ConstrainedTool("get-weather", WEATHER), ConstrainedTool("shape", SHAPE)]
 OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
 MAX_TOKENS = 160
 
@@ -49,7 +49,7 @@ def tokenizer(text_tokenizer: Any) -> GrammarTokenizer:
 
 
 def hold(*, required: bool = True, parallel: bool = True, template: Mapping[str, Any] = TEMPLATE) -> GrammarSpec:
-    return hold_calls(template, TOOLS, is_required=required, is_parallel=parallel)
+    return constrain_calls(template, TOOLS, is_required=required, is_parallel=parallel)
 
 
 def draw_answer(spec: GrammarSpec, tokenizer: GrammarTokenizer, seed: int) -> tuple[list[int], bool]:
@@ -69,8 +69,8 @@ def draw_answer(spec: GrammarSpec, tokenizer: GrammarTokenizer, seed: int) -> tu
 
 
 def parse(text: str) -> AnswerPart:
-    whole = AnswerParser(TEMPLATE, OFFERED, are_calls_held=True).end(text)
-    parser, told = AnswerParser(TEMPLATE, OFFERED, are_calls_held=True), AnswerPart()
+    whole = AnswerParser(TEMPLATE, OFFERED, are_calls_constrained=True).end(text)
+    parser, told = AnswerParser(TEMPLATE, OFFERED, are_calls_constrained=True), AnswerPart()
     for character in text:
         told += parser.add_text(character)
     assert told + parser.end("") == whole
@@ -152,7 +152,7 @@ def test_a_gateway_without_the_models_words_can_check_it() -> None:
     with GrammarChecker() as checker:
         assert checker.check_grammar(hold()).kind == "tools"
         deep: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": False}
-        wrong = hold_calls(TEMPLATE, [TOOLS[0], HeldTool("f", deep)], is_required=False, is_parallel=True)
+        wrong = constrain_calls(TEMPLATE, [TOOLS[0], ConstrainedTool("f", deep)], is_required=False, is_parallel=True)
         with pytest.raises(UnsupportedSchema, match="'not' at #/tools/1/function/parameters/properties/a/not"):
             checker.check_grammar(wrong)
         with pytest.raises(InvalidRequest, match="cannot be read"):
@@ -176,7 +176,7 @@ def test_calls_of_another_form_are_not_held(change: dict[str, Any]) -> None:
 
 def test_tools_of_one_name_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="the same name"):
-        hold_calls(TEMPLATE, [TOOLS[0], TOOLS[0]], is_required=True, is_parallel=True)
+        constrain_calls(TEMPLATE, [TOOLS[0], TOOLS[0]], is_required=True, is_parallel=True)
 
 
 def test_blanks_before_a_mark_may_be_swallowed() -> None:

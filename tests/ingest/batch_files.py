@@ -75,10 +75,10 @@ async def create_batch(
 ) -> BatchSpec:
     """Make a batch of a gateway; nobody works on it yet."""
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         yield content
 
-    file = await FileStore(objects).save_file(caller.tenant, "in.jsonl", "batch", pieces())
+    file = await FileStore(objects).save_file(caller.tenant, "in.jsonl", "batch", chunks())
     new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     made = await BatchStore(objects).create_batch(caller, new, file, models)
     spec = await BatchStore(objects).find_spec(caller.tenant, made.id)

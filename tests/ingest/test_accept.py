@@ -28,12 +28,12 @@ from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, Request, now_s
-from penstock.names import card_key, rate_key
+from penstock.names import rate_key, stream_meta_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 from penstock.telemetry.meters import Meters
 from tests.gateways import ScriptedPipeline
 from tests.record.play import end, prefill, say
@@ -193,16 +193,16 @@ async def test_an_id_cannot_be_told_from_tenant_and_key(scripted: ScriptedPipeli
 
 async def is_renewed(scripted: ScriptedPipeline, metas: StreamMetaStore, meta: StreamMeta) -> bool:
     """Whether a store that renews what it holds gives a stream's metadata more time."""
-    scripted.server.pexpire(card_key(meta.id), 60_000)
+    scripted.server.pexpire(stream_meta_key(meta.id), 60_000)
     await metas.renew_all()
-    return scripted.server.pttl(card_key(meta.id)) > 60_000
+    return scripted.server.pttl(stream_meta_key(meta.id)) > 60_000
 
 
 async def test_metadata_is_renewed_until_its_requests_have_ended(
     scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller
 ) -> None:
     meta = await post(gateways[0], caller)
-    assert 0 < scripted.server.pttl(card_key(meta.id)) <= 3600 * 1000
+    assert 0 < scripted.server.pttl(stream_meta_key(meta.id)) <= 3600 * 1000
     first, second = (gateway.stream_metas for gateway in gateways)
     assert await is_renewed(scripted, first, meta)
     assert not await is_renewed(scripted, second, meta), "it has never seen it"
@@ -218,7 +218,7 @@ async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(
     scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, redis_url: str
 ) -> None:
     urls = [redis_url, redis_url.rpartition("/")[0] + "/9"]
-    servers = ByServer.from_urls(",".join(urls), async_redis_client)
+    servers = Sharded.from_urls(",".join(urls), async_redis_client)
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
     posted = await post(gateways[0], caller)

@@ -16,7 +16,7 @@ from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StreamExp
 from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
 from penstock.ingest.batch import work as work_module
-from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, ModelPipeline, Pipelines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, ModelPipeline, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
 from penstock.ingest.batch.objects import ObjectStorage
@@ -73,7 +73,7 @@ class GatewayBatch:
         state, content = await self.batches.read_state(self.spec), b""
         for name in filter(None, (state.output_file_id, state.error_file_id)):
             file = await self.files.find_file(self.caller.tenant, name)
-            content += b"".join([piece async for piece in self.files.read_content(self.caller.tenant, file)])
+            content += b"".join([chunk async for chunk in self.files.read_content(self.caller.tenant, file)])
         return read(content)
 
 
@@ -325,12 +325,12 @@ class Sink:
 
 
 def make_run(sink: Sink, pipeline: ScriptedClient, num_rows: int, flush_interval_s: float = 0.01) -> BatchRun:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         for number in range(num_rows):
             sink.num_read += 1
             yield lines([row(number)])
 
-    batch = Batch("b", ("/v1/chat/completions",), pieces, flush_interval_s)
+    batch = BatchJob("b", ("/v1/chat/completions",), chunks, flush_interval_s)
     return BatchRun(batch, Pipelines(pipeline.find, MAX_ROWS), sink.write_rows, lambda _: None)
 
 

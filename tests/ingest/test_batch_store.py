@@ -21,7 +21,7 @@ from obstore.store import MemoryStore
 from penstock.ingest.batch import batches as batches_module
 from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.batches import BatchStore, FinishedParts
-from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE_BYTES, InvalidLine, check_lines, split_lines
+from penstock.ingest.batch.lines import CHUNK_BYTES, MAX_LINE_BYTES, InvalidLine, check_lines, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import BatchState, NewBatch
 from penstock.ingest.batch.store import FileStore, content_path, make_id
@@ -78,21 +78,21 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectSt
     made.close()
 
 
-async def pieces_of(*pieces: bytes, fails: bool = False) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
+async def chunks_of(*chunks: bytes, fails: bool = False) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
     if fails:
         raise ConnectionError("the sender left")
 
 
-async def all_of(pieces: AsyncIterator[bytes]) -> bytes:
-    return b"".join([piece async for piece in pieces])
+async def all_of(chunks: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
 
 
 async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> None:
-    content = random.Random(1).randbytes(3 * PIECE_BYTES + 17)
+    content = random.Random(1).randbytes(3 * CHUNK_BYTES + 17)
     assert await objects.write_stream(
-        "a/b", pieces_of(*(content[at : at + 70_001] for at in range(0, len(content), 70_001)))
+        "a/b", chunks_of(*(content[at : at + 70_001] for at in range(0, len(content), 70_001)))
     )
     assert await all_of(objects.read_stream("a/b")) == content
     assert (await objects.get_size("a/b"), await objects.get_size("a/c")) == (len(content), None)
@@ -102,7 +102,7 @@ async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> 
     await objects.delete("a/b")
     assert await objects.get("c/d") == content
     assert await all_of(objects.read_stream("a/b")) == b""
-    assert await objects.write_stream("a/empty", pieces_of()) == 0
+    assert await objects.write_stream("a/empty", chunks_of()) == 0
     assert await objects.get("a/empty") == b""
 
 
@@ -120,14 +120,14 @@ async def test_objects_are_listed_by_their_age(objects: ObjectStorage) -> None:
 
 
 async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: ObjectStorage) -> None:
-    large = [b"x" * PIECE_BYTES] * 12
+    large = [b"x" * CHUNK_BYTES] * 12
     with pytest.raises(ConnectionError):
-        await objects.write_stream("a/b", pieces_of(*large, fails=True))
+        await objects.write_stream("a/b", chunks_of(*large, fails=True))
     assert await objects.list_names("a") == []
 
     async def hanging() -> AsyncIterator[bytes]:
-        for piece in large:
-            yield piece
+        for chunk in large:
+            yield chunk
         await asyncio.Event().wait()
 
     writing = asyncio.create_task(objects.write_stream("a/b", hanging()))
@@ -143,7 +143,7 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
     """What is not complete is in no list of objects: it would cost room for good."""
     objects, name = ObjectStorage.open(f"{bucket}/given-up"), bucket.removeprefix("s3://")
     with pytest.raises(ConnectionError):
-        await objects.write_stream("a/b", pieces_of(*[b"x" * PIECE_BYTES] * 12, fails=True))
+        await objects.write_stream("a/b", chunks_of(*[b"x" * CHUNK_BYTES] * 12, fails=True))
     with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{name}?uploads") as answer:
         assert b"given-up" not in answer.read()
     objects.close()
@@ -166,7 +166,7 @@ async def test_of_several_creators_one_succeeds(objects: ObjectStorage) -> None:
 
 async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
     files = FileStore(objects)
-    mine = await files.save_file("mine", "in.jsonl", "batch", pieces_of(b"hello"))
+    mine = await files.save_file("mine", "in.jsonl", "batch", chunks_of(b"hello"))
     for stranger in ("yours", "Mine", "m"):
         with pytest.raises(ApiError, match="no such file") as caught:
             await files.find_file(stranger, mine.id)
@@ -182,7 +182,7 @@ async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
 async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
     files = FileStore(objects)
     with pytest.raises(ApiError) as caught:
-        await files.save_file("t", "in.jsonl", "batch", pieces_of(b"x" * 600, b"x" * 600), max_bytes=1000)
+        await files.save_file("t", "in.jsonl", "batch", chunks_of(b"x" * 600, b"x" * 600), max_bytes=1000)
     assert caught.value.status == 413
     assert await objects.list_names("tenants/t") == []
 
@@ -190,11 +190,11 @@ async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
 async def test_what_is_over_or_has_no_file_is_swept(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     files, now = FileStore(objects), time.time_ns()
     monkeypatch.setattr("penstock.ingest.batch.store.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
-    over = await files.save_file("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
-    kept = await files.save_file("t", "kept.jsonl", "batch", pieces_of(b"kept"))
-    orphan, _ = await files.save_content("t", pieces_of(b"nobody's"))
+    over = await files.save_file("t", "old.jsonl", "batch", chunks_of(b"old"), life_s=-1)
+    kept = await files.save_file("t", "kept.jsonl", "batch", chunks_of(b"kept"))
+    orphan, _ = await files.save_content("t", chunks_of(b"nobody's"))
     monkeypatch.undo()
-    under_way, _ = await files.save_content("t", pieces_of(b"not yet a file"))
+    under_way, _ = await files.save_content("t", chunks_of(b"not yet a file"))
     with pytest.raises(ApiError, match="no such file"):
         await files.find_file("t", over.id)
     assert await files.delete_expired() == 2
@@ -205,7 +205,7 @@ async def test_what_is_over_or_has_no_file_is_swept(objects: ObjectStorage, monk
 
 async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
     files, batches, caller = FileStore(objects), BatchStore(objects), Caller(tenant="t")
-    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
     made = await batches.create_batch(caller, NEW, file)
     await files.delete_file("t", file.id)
     assert await batches.list_open_ids() == [made.id]
@@ -223,7 +223,7 @@ async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
 
 async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     files, batches = FileStore(objects), BatchStore(objects)
-    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
     await objects.delete(content_path("t", file.id))
     with pytest.raises(ApiError, match="no such file"):
         await batches.create_batch(Caller(tenant="t"), NEW, file)
@@ -237,7 +237,7 @@ async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, mo
 
 async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) -> None:
     files, batches = FileStore(objects), BatchStore(objects)
-    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
     birth = await batches.find_open_spec((await batches.create_batch(Caller(tenant="t"), NEW, file)).id)
     assert birth is not None
     first, second = FinishedParts(objects, birth), FinishedParts(objects, birth)
@@ -255,25 +255,25 @@ async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 async def test_lines_do_not_depend_on_how_their_bytes_come(cut: int) -> None:
     content = '{"a": 1}\r\n\n  \n{"b": "ä"}\n{"c": 3}'.encode()
-    pieces = pieces_of(*(content[at : at + cut] for at in range(0, len(content), cut)))
-    found = [(number, json.loads(line)) async for number, line in split_lines(pieces)]
+    chunks = chunks_of(*(content[at : at + cut] for at in range(0, len(content), cut)))
+    found = [(number, json.loads(line)) async for number, line in split_lines(chunks)]
     assert found == [(1, {"a": 1}), (4, {"b": "ä"}), (5, {"c": 3})]
 
 
 async def test_a_line_without_end_is_not_gathered() -> None:
     with pytest.raises(InvalidLine, match="line 1: A line may have"):
-        async for _ in split_lines(pieces_of(*[b"x" * PIECE_BYTES] * (MAX_LINE_BYTES // PIECE_BYTES + 1))):
+        async for _ in split_lines(chunks_of(*[b"x" * CHUNK_BYTES] * (MAX_LINE_BYTES // CHUNK_BYTES + 1))):
             pass
 
 
 async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
     good = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
     bad = [b"[]\n", b'{"custom_id": 5}\n', b"{\n", good.replace(b"POST", b"GET"), good.replace(b"{}", b"[]"), good]
-    total, errors = await check_lines(split_lines(pieces_of(good, *bad)), (CHAT,), 100)
+    total, errors = await check_lines(split_lines(chunks_of(good, *bad)), (CHAT,), 100)
     assert total == 7
     assert [(error.line, error.code) for error in errors] == [
         (2, "invalid_json_line"), (3, "invalid_custom_id"), (4, "invalid_json_line"), (5, "invalid_method"),
         (6, "missing_required_parameter"), (7, "duplicate_custom_id"),
     ]  # fmt: skip
-    _, errors = await check_lines(split_lines(pieces_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
+    _, errors = await check_lines(split_lines(chunks_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
     assert len(errors) == 100

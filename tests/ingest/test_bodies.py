@@ -13,12 +13,12 @@ from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint
 
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
-NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
+NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "a format": (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
     "a user's call": (
         CHAT, {"messages": [TURN | {"tool_calls": [CALL]}]}, "messages.0.tool_calls", "invalid_value",
@@ -82,7 +82,7 @@ OURS = (
 """Fields of requests and records: who sends them would speak for others."""
 
 
-def prompted(endpoint: Endpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
+def prompted(endpoint: ApiEndpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
     """A body with a prompt, and what is given."""
     prompt: dict[str, dict[str, Any]]
     prompt = {CHAT.path: {"messages": [TURN]}, COMPLETIONS.path: {"prompt": "hi"}, RESPONSES.path: {"input": "hi"}}
@@ -91,7 +91,7 @@ def prompted(endpoint: Endpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("endpoint", "given", "param", "code"), NO_SUCH.values(), ids=NO_SUCH)
 def test_what_cannot_be_had_is_named_by_its_whole_path(
-    endpoint: Endpoint[Any], given: dict[str, Any], param: str, code: str
+    endpoint: ApiEndpoint[Any], given: dict[str, Any], param: str, code: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
         endpoint.make_requests(endpoint.parse_body(prompted(endpoint, given)), "r")
@@ -123,7 +123,7 @@ CHAT_DEFAULTS = {
 @pytest.mark.parametrize(
     ("endpoint", "defaults"), [(CHAT, CHAT_DEFAULTS), (COMPLETIONS, {"add_special_tokens": True}), (RESPONSES, {})]
 )
-def test_defaults_of_other_servers_change_nothing(endpoint: Endpoint[Any], defaults: dict[str, Any]) -> None:
+def test_defaults_of_other_servers_change_nothing(endpoint: ApiEndpoint[Any], defaults: dict[str, Any]) -> None:
     (plain,) = endpoint.make_requests(endpoint.parse_body(prompted(endpoint, {})), "r")
     (given,) = endpoint.make_requests(endpoint.parse_body(prompted(endpoint, DEFAULTS | defaults)), "r")
     prompts = plain.pop("prompt", None), given.pop("prompt", None)
@@ -200,7 +200,9 @@ def test_a_prompt_instead_of_input_is_refused_by_name() -> None:
         (RESPONSES, {"input": "x", "reasoning": {"effort": "most"}}, "reasoning.effort"),
     ],
 )
-def test_an_unknown_effort_is_refused_with_the_list(endpoint: Endpoint[Any], asked: dict[str, Any], param: str) -> None:
+def test_an_unknown_effort_is_refused_with_the_list(
+    endpoint: ApiEndpoint[Any], asked: dict[str, Any], param: str
+) -> None:
     with pytest.raises(ApiError, match="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'") as raised:
         endpoint.parse_body({"model": "demo", **asked})
     assert raised.value.param == param

@@ -11,7 +11,7 @@ from penstock.client.core import Event
 from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.sse import encode_frames
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, StreamMeta, make_stream_meta
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
@@ -19,7 +19,7 @@ from penstock.names import START_HASH, roll_hash
 
 TURNS = [{"role": "user", "content": "hi"}]
 TEXTS = ["a", "", "b c", "", "", "d"]
-CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[ApiEndpoint[Any], dict[str, Any]]] = {
     "chat": (CHAT, {"messages": TURNS}),
     "chat of three": (CHAT, {"messages": TURNS, "n": 3, "stream": True, "stream_options": {"include_usage": True}}),
     "completions": (COMPLETIONS, {"prompt": ["x", "y"], "stream": True, "stream_options": {"include_usage": True}}),
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
 }
 
 
-def make_meta(endpoint: Endpoint[Any], body: dict[str, Any]) -> StreamMeta:
+def make_meta(endpoint: ApiEndpoint[Any], body: dict[str, Any]) -> StreamMeta:
     return make_stream_meta(endpoint, endpoint.parse_body({"model": "demo"} | body), f"{endpoint.id_prefix}1")
 
 
@@ -46,7 +46,7 @@ def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list
 
 
 def send_events(
-    endpoint: Endpoint[Any], made: StreamMeta, order: list[int], after: str | None = None
+    endpoint: ApiEndpoint[Any], made: StreamMeta, order: list[int], after: str | None = None
 ) -> list[SentEvent]:
     """All that a reader is told whose choices' events come in this order, as far as it goes, then one by one."""
     cursor = SseCursor(endpoint, made, ResumePoint(len(made.request_ids), after))

@@ -22,7 +22,7 @@ from penstock.ingest.gateway.state import Gateway, find_caller
 from penstock.ingest.openai import RESPONSES, StreamMeta
 from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
-from penstock.names import card_key
+from penstock.names import stream_meta_key
 from sim.waiting import wait_for
 from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
@@ -90,7 +90,10 @@ class KeptPipeline:
         pipeline = self.scripted.pipeline
         for name in names:
             assert not self.scripted.server.hexists(pipeline.responses_key, name)
-            assert self.scripted.server.delete(card_key(name), pipeline.record_key(name), pipeline.log_key(name)) == 3
+            assert (
+                self.scripted.server.delete(stream_meta_key(name), pipeline.record_key(name), pipeline.log_key(name))
+                == 3
+            )
 
     async def get(self, path: str, gateway: int = 1, **params: Any) -> Any:
         return (await self.clients[gateway].get(f"/v1/responses/{path}", params=params)).json()
@@ -265,9 +268,9 @@ async def test_store_false_leaves_only_what_a_stream_needs(kept: KeptPipeline) -
     posted = await kept.post_answered(store=False, stream=True)
     name = posted.headers["x-request-id"]
     assert json.loads(posted.text.split("data: ")[-1])["response"]["store"] is False
-    card = kept.scripted.server.get(card_key(name))
-    assert card is not None
-    assert SECRET.encode() not in card
+    stored = kept.scripted.server.get(stream_meta_key(name))
+    assert stored is not None
+    assert SECRET.encode() not in stored
     assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
     await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
     assert kept.stored() == []
@@ -400,9 +403,9 @@ async def test_a_gateway_that_died_before_it_removed_the_mark_costs_nothing(
 
 async def test_metadata_of_unended_responses_is_renewed_by_any_gateway(kept: KeptPipeline) -> None:
     name = (await kept.ask())["id"]
-    kept.scripted.server.pexpire(card_key(name), 60_000)
+    kept.scripted.server.pexpire(stream_meta_key(name), 60_000)
     await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
-    assert kept.scripted.server.pttl(card_key(name)) > 60_000
+    assert kept.scripted.server.pttl(stream_meta_key(name)) > 60_000
 
 
 @pytest.mark.parametrize("lost", ["metadata", "id", "time"])
@@ -416,7 +419,7 @@ async def test_what_is_lost_is_looked_for_no_more(
     else:
         kept.finish(name)
         if lost == "metadata":
-            server.delete(card_key(name))
+            server.delete(stream_meta_key(name))
         else:
             server.hset(pipeline.record_key(name), "body", "another producer's")
     await keeper.move_ended(pipeline)
@@ -494,7 +497,9 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         assert read_text([*seen, *rest]) == "<0><1><2>"
         key = scripted.pipeline.responses_key
         wait_for(lambda: not scripted.server.exists(key), "it is in the object store")
-        scripted.server.delete(card_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name))
+        scripted.server.delete(
+            stream_meta_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name)
+        )
         assert httpx.get(url, timeout=None).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
 
 

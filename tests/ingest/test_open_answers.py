@@ -7,7 +7,7 @@ import pytest
 
 from penstock.client.core import make_request
 from penstock.ingest.admission import estimate_open_output
-from penstock.ingest.batch.answer import Batch, apply_terms
+from penstock.ingest.batch.answer import BatchJob, apply_terms
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import NO_TOKEN_LIMIT, SubmitArgs, cap_open_answers
@@ -63,7 +63,7 @@ def test_a_tenants_limit_ends_answers_that_have_none() -> None:
     async def no_lines() -> AsyncIterator[bytes]:
         yield b""
 
-    batch = Batch("b", ("/v1/chat/completions",), no_lines, 1.0, max_request_tokens=50)
+    batch = BatchJob("b", ("/v1/chat/completions",), no_lines, 1.0, max_request_tokens=50)
     assert apply_terms(asks("chat/completions", **CHAT)[0], batch)["max_tokens"] == 50
     with pytest.raises(ApiError) as refused:
         apply_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], batch)

@@ -21,7 +21,7 @@ from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.tenants import Caller, make_key
 from penstock.ingest.webhooks import Webhooks, derive_tenant_secret
 from penstock.messages import EndEvent
-from penstock.names import WEBHOOKS_KEY, card_key, webhook_events_key
+from penstock.names import WEBHOOKS_KEY, stream_meta_key, webhook_events_key
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
 from sim.waiting import wait_for
@@ -112,7 +112,7 @@ def test_a_response_that_is_not_in_the_background_has_no_event(site: Site, recei
         with httpx.stream("POST", f"{gateway.url}/v1/responses", json=body, headers=headers, timeout=None) as stream:
             name = stream.headers["x-request-id"]
         site.finish(name, end())
-        wait_for(lambda: site.scripted.server.exists(card_key(name)) and not site.has_mark(name), "it has moved")
+        wait_for(lambda: site.scripted.server.exists(stream_meta_key(name)) and not site.has_mark(name), "it has moved")
         told = site.ask(gateway)
         site.finish(told, end())
         wait_for(lambda: receiver.posted, "the other one is told")

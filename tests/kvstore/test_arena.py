@@ -147,7 +147,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 
 def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here another process is at it, and does not get on. When it is gone the next one goes on."""
-    monkeypatch.setattr(growth, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(growth, "CHUNK_BYTES", 8192)
     first = open_tier()
     assert first.arena.allocator.wait_until_mapped(PATIENCE_S)
     path = first.arena.path
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_later(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Somebody else filled the directory meanwhile: the arena stays as small as it is."""
-    monkeypatch.setattr(growth, "PIECE_BYTES", 16384)
+    monkeypatch.setattr(growth, "CHUNK_BYTES", 16384)
     left, allocate = [4], os.posix_fallocate
 
     def runs_out(fd: int, offset: int, length: int) -> None:

@@ -17,20 +17,20 @@ from penstock.kvstore.copying import (
     HashingCopy,
     compute_checksum,
     copy_and_hash,
-    copy_and_hash_in_pieces,
+    copy_and_hash_in_chunks,
 )
 from penstock.kvstore.native import build, library
 
 CopyHashed = Callable[[memoryview, memoryview], int]
 LARGE = 3 * 2**20
-VARIANTS = ["avx512", "avx2", "plain", "pieces"]
+VARIANTS = ["avx512", "avx2", "plain", "chunks"]
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
 def copying(request: pytest.FixtureRequest) -> Iterator[CopyHashed]:
     """Each way to copy that this machine has."""
-    if request.param == "pieces":
-        yield copy_and_hash_in_pieces
+    if request.param == "chunks":
+        yield copy_and_hash_in_chunks
         return
     loaded = library.load_library()
     if loaded is None or not loaded.select_isa(request.param):
@@ -103,10 +103,10 @@ def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 9 * HASH_UNIT_BYTES), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
-def test_in_pieces(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
-    """Any pieces of whole units, and what is left."""
+def test_in_chunks(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
+    """Any chunks of whole units, and what is left."""
     memory, source = bytearray(length + into_at + 1), memoryview(content)[:length]
-    _in_pieces(copying, memoryview(memory)[into_at:-1], source, [size * HASH_UNIT_BYTES for size in sizes])
+    _in_chunks(copying, memoryview(memory)[into_at:-1], source, [size * HASH_UNIT_BYTES for size in sizes])
     assert memory[into_at:-1] == source
     assert not any(memory[:into_at])
     assert memory[-1] == 0
@@ -127,52 +127,52 @@ def test_in_pieces(copying: CopyHashed, content: bytes, length: int, sizes: list
         LARGE - HASH_UNIT_BYTES,
     ],
 )
-def test_in_large_pieces(copying: CopyHashed, content: bytes, length: int) -> None:
-    _in_pieces(copying, memoryview(bytearray(length)), memoryview(content)[:length], [2**20] * 2)
+def test_in_large_chunks(copying: CopyHashed, content: bytes, length: int) -> None:
+    _in_chunks(copying, memoryview(bytearray(length)), memoryview(content)[:length], [2**20] * 2)
 
 
-def _in_pieces(copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int]) -> None:
+def _in_chunks(copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if copying is copy_and_hash_in_pieces:
+        if copying is copy_and_hash_in_chunks:
             patch.setattr(library, "load_library", lambda: None)
-        pieces, start = HashingCopy(into), 0
+        chunks, start = HashingCopy(into), 0
         for size in sizes:
             if start + size < len(source):
-                pieces.add_piece(source[start : start + size])
+                chunks.add_chunk(source[start : start + size])
                 start += size
         if start < len(source):
             with pytest.raises(ValueError, match="only"):
-                pieces.finish_checksum()
-            pieces.add_piece(source[start:])
-        assert pieces.finish_checksum() == xxhash.xxh3_64_intdigest(source)
+                chunks.finish_checksum()
+            chunks.add_chunk(source[start:])
+        assert chunks.finish_checksum() == xxhash.xxh3_64_intdigest(source)
         assert into == source
 
 
-def test_a_piece_that_is_none(copying: CopyHashed) -> None:
-    pieces = HashingCopy(memoryview(bytearray(3 * HASH_UNIT_BYTES)))
+def test_a_chunk_that_is_none(copying: CopyHashed) -> None:
+    chunks = HashingCopy(memoryview(bytearray(3 * HASH_UNIT_BYTES)))
     for wrong in (HASH_UNIT_BYTES - 1, 3 * HASH_UNIT_BYTES + 1):
-        with pytest.raises(ValueError, match="no piece"):
-            pieces.add_piece(memoryview(bytes(wrong)))
-    pieces.add_piece(memoryview(bytes(HASH_UNIT_BYTES)))
-    with pytest.raises(ValueError, match="no piece"):
-        pieces.add_piece(memoryview(bytes(2 * HASH_UNIT_BYTES + 1)))
-    pieces.add_piece(memoryview(bytes(2 * HASH_UNIT_BYTES)))
-    assert pieces.finish_checksum() == compute_checksum(bytes(3 * HASH_UNIT_BYTES))
+        with pytest.raises(ValueError, match="no chunk"):
+            chunks.add_chunk(memoryview(bytes(wrong)))
+    chunks.add_chunk(memoryview(bytes(HASH_UNIT_BYTES)))
+    with pytest.raises(ValueError, match="no chunk"):
+        chunks.add_chunk(memoryview(bytes(2 * HASH_UNIT_BYTES + 1)))
+    chunks.add_chunk(memoryview(bytes(2 * HASH_UNIT_BYTES)))
+    assert chunks.finish_checksum() == compute_checksum(bytes(3 * HASH_UNIT_BYTES))
 
 
 @pytest.mark.parametrize("length", [0, 240, HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES + 1])
-def test_an_empty_piece_changes_nothing(copying: CopyHashed, content: bytes, length: int) -> None:
+def test_an_empty_chunk_changes_nothing(copying: CopyHashed, content: bytes, length: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if copying is copy_and_hash_in_pieces:
+        if copying is copy_and_hash_in_chunks:
             patch.setattr(library, "load_library", lambda: None)
         source, nothing = memoryview(content)[:length], memoryview(b"")
-        pieces = HashingCopy(into := memoryview(bytearray(length)))
+        chunks = HashingCopy(into := memoryview(bytearray(length)))
         for start in range(0, length, HASH_UNIT_BYTES):
-            pieces.add_piece(nothing)
-            pieces.add_piece(source[start : start + HASH_UNIT_BYTES])
+            chunks.add_chunk(nothing)
+            chunks.add_chunk(source[start : start + HASH_UNIT_BYTES])
         for _ in range(2):
-            pieces.add_piece(nothing)
-        assert pieces.finish_checksum() == compute_checksum(source)
+            chunks.add_chunk(nothing)
+        assert chunks.finish_checksum() == compute_checksum(source)
         assert into == source
 
 

@@ -27,8 +27,8 @@ Open = Callable[..., HostTier]
 
 @pytest.fixture
 def open_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    monkeypatch.setattr(growth, "PIECE_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(growth, "ADOPTED_PIECE", 3)
+    monkeypatch.setattr(growth, "CHUNK_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(growth, "ADOPTED_CHUNK", 3)
     opened: list[HostTier] = []
 
     def make(form: BlockFormat = FORM, budget: int = BUDGET, tables: str = "memory") -> HostTier:

@@ -17,7 +17,7 @@ from penstock.kvstore.block import (
     hash_chain_root,
 )
 from penstock.kvstore.codec import PayloadShape
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 
 FINGERPRINT = "5a" * 32
 ROOT = hash_chain_root(FINGERPRINT, derive_tenant_salt("secret", "default"))
@@ -97,7 +97,7 @@ def test_answers_that_are_named_apart_share_the_prompts_full_blocks_alone(
 def keys_of(
     tenant: str, secret: str, fingerprint: str, block_size: int = 4, settings: KVSettings | None = None
 ) -> set[bytes]:
-    layout = KVLayout(fingerprint, block_size, 8, PayloadShape("float32", ((block_size, 1),)))
+    layout = StoreLayout(fingerprint, block_size, 8, PayloadShape("float32", ((block_size, 1),)))
     settings = (settings or KVSettings()).model_copy(update={"salt_secret": secret})
     chain = KVStore(layout, [], settings).make_hasher(tenant)
     chain.hash_full_blocks(range(12))

@@ -10,12 +10,12 @@ import pytest
 from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Block, BlockKey, ReadRequest
 from penstock.kvstore.codec import PayloadShape
-from penstock.kvstore.store import KVLayout, KVStore
+from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.local.processes import find_free_port
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
-LAYOUT = KVLayout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
+LAYOUT = StoreLayout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
 PROMPT = list(range(100, 118))
 """18 tokens: four full blocks and one of two."""
 ALL = 0b111
@@ -35,7 +35,7 @@ def make_store(settings: KVSettings, kv_url: str) -> Iterator[MakeStore]:
     made = []
     RedisPlace(kv_url)  # empty
 
-    def make(layout: KVLayout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
+    def make(layout: StoreLayout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
         made.append(KVStore.open(layout, settings.model_copy(update=changes), url, "demo"))
         return made[-1]
 
@@ -145,7 +145,7 @@ def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make
     assert read(store, tenant="u") == []
     assert read(store, [7, *PROMPT[1:]]) == []
     assert read(store, [*PROMPT[:7], 7]) == found(0)[:1]
-    assert read(make_store(KVLayout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
+    assert read(make_store(StoreLayout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
     assert read(make_store(salt_secret="other")) == []
 
 

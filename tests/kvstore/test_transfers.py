@@ -14,7 +14,7 @@ from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
 
-class PinnedBlock:
+class FakePinnedBlock:
     def __init__(self, payload: bytes) -> None:
         self.payload = memoryview(payload)
         self.valid = True
@@ -23,7 +23,7 @@ class PinnedBlock:
         return self.valid
 
 
-class StagedBlocks:
+class FakeStagedBlocks:
     def __init__(self, held: int, num_views: int) -> None:
         self.num_cached = held
         self.views = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in range(num_views)]
@@ -35,23 +35,23 @@ class Pool:
     def __init__(self, held: int = 0, room: int = 99) -> None:
         self.held, self.room = held, room
         self.landed: list[list[bytes]] = []
-        self.lent: list[PinnedBlock] = []
-        self.returned: list[PinnedBlock] = []
+        self.lent: list[FakePinnedBlock] = []
+        self.returned: list[FakePinnedBlock] = []
         self.valid = True
         self.is_full = False
 
-    def stage_blocks(self, keys: list[bytes], klass: str) -> StagedBlocks | None:
+    def stage_blocks(self, keys: list[bytes], klass: str) -> FakeStagedBlocks | None:
         if self.is_full:
             return None
         held = min(self.held, len(keys))
-        return StagedBlocks(held, min(self.room, len(keys) - held))
+        return FakeStagedBlocks(held, min(self.room, len(keys) - held))
 
     def commit_staged_blocks(self, landing: Any, num_filled: int) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.landed.append([bytes(view) for view in landing.views[:num_filled]])
 
-    def pin_block(self, seq: Any, index: int) -> PinnedBlock:
-        lent = PinnedBlock(expected()[index])
+    def pin_block(self, seq: Any, index: int) -> FakePinnedBlock:
+        lent = FakePinnedBlock(expected()[index])
         lent.valid = self.valid
         self.lent.append(lent)
         return lent

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
@@ -142,7 +142,7 @@ def answers() -> list[ExpectedAnswer]:
         for item in engine.step():
             if item.seq.num_output_tokens == MAX_TOKENS:
                 engine.remove_sequence(item.seq)
-    states = [OutputText(model.tokenizer, request.sampling, model.eos_token_ids, MAX_TOKENS) for request in asked]
+    states = [Detokenizer(model.tokenizer, request.sampling, model.eos_token_ids, MAX_TOKENS) for request in asked]
     texts = [
         "".join(state.add_token(token)[0] for token in seq.output_token_ids)
         for state, seq in zip(states, seqs, strict=True)

@@ -26,7 +26,7 @@ PLACES = [
     (Claim, "next_event"),
     ("role", "record_token"),
     ("role", "build_end_event"),
-    ("role", "build_completion"),
+    ("role", "build_stage_output"),
     ("role", "read_message"),
     ("metrics", "record_end"),
 ]

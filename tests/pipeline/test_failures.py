@@ -14,8 +14,8 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.engine.batch import Batch
 from penstock.engine.sequence import Sequence as EngineSequence
+from penstock.engine.step_batch import StepBatch
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
@@ -57,7 +57,7 @@ def breaks(
     engine = core_of(line.prefill if stage == "prefill" else line.decode)
     right, left = engine.runner.run_step, [times]
 
-    def broken(batch: Batch) -> object:
+    def broken(batch: StepBatch) -> object:
         if left[0] and any(POISON in seq.token_ids and seq.num_output_tokens >= output for seq, _ in batch.plan):
             left[0] -= 1
             raise error()

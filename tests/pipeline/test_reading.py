@@ -46,7 +46,7 @@ def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
 
 @pytest.fixture
 def patient(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
-    """Nothing waits for two leases here: after these a message is put down, and may be read again."""
+    """Nothing waits for two leases here: after these a message is parked, and may be read again."""
     return make_line(record=RecordSettings(lease_s=600))
 
 

@@ -19,7 +19,7 @@ def test_a_job_whose_publication_is_not_known_goes_out_renamed(
 ) -> None:
     line, tried, builders = make_line(), list[Job](), list[threading.Thread]()
     member, role = line.prefill.member, line.prefill.role
-    settle, build_completion = member.settle, role.build_completion
+    settle, build_stage_output = member.settle, role.build_stage_output
 
     def settle_second_time(settlements: Sequence[Settlement]) -> None:
         tried.extend(decode_message(Job, output.value) for one in settlements for output in one.outputs)
@@ -29,10 +29,10 @@ def test_a_job_whose_publication_is_not_known_goes_out_renamed(
 
     def note_thread(task: object) -> object:
         builders.append(threading.current_thread())
-        return build_completion(task)  # type: ignore[arg-type]
+        return build_stage_output(task)  # type: ignore[arg-type]
 
     monkeypatch.setattr(member, "settle", settle_second_time)
-    monkeypatch.setattr(role, "build_completion", note_thread)
+    monkeypatch.setattr(role, "build_stage_output", note_thread)
     (request,) = make_requests(1, line.pipeline.name, max_tokens=4)
     line.send_requests(request)
     line.run_prefill(1)

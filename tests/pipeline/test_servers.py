@@ -12,7 +12,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
-from penstock.redis.servers import ByServer, choose_server, store_server_lists
+from penstock.redis.servers import Sharded, choose_server, store_server_lists
 from penstock.telemetry.timeline import read_timeline
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.checks import Streams, check_results, check_streams
@@ -86,7 +86,7 @@ def test_who_comes_with_another_list_is_refused(two: TwoServers) -> None:
 def test_the_spans_of_a_request_are_on_its_server(two: TwoServers) -> None:
     two.wait_ready()
     pipeline = Pipeline(two.stack.addresses.pipeline)
-    servers = ByServer.from_urls(two.stack.addresses.stream_url, redis_client)
+    servers = Sharded.from_urls(two.stack.addresses.stream_url, redis_client)
     asked: list[str] = []
     found: list[str] = []
 

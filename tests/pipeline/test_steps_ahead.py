@@ -14,7 +14,7 @@ from sim.workload import compute_answers, make_requests
 def compute_ahead(worker: Worker) -> None:
     """Let a worker's steps be computed from their beginning on, as a device does."""
     core_of(worker).runner.is_asynchronous = True
-    assert worker.engine.computes_ahead
+    assert worker.engine.is_asynchronous
 
 
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])

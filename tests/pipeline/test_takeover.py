@@ -162,7 +162,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
-    # On a fast machine too, the victim has work for several times the two leases after which a message is put down.
+    # On a fast machine too, the victim has work for several times the two leases after which a message is parked.
     if stage == "prefill":
         work = make_requests(48, pipeline.name, max_tokens=8)
     else:
@@ -186,7 +186,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
                 name for name, status in found.items() if status and status.stage == stage and not status.worker_name
             ]
 
-        wait_for(lambda: len(waiting()) > 2, "some are put down")
+        wait_for(lambda: len(waiting()) > 2, "some are parked")
         victim.kill()
         left = waiting()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")

@@ -12,7 +12,7 @@ from sim.protocol.state import Budget, Rules
 REPLIES = {
     "claim": "claim ended busy bound conflict",
     "attach": "busy",
-    "put down": "down bound conflict",
+    "park": "down bound conflict",
     "take": "claim gone",
     "renew": "lost",
     "append": "0 1 2",

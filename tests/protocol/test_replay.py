@@ -23,12 +23,12 @@ from tests.protocol.test_model import KINDS
 
 NUM_TRACES, NUM_STEPS = 400, 60
 MISHAPS = (
-    "crash", "doubt", "fail", "give up", "late", "blind", "reap", "lose", "move", "put down", "set aside", "stop",
+    "crash", "doubt", "fail", "give up", "late", "blind", "reap", "lose", "move", "park", "set aside", "stop",
     "sync", "cancel",
 )  # fmt: skip
 HOLDERS = ("append", "release", "handed", "finish")
 """Calls with a claim that the worker has, or had."""
-SCRIPTS = ("claim", "put down", "take", "append", "handed", "release")
+SCRIPTS = ("claim", "park", "take", "append", "handed", "release")
 ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
     "take: none", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "reap", "due", "sync", "lose"
 }  # fmt: skip
@@ -87,9 +87,7 @@ def make_call(
 ) -> tuple[Step, RequestRecord]:
     """Return any call by any worker, with the expected reply, and the record after it."""
     is_due = rec.waits or LATER in rec.free
-    kinds = (
-        ["claim", "put down", "take", "cancel", "sync", "lose"] + ["reap"] * (rec.session != NOBODY) + ["due"] * is_due
-    )
+    kinds = ["claim", "park", "take", "cancel", "sync", "lose"] + ["reap"] * (rec.session != NOBODY) + ["due"] * is_due
     if not epochs or rng.random() < 0.3:
         kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[3] * (len(kinds) - 6)])[0]
         return _make_first_call(rng, kind, rec, saved, clock, flaw)
@@ -108,8 +106,8 @@ def _make_first_call(
         case "claim":
             after, reply = script.claim_request(rec, stage, index, message, clock + 1, flaw)
             return Step(kind, call=(kind, stage, index, message, True), reply=reply), after
-        case "put down":
-            after, reply = script.put_down_message(rec, stage, message, clock + 1)
+        case "park":
+            after, reply = script.park_message(rec, stage, message, clock + 1)
             return Step(kind, call=(kind, stage, message), reply=reply), after
         case "take":
             after, reply = script.take_over_request(rec, stage, index, clock + 1)

@@ -47,7 +47,7 @@ def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, 
 
 def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Record) -> None:
     """The second time would bring another request, and nobody would know of the first one."""
-    record.put_down("decode", [UnclaimedMessage(name, "", "j1", b"message") for name in ("r1", "r2")])
+    record.park_messages("decode", [UnclaimedMessage(name, "", "j1", b"message") for name in ("r1", "r2")])
     session = alive(record, "decode", "d1")
     proxy.lose_reply()
     with pytest.raises(redis.ConnectionError):

@@ -1,4 +1,4 @@
-"""Messages that no worker works on are put down, whatever fails meanwhile."""
+"""Messages that no worker works on are parked, whatever fails meanwhile."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,13 +72,13 @@ def session(hasty: Record) -> Iterator[Session]:
         yield made
 
 
-def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
+def test_what_waits_is_parked_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
     with start_rescuer(hasty, session, member) as rescuer:
         wait_for(lambda: hasty.count_free("prefill") == 2, "both are free")
         assert hasty.read_status("b1") is None
         assert {taken.claim.id for taken in hasty.take_over_free("prefill", session.id, 9)} == {"r1", "r2"}
-        rescuer.put_down_waiting()
+        rescuer.park_waiting_messages()
         assert hasty.count_free("prefill") == 0
 
 
@@ -87,13 +87,13 @@ class Full(Record):
 
     failures = 1
 
-    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+    def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         if waiting and self.failures:
             self.failures -= 1
             raise redis.TimeoutError("slow")
         num_bytes = sum(len(one.message) for one in waiting)
         assert num_bytes <= MAX_BATCH_BYTES or len(waiting) == 1
-        return super().put_down(stage, waiting)
+        return super().park_messages(stage, waiting)
 
 
 class Half(Record):
@@ -101,12 +101,12 @@ class Half(Record):
 
     is_away = True
 
-    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+    def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         left = [one for one in waiting if self.is_away and one.id in ("r1", "r3")]
-        return left + super().put_down(stage, [one for one in waiting if one not in left])
+        return left + super().park_messages(stage, [one for one in waiting if one not in left])
 
 
-def test_messages_of_a_server_that_is_away_are_put_down_when_it_answers(
+def test_messages_of_a_server_that_is_away_are_parked_when_it_answers(
     client: "redis.Redis", pipeline: Pipeline, hasty: Record
 ) -> None:
     """Both those that wait here and those read for others. Messages of another server do not wait."""

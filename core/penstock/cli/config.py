@@ -29,7 +29,7 @@ from penstock.redis.urls import hide_passwords
 app = typer.Typer(help="What the settings are, and whether they are right.", no_args_is_help=True)
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """One setting as it may be printed."""
 
     variable: str
@@ -64,14 +64,14 @@ def check_settings() -> None:
     typer.echo("nothing is wrong with the settings")
 
 
-def list_settings() -> Iterator[Row]:
+def list_settings() -> Iterator[SettingRow]:
     """Yield all settings, one class after the other. Raises `SettingsError`."""
     config = read_config_file(os.environ)
     for kind in SETTINGS_CLASSES:
         settings, given = load_settings(kind), read_given_values(kind, os.environ, config)
         for name in kind.model_fields:
             origin = given[name].origin if name in given else "default"
-            yield Row(variable_name(kind, name), format_value(settings, name), origin)
+            yield SettingRow(variable_name(kind, name), format_value(settings, name), origin)
 
 
 def format_value(settings: BaseSettings, name: str) -> object:

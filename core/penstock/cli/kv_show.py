@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SUMMED_COUNTERS = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
 TIER_ORDER = ("pool", "shared", "disk", "redis")
-Row = dict[str, Any]
+StatsRow = dict[str, Any]
 
 
 def format_bytes(count: int) -> str:
@@ -39,9 +39,9 @@ def format_age(seconds: float) -> str:
 # stats
 
 
-def build_usage_row(place: "TierLocation") -> Row:
+def build_usage_row(place: "TierLocation") -> StatsRow:
     """Return one tier's row for `stats`, with `error` if the tier does not answer."""
-    row: Row = {"tier": place.name, "where": place.location}
+    row: StatsRow = {"tier": place.name, "where": place.location}
     try:
         usage = place.read_usage()
     except KVStoreError as error:
@@ -49,9 +49,9 @@ def build_usage_row(place: "TierLocation") -> Row:
     return row | {"blocks": usage.blocks, "bytes": usage.bytes, "budget": usage.budget, "leased": usage.leased}
 
 
-def sum_by_stage(workers: Iterable[Row]) -> dict[str, Row]:
+def sum_by_stage(workers: Iterable[StatsRow]) -> dict[str, StatsRow]:
     """Return the live workers' KV store counters, summed by stage. Workers that report none are left out."""
-    stages: dict[str, Row] = {}
+    stages: dict[str, StatsRow] = {}
     for worker in workers:
         report = worker.get("kv")
         if not isinstance(report, dict):
@@ -77,7 +77,7 @@ def read_counter(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> None:
+def print_stats(console: Console, rows: list[StatsRow], stages: dict[str, StatsRow]) -> None:
     """Print the table of tiers, and one of counters for each stage."""
     table = _make_table("tier", "blocks", "bytes", "budget", "leased")
     table.add_column("where", overflow="fold")

@@ -12,7 +12,7 @@ from penstock.errors import ServersDiffer
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
-from penstock.redis.servers import ByServer, describe_server_list, replace_server_list
+from penstock.redis.servers import Sharded, describe_server_list, replace_server_list
 from penstock.redis.urls import hide_password, split_urls
 
 app = typer.Typer(help="The Redis servers that requests are spread over.", no_args_is_help=True)
@@ -22,7 +22,7 @@ app = typer.Typer(help="The Redis servers that requests are spread over.", no_ar
 def list_servers() -> None:
     """Each server, and the list of servers that is stored on it."""
     addresses = load_settings(Addresses)
-    pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
+    pipeline, clients = Pipeline(addresses.pipeline), Sharded.from_urls(addresses.stream_url, redis_client)
     table = Table("name", "address", "its list", box=None, pad_edge=False)
     for name, url, client in zip(clients.names, split_urls(addresses.stream_url), clients.parts, strict=True):
         table.add_row(name, hide_password(url), _read_server_list(client, pipeline))
@@ -36,7 +36,7 @@ def change_servers() -> None:
     Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
     """
     addresses = load_settings(Addresses)
-    pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
+    pipeline, clients = Pipeline(addresses.pipeline), Sharded.from_urls(addresses.stream_url, redis_client)
     if running := [worker["name"] for worker in read_worker_status(addresses)]:
         raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
     unsettled = connect_bus(addresses, load_settings(BusSettings)).count_unsettled()

@@ -39,20 +39,20 @@ from penstock.ops.lag import PipelineLag
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncTokenLog, RequestStatus
 from penstock.redis.client import async_redis_client, translate_outages
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 
 
 class AsyncClient(BaseClient):
     """`Client` for one event loop. Messages submitted while others are handed to the bus go out together after them."""
 
     def _open_logs(self) -> None:
-        self._servers = ByServer.from_urls(self._addresses.stream_url, async_redis_client)
+        self._servers = Sharded.from_urls(self._addresses.stream_url, async_redis_client)
         self._logs = self._servers.map_parts(
             lambda client: AsyncTokenLog(client, self._pipeline, self._record_settings)
         )
         self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
         self._sending: asyncio.Task[None] | None = None
-        self._live: ByServer[LiveFeed] | None = None
+        self._live: Sharded[LiveFeed] | None = None
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable. Raises as `Client.submit`."""
@@ -79,12 +79,12 @@ class AsyncClient(BaseClient):
 
         A slow consumer costs no more memory: events that it does not take are dropped, and read from the log later.
         """
-        async with aclosing(self.news(request_id, after, timeout_s)) as batches:
+        async with aclosing(self.stream_batches(request_id, after, timeout_s)) as batches:
             async for batch in batches:
                 for event in raise_on_error(batch):
                     yield event
 
-    async def news(
+    async def stream_batches(
         self, request_id: str, after: str | None = None, timeout_s: float = 60.0, body: str = ""
     ) -> AsyncGenerator[list[Event], None]:
         """Yield events as `stream`, in lists of those that came together; an empty list after each second without any.
@@ -93,7 +93,7 @@ class AsyncClient(BaseClient):
         (`EncodedRequest.body_hash`), `IdConflict` is raised before the first event if the id's record names another.
         """
         if self._live is None:
-            self._live = ByServer.from_urls(self._addresses.stream_url, LiveFeed)
+            self._live = Sharded.from_urls(self._addresses.stream_url, LiveFeed)
         live, channel, mailbox = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
         steps = read_stream(request_id, StreamReader(after), timeout_s, body)
         live.add_listener(channel, mailbox.put_event)

@@ -39,7 +39,7 @@ from penstock.ops.lag import PipelineLag
 from penstock.record.live import LiveThread, Mailbox
 from penstock.record.log import TokenLog
 from penstock.redis.client import redis_client, translate_outages
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 
 
 class Client(BaseClient):
@@ -50,10 +50,10 @@ class Client(BaseClient):
     """
 
     def _open_logs(self) -> None:
-        self._servers = ByServer.from_urls(self._addresses.stream_url, redis_client)
+        self._servers = Sharded.from_urls(self._addresses.stream_url, redis_client)
         self._logs = self._servers.map_parts(lambda client: TokenLog(client, self._pipeline, self._record_settings))
         self._lock = threading.Lock()
-        self._live: ByServer[LiveThread] | None = None
+        self._live: Sharded[LiveThread] | None = None
 
     def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable, so that it will be answered.
@@ -138,7 +138,7 @@ class Client(BaseClient):
     def _read_stream(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
         with self._lock:
             if self._live is None:
-                self._live = ByServer.from_urls(self._addresses.stream_url, LiveThread)
+                self._live = Sharded.from_urls(self._addresses.stream_url, LiveThread)
         steps = read_stream(request_id, reader, timeout_s)
         with (
             self._live[request_id].open_mailbox(self._pipeline.live_channel(request_id)) as mailbox,

@@ -1,6 +1,6 @@
 """The engine of an endpoint worker: it asks servers for the answers, and gives their text to the loop as tokens.
 
-Each answer is read on a thread of its own (`answer.py`), which hands over events. The loop's step takes what has
+Each answer is read on a thread of its own (`reply.py`), which hands over events. The loop's step takes what has
 arrived: pieces of text are the tokens that the step sampled, and ends of answers are events that the loop collects.
 
 An endpoint that fails costs the answers that were under way there. What happens to those is the operator's choice
@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from penstock.config.settings import EndpointSettings, RecordSettings
-from penstock.endpoint_worker.answer import Answer, AnswerEvent, Failed, Finished, Piece, Refused
 from penstock.endpoint_worker.endpoints import Endpoints
 from penstock.endpoint_worker.question import Question, build_question
+from penstock.endpoint_worker.reply import EndpointReply, Failed, Finished, Piece, Refused, ReplyEvent
 from penstock.engine.contract import Ended, Outcome
 from penstock.errors import AnswerInterrupted, ModelError, RequestError
 from penstock.failpoints import failpoint
@@ -48,7 +48,7 @@ class EndpointSequence:
     """The caller's, which events return unchanged."""
     pieces: list[str] = field(default_factory=list)
     """The text so far: what was in the log, and what answers brought since."""
-    answer: Answer | None = None
+    answer: EndpointReply | None = None
     """The answer that is being read; None while the request waits for an endpoint."""
     num_pieces_before: int = 0
     """Pieces so far when the answer was asked for: they were a part of its prompt."""
@@ -98,7 +98,7 @@ class SampledPiece:
 class EndpointEngine:
     """Asks endpoints for the answers of requests."""
 
-    computes_ahead = False
+    is_asynchronous = False
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class EndpointEngine:
         self.endpoints, self.settings = endpoints, settings
         self._record, self._count_retry = record, count_retry
         self._sequences: dict[str, EndpointSequence] = {}
-        self._by_answer: dict[Answer, EndpointSequence] = {}
-        self._cut: list[Answer] = []
+        self._by_answer: dict[EndpointReply, EndpointSequence] = {}
+        self._cut: list[EndpointReply] = []
         """Answers that are not wanted any more, whose threads may still run."""
-        self._arrived: queue.SimpleQueue[tuple[Answer, AnswerEvent]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[EndpointReply, ReplyEvent]] = queue.SimpleQueue()
         self._pieces: list[SampledPiece] = []
         self._ended: list[Ended] = []
         self._wake = threading.Event()
@@ -221,7 +221,9 @@ class EndpointEngine:
                 question = self._build_question(seq)
                 endpoint.num_running += 1
                 seq.num_pieces_before = len(seq.pieces)
-                answer = Answer(endpoint, question, self.settings.key, self.settings.silence_s, self._report_event)
+                answer = EndpointReply(
+                    endpoint, question, self.settings.key, self.settings.silence_s, self._report_event
+                )
                 seq.answer, self._by_answer[answer] = answer, seq
                 failpoint("endpoint.2.asked")
 
@@ -231,14 +233,14 @@ class EndpointEngine:
             raise AnswerInterrupted("it was cut when readers had seen a part of it")
         return build_question(seq.request, self.settings.model, "".join(seq.pieces), len(seq.pieces))
 
-    def _report_event(self, answer: Answer, event: AnswerEvent) -> None:
+    def _report_event(self, answer: EndpointReply, event: ReplyEvent) -> None:
         """Hand over an event. An answer's thread calls this."""
         self._arrived.put((answer, event))
         self._wake.set()
 
     # What arrives
 
-    def _handle_event(self, seq: EndpointSequence, answer: Answer, event: AnswerEvent) -> None:
+    def _handle_event(self, seq: EndpointSequence, answer: EndpointReply, event: ReplyEvent) -> None:
         if isinstance(event, Piece):
             self._add_piece(seq, answer, event.text)
             return
@@ -254,7 +256,7 @@ class EndpointEngine:
             case Failed():
                 self._handle_failure(seq, answer, event)
 
-    def _add_piece(self, seq: EndpointSequence, answer: Answer, text: str) -> None:
+    def _add_piece(self, seq: EndpointSequence, answer: EndpointReply, text: str) -> None:
         """Hand a piece of text over. What is behind `max_tokens` is dropped, and ends the answer."""
         if not seq.num_left:
             self._end(seq, Outcome("length"))
@@ -265,7 +267,7 @@ class EndpointEngine:
             seq.num_failures = 0
         self._pieces.append(SampledPiece(seq, text))
 
-    def _handle_failure(self, seq: EndpointSequence, answer: Answer, failed: Failed) -> None:
+    def _handle_failure(self, seq: EndpointSequence, answer: EndpointReply, failed: Failed) -> None:
         """Have a request asked for again, at whichever endpoint can be, or end it.
 
         It ends where the operator does not want it to be asked for again, where the text is as long as it may be, and
@@ -300,7 +302,7 @@ class EndpointEngine:
         self.remove_request(seq.id)
         self._ended.append(Ended(seq.context, outcome))
 
-    def _forget_answer(self, answer: Answer) -> None:
+    def _forget_answer(self, answer: EndpointReply) -> None:
         if (seq := self._by_answer.pop(answer, None)) is not None:
             answer.endpoint.num_running -= 1
             seq.answer = None

@@ -3,9 +3,9 @@
 import logging
 
 from penstock.config.addresses import Addresses
-from penstock.endpoint_worker.answer import list_models
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.reply import list_models
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import SettingsError
 from penstock.names import STAGES

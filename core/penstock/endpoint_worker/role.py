@@ -45,7 +45,7 @@ from penstock.worker.confine import build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.result import build_result_of_log
 from penstock.worker.retry import to_request_error
-from penstock.worker.task import Completion, Task
+from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class EndpointRole:
 
     # 5. Settle.
 
-    def build_completion(self, task: Task) -> Completion | None:
+    def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
         job = Job(id=task.id, job=task.job_name, klass=task.klass, tenant=task.tenant)
         return build_result_of_log(self.pipeline, task, job, self.model_name)

@@ -20,7 +20,6 @@ from torch.nn.functional import gelu, silu
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
-from penstock.engine.batch import Batch
 from penstock.engine.cuda.backend import CudaBackend, describe_device
 from penstock.engine.cuda.fuse import fuse_parts
 from penstock.engine.cuda.trial import DTYPES as FUSED_DTYPES
@@ -53,11 +52,12 @@ from penstock.engine.latent import (
     make_latent_heads,
     set_latent_heads,
 )
-from penstock.engine.layer import NativeBody, NativeLayer, find_layer_parts, has_experts, make_native_body
+from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, has_experts, make_native_model
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import make_step
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
@@ -124,7 +124,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     native = load_library()
     if native is None or model.dtype not in DTYPES:
         return model
-    if not model.layout.is_read_alone:
+    if not model.layout.attends_internally:
         _absorb_projections(model)
     record = _record_forward(model)
     if model.layout.is_int8 and (record.layers != model.layout.by_layer.keys() or model.layout.states is not None):
@@ -139,7 +139,7 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
-    backend = NativeBackend(native, record.layers, replacer.build_body(), has_experts, has_latents)
+    backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
 
@@ -246,19 +246,19 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1
 
 
-def _make_batch(model: LoadedModel) -> Batch:
+def _make_batch(model: LoadedModel) -> StepBatch:
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(
         model.vocab_size, (min(NUM_PROBE_TOKENS, model.context_length - 1),), generator=generator
     ).tolist()
     seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = list(range(-(-len(ids) // model.layout.block_size)))
-    return Batch([(seq, len(ids))], model.layout.block_size, model.device)
+    return StepBatch([(seq, len(ids))], model.layout.block_size, model.device)
 
 
-def _place_probe(model: LoadedModel, batch: Batch) -> Tensor:
+def _place_probe(model: LoadedModel, batch: StepBatch) -> Tensor:
     """Return the last positions of the context, or the first ones where the model counts what is cached: [1, T]."""
-    if model.layout.is_read_alone:
+    if model.layout.attends_internally:
         return batch.position_ids
     return batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
 
@@ -311,10 +311,10 @@ class _Replacer:
             self._replace_linears(names)
         self._replace_latent_heads()
 
-    def build_body(self) -> NativeBody | None:
+    def build_native_model(self) -> NativeModel | None:
         """Return a module that computes the whole model, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
-        new = make_native_body(self._root)
+        new = make_native_model(self._root)
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
         mixtures = {

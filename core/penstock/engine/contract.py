@@ -199,7 +199,7 @@ class TokenSource(Protocol):
     # The step
 
     @property
-    def computes_ahead(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether a device computes the step from `begin_step` on, and the caller may do other things meanwhile.
 
         Then it is best begun before the tokens of the last one are handled. Requests that end with those are removed

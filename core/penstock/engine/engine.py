@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.batch import Batch
 from penstock.engine.cost import (
     TRIAL_CHUNK_TOKENS,
     TRIAL_CONTEXT_TOKENS,
@@ -49,8 +48,9 @@ from penstock.engine.sampler import (
 from penstock.engine.sampling.penalties import has_penalties
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
+from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
 from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
+from penstock.engine.step_batch import StepBatch
 from penstock.errors import GrammarFailed, ModelError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
@@ -112,7 +112,7 @@ class Engine:
         """Tokens that were computed as drafts."""
         self.num_accepted_tokens = 0
         """Drafted tokens that were drawn, too."""
-        min_tokens = max(1, model.layout.cell_tokens)
+        min_tokens = max(1, model.layout.scan_chunk_tokens)
         self._quarantine = Quarantine(settings.max_step_tokens, min_tokens) if quarantine else None
         self._num_mask_threads = settings.threads - 1
         """How many threads compute masks beside the step's own."""
@@ -120,7 +120,7 @@ class Engine:
         self._rate = PrefillRate()
         self._plan: Plan = []
         """The step that was begun."""
-        self._launched: tuple[Batch, Tensor] | Exception | None = None
+        self._launched: tuple[StepBatch, Tensor] | Exception | None = None
         """The begun step's logits, which a device computes, or what went wrong; None if it is computed at its end."""
         self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
@@ -205,7 +205,7 @@ class Engine:
 
     # KV from and to the stores (see `staging`), on the engine's thread
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass = "interactive") -> StagedBlocks | None:
+    def stage_blocks(self, keys: list[bytes], klass: PriorityClass = "interactive") -> StagedPoolBlocks | None:
         """Stage blocks for the KV of `keys`, to be filled while steps run.
 
         Keeps enough blocks free for the waiting sequences of this and higher classes, plus one per growing sequence.
@@ -224,14 +224,14 @@ class Engine:
             return None
         return self.staging.stage_blocks(keys, num_reserved)
 
-    def commit_staged_blocks(self, staged: StagedBlocks, num_filled: int) -> None:
+    def commit_staged_blocks(self, staged: StagedPoolBlocks, num_filled: int) -> None:
         """Register the first `num_filled` staged blocks. Nothing may write to the views any more.
 
         A sequence that is added from now on finds these blocks until they are evicted. A second call does nothing.
         """
         self.staging.commit_staged_blocks(staged, num_filled)
 
-    def pin_block(self, seq: Sequence, index: int) -> PinnedBlock:
+    def pin_block(self, seq: Sequence, index: int) -> PinnedPoolBlock:
         """Pin the sequence's `index`-th block for reading while steps run. Rows that are not computed are zero.
 
         The payload does not change until the block is unpinned, whatever becomes of the sequence.
@@ -240,7 +240,7 @@ class Engine:
         assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
         return self.staging.pin_block(seq.block_table[index], min(num_rows, self.settings.block_size))
 
-    def unpin_block(self, pinned: PinnedBlock) -> None:
+    def unpin_block(self, pinned: PinnedPoolBlock) -> None:
         """Unpin a block, or a part of a state, that is not read any more. A second call does nothing."""
         if isinstance(pinned, PinnedState):
             assert self.states is not None
@@ -344,16 +344,16 @@ class Engine:
         self._step_begun_s = time.perf_counter()
         self._plan = self.scheduler.schedule(self._max_step_tokens, self.settings.max_batch)
         self._record_time_outside()
-        self._launched = self._launch_step(self._plan) if self._plan and self.computes_ahead else None
+        self._launched = self._launch_step(self._plan) if self._plan and self.is_asynchronous else None
         return bool(self._plan)
 
     @property
-    def computes_ahead(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether a device computes the step from `begin_step` on."""
         return self.runner.is_asynchronous
 
     @torch.inference_mode()
-    def _launch_step(self, plan: Plan) -> tuple[Batch, Tensor] | Exception:
+    def _launch_step(self, plan: Plan) -> tuple[StepBatch, Tensor] | Exception:
         """Let the device compute a batch. Returns it with its logits, or what went wrong."""
         try:
             self._write_tails(plan)
@@ -459,12 +459,12 @@ class Engine:
                 )
                 seq.tail_payload = None
 
-    def _compute_plan(self, plan: Plan, runner: ModelRunner) -> tuple[Batch, Tensor]:
+    def _compute_plan(self, plan: Plan, runner: ModelRunner) -> tuple[StepBatch, Tensor]:
         """Compute the tokens of a plan, and keep the snapshots of states that fall due in it.
 
         Returns the batch, and what `run_step` does.
         """
-        batch = Batch(plan, self.settings.block_size, self.model.device)
+        batch = StepBatch(plan, self.settings.block_size, self.model.device)
         if self.states is None:
             return batch, runner.run_step(batch)
         for seq, num_tokens in batch.plan:
@@ -477,7 +477,7 @@ class Engine:
             self.states.commit_snapshots(batch.snapshot_rows, is_done=is_done)
         return batch, logits
 
-    def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor) -> None:
+    def _collect_prompt_logprobs(self, batch: StepBatch, logits: Tensor) -> None:
         """Give sequences the log probabilities of the part of their prompts that the step has computed."""
         first = batch.num_sampled_rows
         for seq, positions in batch.prompt_rows:
@@ -489,7 +489,7 @@ class Engine:
                 seq.prompt_logprobs += compute_row_logprobs(rows, [seq.num_prompt_logprobs] * len(part), tokens)
                 first += len(part)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> list[Drawn]:
+    def _sample(self, batch: StepBatch, logits: Tensor) -> list[Drawn]:
         """Sample the tokens of the step; while a device computes its logits, the next step is prepared.
 
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from penstock.engine.files import Progress
-from penstock.engine.notes import Notes, describe_file
+from penstock.engine.load_cache import LoadCache, describe_file
 
 _READ_BYTES = 8 * 2**20  # how much of a file is in this process's memory at once
 
@@ -30,16 +30,16 @@ def stat_files(files: list[Path]) -> FileStats:
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, files))
 
 
-def hash_files(files: list[Path], report: Progress, notes: Notes) -> list[str]:
+def hash_files(files: list[Path], report: Progress, load_cache: LoadCache) -> list[str]:
     """Return the xxh3-128 of each file, in hex. Each is read once, from start to end, or not if its hash is noted."""
     abouts = [describe_file(file) for file in files]
-    noted = [about and notes.read_note("hash", about) for about in abouts]
+    noted = [about and load_cache.read_finding("hash", about) for about in abouts]
     unknown = [file for file, digest in zip(files, noted, strict=True) if not isinstance(digest, str)]
     found = iter(_hash_contents(unknown, report))
     digests = [digest if isinstance(digest, str) else next(found) for digest in noted]
     for file, about, digest in zip(files, abouts, digests, strict=True):
         if file in unknown and about is not None and describe_file(file) == about:
-            notes.write_note("hash", about, digest)
+            load_cache.write_finding("hash", about, digest)
     report("reading weights", 1.0)
     return digests
 

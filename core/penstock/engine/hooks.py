@@ -5,13 +5,14 @@
 2. `paged_attention`, registered with `AttentionInterface`, runs over the flat batch of all sequences of the
    step.
 
-The model itself sees one sequence of T tokens, shape [1, T]; the `Batch` knows which tokens belong to which sequence.
+The model itself sees one sequence of T tokens, shape [1, T]; the `StepBatch` knows which tokens belong to which
+sequence.
 
 Where a kernel reads the pool itself, and the model passes K and V from the first place to the second unchanged,
 nothing is gathered: `update()` returns its arguments.
 
 A model that attends in a way of its own keeps its attention, and has the first place alone: it reads one sequence at a
-time (`LoneStep`), and finds in the cache what transformers' own would hold.
+time (`SingleSequenceStep`), and finds in the cache what transformers' own would hold.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from transformers.cache_utils import Cache
 from penstock.engine.attention import LayerAttention
 from penstock.engine.latent import LatentHeads, expand_latents
 from penstock.engine.masks import OwnAttention, Unsupported, make_mask_rule
-from penstock.engine.step import LoneStep, Step, current_step
+from penstock.engine.step import SingleSequenceStep, Step, current_step
 
 ATTENTION_NAME = "penstock"
 """The attention implementation's name in transformers."""
@@ -36,7 +37,7 @@ ATTENTION_NAME = "penstock"
 def run_with_step(module: Any, step: Step) -> Iterator[None]:
     """Let the module's forward passes within the context run as this step."""
     stock = module.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-    is_replaced = stock != ATTENTION_NAME and not isinstance(step, LoneStep)
+    is_replaced = stock != ATTENTION_NAME and not isinstance(step, SingleSequenceStep)
     if is_replaced:
         module.set_attn_implementation(ATTENTION_NAME)
     token = current_step.set(step)
@@ -83,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Return the cached tokens, or for a layer the offsets [T] to add to 0, 1, … to get its tokens' positions."""
         step = current_step.get()
-        if layer_idx is None or isinstance(step, LoneStep):
+        if layer_idx is None or isinstance(step, SingleSequenceStep):
             return step.num_cached_tokens
         positions = step.batch.position_ids[0]
         return positions - torch.arange(len(positions), device=positions.device)

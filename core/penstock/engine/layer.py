@@ -238,7 +238,7 @@ class RotaryTable:
         return table[0][positions][None], table[1][positions][None]
 
 
-class NativeBody(nn.Module):
+class NativeModel(nn.Module):
     """Embedding, native layers without windows, norm and head, without the model's own forward passes.
 
     With small models and small batches those take longer than the arithmetic, and so one call computes all of it where
@@ -303,7 +303,7 @@ class NativeBody(nn.Module):
         logits: Tensor = self._head(self._norm(x[0, kept]))
         return logits
 
-    def _describe_model(self) -> library.BodyArgs | None:
+    def _describe_model(self) -> library.NativeModelArgs | None:
         """Return what is the same in every step of a model without mixtures; None for any other."""
         norm, head, embed = self._norm, self._head, self._embed
         group: Any = getattr(head, "group", None)
@@ -311,7 +311,7 @@ class NativeBody(nn.Module):
             return None
         if len(self._stages) > 1 or not isinstance(self._stages[0], PagedLayers):
             return None
-        args = library.BodyArgs(
+        args = library.NativeModelArgs(
             num_layers=len(self._layers), norm=norm.weight.data_ptr(), eps=norm.eps, plus_one=norm.plus_one,
             head=ctypes.pointer(group.packed), num_logits=group.outputs[0], element_bytes=group.dtype.itemsize,
         )  # fmt: skip
@@ -325,7 +325,7 @@ class NativeBody(nn.Module):
 
     def _compute_model(
         self,
-        args: library.BodyArgs,
+        args: library.NativeModelArgs,
         step: NativeStep,
         addresses: tuple[int, int, int],
         num_kept: int,
@@ -364,8 +364,8 @@ class NativeBody(nn.Module):
         return found
 
 
-def make_native_body(module: Any) -> NativeBody | None:
-    """Return the model as one body if it is built like Llama and all its layers are native; otherwise None.
+def make_native_model(module: Any) -> NativeModel | None:
+    """Return the model as a `NativeModel` if it is built like Llama and all its layers are native; otherwise None.
 
     As with layers, the caller compares what it computes with the original.
     """
@@ -375,4 +375,4 @@ def make_native_body(module: Any) -> NativeBody | None:
         return None
     if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
         return None
-    return NativeBody(module)
+    return NativeModel(module)

@@ -7,7 +7,7 @@ are read, so loading runs no code of the model's author.
 
 Quantised weights are unpacked while the module reads them (`quantized.py`). Where there is a file of packed weights,
 it is mapped instead, and no tensor of the checkpoint is read (`packed_model.py`). Hashes of files and the proof are
-noted on this machine (`notes.py`), so that the next start finds them.
+noted on this machine (`load_cache.py`), so that the next start finds them.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ from penstock.engine.files import Progress, find_model, find_weight_files, to_on
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
 from penstock.engine.kernels.forms import QUANTIZED
 from penstock.engine.kernels.library import load_library
+from penstock.engine.load_cache import LoadCache
 from penstock.engine.memory import check_memory
 from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
-from penstock.engine.notes import Notes
 from penstock.engine.packed_file import PackedFile, PackedFileRefused, open_packed_file
 from penstock.engine.packed_model import (
     PackedSource,
@@ -54,7 +54,7 @@ from penstock.engine.proof import describe_proof, prove_kind, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
 from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
-from penstock.engine.storage import KVLayout
+from penstock.engine.storage import BlockLayout
 from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError
@@ -65,7 +65,7 @@ LAYOUT_VERSION = 2
 """Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
 
 MAX_SPEED_AGE_S = 3600.0
-"""How long the engine's measured speed is taken from a note: it also depends on what else the machine did."""
+"""How long the engine's measured speed is taken from the load cache: it also depends on what else the machine did."""
 _NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
@@ -82,12 +82,12 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     engine = Engine(model, settings)
     with torch.inference_mode():
         engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
-    notes, about = Notes(settings.find_cache_directory()), describe_speed(model, settings)
-    if speed := notes.read_note("speed", about, max_age_s=MAX_SPEED_AGE_S):
+    load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
+    if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
         engine.use_measured_speed(speed)
     else:
         engine.measure_speed()
-        notes.write_note("speed", about, engine.measured_speed)
+        load_cache.write_finding("speed", about, engine.measured_speed)
     log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
 
@@ -167,7 +167,7 @@ class _Description:
 
     settings: EngineSettings
     report: Progress
-    notes: Notes
+    load_cache: LoadCache
     directory: Path
     files: list[Path]
     stats: FileStats
@@ -196,9 +196,9 @@ class _Description:
 
     def hash_files(self) -> list[str]:
         """Return the hash of each weight file, read or noted."""
-        return hash_files(self.files, self.report, self.notes)
+        return hash_files(self.files, self.report, self.load_cache)
 
-    def build_model(self, module: Any, layout: KVLayout, hashes: list[str], **given: Any) -> LoadedModel:
+    def build_model(self, module: Any, layout: BlockLayout, hashes: list[str], **given: Any) -> LoadedModel:
         """Return the loaded model."""
         form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
         if self.quantization is not None:
@@ -243,9 +243,9 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     with phases.measure("skeleton"):
         dtype = choose_dtype(settings.dtype, config, device)
         skeleton = build_skeleton(config, dtype)
-    notes = Notes(settings.find_cache_directory())
+    load_cache = LoadCache(settings.find_cache_directory())
     return _Description(
-        settings, report, notes, directory, files, stats, device, config, quantization, tokenizer, context_length,
+        settings, report, load_cache, directory, files, stats, device, config, quantization, tokenizer, context_length,
         dtype, skeleton,
     )  # fmt: skip
 
@@ -273,7 +273,7 @@ def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
         module = load_module(skeleton, found.config, weights, found.device, report)
         layout = probe_layout(module, found.settings.block_size, found.dtype, found.device)
         layout = replace(layout, is_int8=found.settings.kv_dtype == "int8")
-        if layout.is_read_alone:
+        if layout.attends_internally:
             log.warning(
                 "%s attends in a way of its own: the sequences of a step are computed one after the other",
                 found.settings.model,
@@ -301,7 +301,7 @@ def open_model(settings: EngineSettings, progress: Progress | None = None) -> Lo
         if model is None:
             model = _load_checkpoint(found, phases)
             with phases.measure("proof"):
-                model = prove_once(model, settings, report, found.notes)
+                model = prove_once(model, settings, report, found.load_cache)
         log.info("%s is loaded in %s", settings.model, phases)
         return model
 
@@ -323,15 +323,15 @@ def _open_packed(found: _Description, phases: Phases) -> LoadedModel | None:
     return None
 
 
-def prove_once(model: LoadedModel, settings: EngineSettings, report: Progress, notes: Notes) -> LoadedModel:
+def prove_once(model: LoadedModel, settings: EngineSettings, report: Progress, load_cache: LoadCache) -> LoadedModel:
     """Return what `prove_model` returns, which is not proved again where all that the proof depends on is noted."""
     about = describe_proof(model, settings)
-    if notes.read_note("proof", about):
+    if load_cache.read_finding("proof", about):
         model = accelerate_model(model, settings.weights)
         report("checking the engine", 1.0)
         return model
     model = prove_model(model, settings, report)
-    notes.write_note("proof", about, found=True)
+    load_cache.write_finding("proof", about, found=True)
     return model
 
 
@@ -363,10 +363,10 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
         raise PackedFileRefused(f"{path} is not used: {difference}; `penstock weights pack` writes it anew")
     check_memory(file.num_bytes, settings.pool_mb, found.device)
     with phases.measure("content"):
-        check_packed_content(file, found.notes, found.report)
+        check_packed_content(file, found.load_cache, found.report)
     with phases.measure("mapping"):
         module, backend = restore_module(file, found.skeleton, native)
-        layout = KVLayout(read_layer_shapes(file), settings.block_size, found.dtype, settings.kv_dtype == "int8")
+        layout = BlockLayout(read_layer_shapes(file), settings.block_size, found.dtype, settings.kv_dtype == "int8")
         if layout.is_int8 and backend.layers != layout.by_layer.keys():
             raise PackedFileRefused(f"{path} has attention that the kernels cannot compute over int8")
         model = found.build_model(
@@ -385,13 +385,13 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
 def _prove_packed(found: _Description, model: LoadedModel, file: PackedFile) -> None:
     """Prove the engine on a tiny model of the kind, unless that is noted. What the file has was proved before."""
     about = describe_proof(model, found.settings, packed=file.digest)
-    if not found.notes.read_note("proof", about):
+    if not found.load_cache.read_finding("proof", about):
         whole = replace(model, module=build_skeleton(found.config, found.dtype))
         try:
             prove_kind(whole, found.settings)
         except CannotShrink as error:
             raise PackedFileRefused(f"{file.path}: no tiny model of its kind can be proved here ({error})") from error
-        found.notes.write_note("proof", about, found=True)
+        found.load_cache.write_finding("proof", about, found=True)
     found.report("checking the engine", 1.0)
 
 
@@ -411,7 +411,7 @@ def pack_model(settings: EngineSettings, out: Path | None = None, progress: Prog
         report, phases = progress or _ignore_progress, Phases()
         settings = settings.model_copy(update={"packed": ""})
         found = _read_description(settings, report, phases)
-        model = prove_once(_load_checkpoint(found, phases), settings, report, found.notes)
+        model = prove_once(_load_checkpoint(found, phases), settings, report, found.load_cache)
         source = _describe_source(found, found.hash_files())
         path = out or _choose_place(found)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -420,7 +420,7 @@ def pack_model(settings: EngineSettings, out: Path | None = None, progress: Prog
         report("writing packed weights", 1.0)
         found.check_unchanged()
         # It was proved above, and what is proved once with this file need not be proved again.
-        found.notes.write_note("proof", describe_proof(model, settings, packed=file.digest), found=True)
+        found.load_cache.write_finding("proof", describe_proof(model, settings, packed=file.digest), found=True)
         found.skeleton = build_skeleton(found.config, found.dtype)
         _load_packed(found, path, phases)
         return file

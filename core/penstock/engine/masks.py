@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from penstock.engine.attention import GatheredRows, Masks, Visibility
-from penstock.engine.batch import Batch
+from penstock.engine.step_batch import StepBatch
 
 _NUM_CHECKED_POSITIONS = 128
 
@@ -56,7 +56,7 @@ class MaskRule:
             self._masks = gathered.make_masks(self.visibility, dtype)
         return self._masks
 
-    def get_first_keys(self, batch: Batch) -> Tensor | None:
+    def get_first_keys(self, batch: StepBatch) -> Tensor | None:
         """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
         if self._first_keys is None and self.visibility is not None:
             self._first_keys = _find_first_visible(self.visibility, batch.position_ids[0])
@@ -87,7 +87,7 @@ def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: 
     return gathered.make_masks(_make_window_rule(window), dtype)
 
 
-def find_first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
+def find_first_keys(batch: StepBatch, rule: object, window: int | None) -> Tensor | None:
     """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
     if isinstance(rule, MaskRule):
         return rule.get_first_keys(batch)

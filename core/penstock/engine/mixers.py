@@ -16,10 +16,10 @@ _BY_TOKEN = {"hidden_states", "position_ids", "position_embeddings"}
 """Arguments that have a part for each token: [1, T, ...]."""
 
 
-def divide_mixers(mixers: dict[int, nn.Module], cell_tokens: int) -> None:
+def divide_mixers(mixers: dict[int, nn.Module], scan_chunk_tokens: int) -> None:
     """Let each of a model's mixers, by layer, compute the steps of the engine in pieces; other calls stay as they are.
 
-    Its own chunks become no larger than a cell, which would be padded otherwise.
+    Its own chunks become no larger than a scan chunk, which would be padded otherwise.
     """
     mixer: Any
     for layer, mixer in mixers.items():
@@ -27,7 +27,7 @@ def divide_mixers(mixers: dict[int, nn.Module], cell_tokens: int) -> None:
             mixer.forward = _DividedForward(mixer.forward, layer)
         size: Any = getattr(mixer, "chunk_size", None)
         if isinstance(size, int):
-            mixer.chunk_size = min(size, cell_tokens)
+            mixer.chunk_size = min(size, scan_chunk_tokens)
 
 
 class _DividedForward:

@@ -10,7 +10,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.fingerprint import add_arithmetic
 from penstock.engine.latent import LatentHeads
 from penstock.engine.runner import ModelRunner
-from penstock.engine.storage import KVLayout, KVStorage
+from penstock.engine.storage import BlockLayout, KVStorage
 from penstock.engine.weights import MappedWeights
 
 QUANTIZATION_VERSION = 3
@@ -66,7 +66,7 @@ class LoadedModel:
     """Hex digest of weights, configuration, dtype and KV layout."""
     module: Any
     """The transformers model."""
-    layout: KVLayout
+    layout: BlockLayout
     vocab_size: int
     """Token ids are below this."""
     stock_attention: str
@@ -83,7 +83,7 @@ class LoadedModel:
     """The files that its parameters may be views of. Who packs a parameter elsewhere calls `drop_tensor_pages`."""
 
     @property
-    def names_answers_apart(self) -> bool:
+    def has_separate_answer_keys(self) -> bool:
         """Whether a token's KV depends on whether it is the prompt's or the answer's.
 
         Weights in another form compute another KV. Attention to latents rounds otherwise than attention to the K and V

@@ -35,9 +35,9 @@ from penstock.engine.kernels.packed import (
     PackedLinears,
 )
 from penstock.engine.latent import LatentHeads, set_latent_heads
-from penstock.engine.layer import AttentionParams, NativeLayer, make_native_body
+from penstock.engine.layer import AttentionParams, NativeLayer, make_native_model
+from penstock.engine.load_cache import LoadCache, describe_file
 from penstock.engine.model import QUANTIZATION_VERSION, LoadedModel
-from penstock.engine.notes import Notes, describe_file
 from penstock.engine.packed_file import PackedFile, PackedFileRefused, PackedFileWriter, open_packed_file
 from penstock.engine.storage import LayerShape
 from penstock.errors import ModelLoadError
@@ -107,7 +107,7 @@ def write_packed_model(model: LoadedModel, weights: str, source: PackedSource, p
         raise ModelLoadError("only what the native kernels compute is packed: it needs a CPU, and the kernels built")
     if model.layout.states is not None:
         raise ModelLoadError("its layers keep a recurrent or convolution state: such models are not packed yet")
-    if model.layout.is_read_alone:
+    if model.layout.attends_internally:
         raise ModelLoadError("it reads one sequence at a time, as it attends by itself: such models are not packed yet")
     with PackedFileWriter(path) as writer:
         groups: dict[int, str] = {}
@@ -193,15 +193,15 @@ def _iter_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # Reading
 
 
-def check_packed_content(file: PackedFile, notes: Notes, report: Progress) -> None:
+def check_packed_content(file: PackedFile, load_cache: LoadCache, report: Progress) -> None:
     """Raise `PackedFileRefused` if the file is damaged. One that was checked, and is the same, is not read again."""
     about = describe_file(file.path)
-    if about is not None and notes.read_note("packed", about) == file.digest:
+    if about is not None and load_cache.read_finding("packed", about) == file.digest:
         report("checking packed weights", 1.0)
         return
     file.check_content(report)
     if about is not None:
-        notes.write_note("packed", about, file.digest)
+        load_cache.write_finding("packed", about, file.digest)
 
 
 def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[Any, NativeBackend]:
@@ -230,7 +230,7 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
         ]:
             if isinstance(value, Tensor) and value.is_meta and not isinstance(value, PackedWeight):
                 raise PackedFileRefused(f"{file.path} lacks {name}.{key}")
-    body = make_native_body(skeleton) if about["has_body"] else None
+    body = make_native_model(skeleton) if about["has_body"] else None
     if about["has_body"] and body is None:
         raise PackedFileRefused(f"{file.path} is of a model with other parts")
     has_experts = any(isinstance(part, NativeExperts) for part in skeleton.modules())

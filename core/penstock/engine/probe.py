@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine import hooks
-from penstock.engine.batch import Batch
 from penstock.engine.masks import OwnAttention, Unsupported
 from penstock.engine.mixers import divide_mixers
 from penstock.engine.sequence import Sequence
-from penstock.engine.states import StateLayout, StatePart, choose_cell_tokens, choose_interval_tokens
-from penstock.engine.step import LoneStep, Step, make_step
-from penstock.engine.storage import KVLayout, KVStorage, LayerShape, number_index_keys
+from penstock.engine.states import StateLayout, StatePart, choose_interval_tokens, choose_scan_chunk_tokens
+from penstock.engine.step import SingleSequenceStep, Step, make_step
+from penstock.engine.step_batch import StepBatch
+from penstock.engine.storage import BlockLayout, KVStorage, LayerShape, number_index_keys
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
@@ -35,7 +35,7 @@ _COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
 class _ProbeStep(Step):
     """Records the shapes of what each layer would cache, and stores nothing."""
 
-    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+    def __init__(self, batch: StepBatch, storage: KVStorage) -> None:
         super().__init__(batch, storage)
         self.shapes: dict[int, LayerShape] = {}
         self.states: dict[int, LinearAttentionLayer] = {}
@@ -58,7 +58,7 @@ class _ProbeStep(Step):
         return key, value
 
 
-class _LoneProbeStep(_ProbeStep, LoneStep):
+class _SingleSequenceProbeStep(_ProbeStep, SingleSequenceStep):
     """The same for a model that attends by itself."""
 
     def write_index_keys(self, layer: int, keys: Tensor) -> Tensor:
@@ -97,21 +97,21 @@ def find_unscaled_context(config: Any) -> int | None:
 
 @torch.inference_mode()
 def probe_layout(
-    module: Any, block_size: int, dtype: torch.dtype, device: torch.device, cell_tokens: int | None = None
-) -> KVLayout:
+    module: Any, block_size: int, dtype: torch.dtype, device: torch.device, scan_chunk_tokens: int | None = None
+) -> BlockLayout:
     """Run the module on one token, and return the layout of what its layers cache.
 
-    Its layers that keep a state are made to read each sequence in cells of `cell_tokens` from now on. Raises
-    `ModelLoadError` with the reason why the architecture cannot be served.
+    Its layers that keep a state are made to read each sequence in scan chunks of `scan_chunk_tokens` from now on.
+    Raises `ModelLoadError` with the reason why the architecture cannot be served.
     """
     try:
         step = _record_shapes(module, dtype, device)
         if step.mixers and device.type != "cpu":
             raise Unsupported("models whose layers keep a recurrent or convolution state are served on a CPU only")
         shapes = tuple(step.shapes[layer] for layer in sorted(step.shapes))
-        layout = KVLayout(shapes, block_size, dtype, is_read_alone=isinstance(step, LoneStep))
+        layout = BlockLayout(shapes, block_size, dtype, attends_internally=isinstance(step, SingleSequenceStep))
         if step.mixers:
-            layout = replace(layout, states=_probe_states(module, step, layout, cell_tokens))
+            layout = replace(layout, states=_probe_states(module, step, layout, scan_chunk_tokens))
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
@@ -121,17 +121,17 @@ def probe_layout(
 def _record_shapes(module: Any, dtype: torch.dtype, device: torch.device) -> _ProbeStep:
     """Run the module on one token, and return the step that has recorded what it would cache.
 
-    That is a `LoneStep` where the module attends by itself. Raises `Unsupported`.
+    That is a `SingleSequenceStep` where the module attends by itself. Raises `Unsupported`.
     """
     seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = [0]
-    batch, storage = Batch([(seq, 1)], 1, device), KVStorage(KVLayout((), 1, dtype), 1, device)
+    batch, storage = StepBatch([(seq, 1)], 1, device), KVStorage(BlockLayout((), 1, dtype), 1, device)
     try:
         return _run_probe(module, _ProbeStep(batch, storage))
     except OwnAttention as error:
         if device.type != "cpu":
             raise Unsupported(f"{error}; such models are served on a CPU only") from error
-        return _run_probe(module, _LoneProbeStep(batch, storage))
+        return _run_probe(module, _SingleSequenceProbeStep(batch, storage))
 
 
 def _run_probe(module: Any, step: _ProbeStep) -> _ProbeStep:
@@ -140,17 +140,17 @@ def _run_probe(module: Any, step: _ProbeStep) -> _ProbeStep:
         module(input_ids=ids, position_ids=ids, past_key_values=hooks.PagedCache(), use_cache=True)
     if not step.shapes:
         raise Unsupported("it caches no keys and values")
-    if step.num_attention_calls < len(step.shapes) and not isinstance(step, LoneStep):
+    if step.num_attention_calls < len(step.shapes) and not isinstance(step, SingleSequenceStep):
         raise OwnAttention("it computes its attention inside its own modules, not through transformers' interface")
     return step
 
 
-def _probe_states(module: Any, step: _ProbeStep, layout: KVLayout, cell_tokens: int | None) -> StateLayout:
-    """Return the layout of the states that a step has noted, and let the layers read cells from now on."""
-    cell_tokens = cell_tokens or choose_cell_tokens(layout.block_size)
-    divide_mixers(step.mixers, cell_tokens)
-    states = StateLayout(tuple(_describe_states(step.states)), cell_tokens, 0)
-    interval = choose_interval_tokens(states.row_bytes, layout.block_bytes / layout.block_size, cell_tokens)
+def _probe_states(module: Any, step: _ProbeStep, layout: BlockLayout, scan_chunk_tokens: int | None) -> StateLayout:
+    """Return the layout of the states that a step has noted, and let the layers read scan chunks from now on."""
+    scan_chunk_tokens = scan_chunk_tokens or choose_scan_chunk_tokens(layout.block_size)
+    divide_mixers(step.mixers, scan_chunk_tokens)
+    states = StateLayout(tuple(_describe_states(step.states)), scan_chunk_tokens, 0)
+    interval = choose_interval_tokens(states.row_bytes, layout.block_bytes / layout.block_size, scan_chunk_tokens)
     states = replace(states, interval_tokens=interval)
     firsts = {type(mixer): layer for layer, mixer in sorted(step.mixers.items(), reverse=True)}
     device = step.batch.device
@@ -158,7 +158,7 @@ def _probe_states(module: Any, step: _ProbeStep, layout: KVLayout, cell_tokens: 
     return replace(states, continues=continues)
 
 
-def _continues_in_pieces(module: Any, layout: KVLayout, layers: set[int], device: torch.device) -> bool:
+def _continues_in_pieces(module: Any, layout: BlockLayout, layers: set[int], device: torch.device) -> bool:
     """Return whether these layers have the same states after a piece as after its tokens one by one."""
     half = _NUM_PIECE_TOKENS
     generator = torch.Generator().manual_seed(7)
@@ -170,7 +170,7 @@ def _continues_in_pieces(module: Any, layout: KVLayout, layers: set[int], device
         seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
         seq.block_table = list(range(len(storage.data)))
         for num_tokens in chunks:
-            batch = Batch([(seq, num_tokens)], layout.block_size, device)
+            batch = StepBatch([(seq, num_tokens)], layout.block_size, device)
             with hooks.run_with_step(module, make_step(batch, storage)):
                 module(
                     input_ids=batch.input_ids, position_ids=batch.position_ids, past_key_values=hooks.PagedCache(),

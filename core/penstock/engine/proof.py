@@ -8,8 +8,8 @@
    logits must be those of the plain transformers model, as far as the dtype goes. That finds what depends on real
    sizes, and costs as much as two passes.
 
-Where no tiny model can be made, the model itself is proved as in 1, in blocks and cells as short as the tiny model's.
-The reference is always the transformers model alone, greedy, with its own attention.
+Where no tiny model can be made, the model itself is proved as in 1, in blocks and scan chunks as short as the tiny
+model's. The reference is always the transformers model alone, greedy, with its own attention.
 """
 
 import copy
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress
 from penstock.engine.handover import export_blocks, export_state, import_blocks, import_state
@@ -35,7 +34,8 @@ from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
-from penstock.engine.storage import KVLayout
+from penstock.engine.step_batch import StepBatch
+from penstock.engine.storage import BlockLayout
 from penstock.engine.tiny import CannotShrink, build_tiny_model, shrink_model
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed
@@ -50,7 +50,7 @@ MIN_DISTINCT_TOKENS = 12
 NUM_SEEDS = 5
 """How many tiny models are tried until one has answers that differ enough."""
 MAX_BLOCK_SIZE = 16
-"""The largest block size, and cell of a state, in a proof: its prompts must fill some."""
+"""The largest block size, and scan chunk of a state, in a proof: its prompts must fill some."""
 MAX_RELATIVE_ERROR = {torch.float32: 0.01}
 """Root mean square of the error of the logits after a token, relative to their standard deviation."""
 MAX_RELATIVE_ERROR_16_BIT = 0.1
@@ -131,13 +131,13 @@ def _hash_program() -> str:
     return combined.hexdigest()
 
 
-def _shorten_blocks(layout: KVLayout) -> KVLayout:
-    """Return a layout with blocks, and cells of states, that the prompts of a proof fill.
+def _shorten_blocks(layout: BlockLayout) -> BlockLayout:
+    """Return a layout with blocks, and scan chunks of states, that the prompts of a proof fill.
 
     K and V are as they are computed: what int8 loses is not what `generate()` is compared for.
     """
     size = min(layout.block_size, MAX_BLOCK_SIZE)
-    states = layout.states and replace(layout.states, cell_tokens=size)
+    states = layout.states and replace(layout.states, scan_chunk_tokens=size)
     return replace(layout, is_int8=False, block_size=size, states=states)
 
 
@@ -161,7 +161,7 @@ def _replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedM
         model,
         module=module,
         dtype=torch.float32,
-        layout=probe_layout(module, block_size, torch.float32, model.device, cell_tokens=block_size),
+        layout=probe_layout(module, block_size, torch.float32, model.device, scan_chunk_tokens=block_size),
         weights=MappedWeights([]),
         vocab_size=module.get_input_embeddings().num_embeddings,
     )
@@ -201,7 +201,7 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
     seq.block_table = list(range(num_blocks))
     while seq.num_pending_tokens:
         num_tokens = min(seq.num_pending_tokens, MAX_STEP_TOKENS)
-        logits = runner.run_step(Batch([(seq, num_tokens)], model.layout.block_size, model.device))
+        logits = runner.run_step(StepBatch([(seq, num_tokens)], model.layout.block_size, model.device))
         seq.num_computed_tokens += num_tokens
     error = float((logits[0].float() - plain).square().mean().sqrt() / plain.std())
     tolerance = MAX_RELATIVE_ERROR.get(model.dtype, MAX_RELATIVE_ERROR_16_BIT)
@@ -325,7 +325,7 @@ def _choose_pool_mb(model: LoadedModel, references: ReferenceAnswers) -> int:
     num_bytes = 2 * num_blocks * model.layout.block_bytes
     if (states := model.layout.states) is not None:  # a row for each, and snapshots of each as often as they are kept
         num_tokens = sum(map(len, references.prompts)) + NUM_NEW_TOKENS * len(references.prompts)
-        num_rows = 4 * len(references.prompts) + 2 * num_tokens // states.cell_tokens
+        num_rows = 4 * len(references.prompts) + 2 * num_tokens // states.scan_chunk_tokens
         num_bytes += 4 * num_rows * states.row_bytes
     return -(-num_bytes // 2**20)
 

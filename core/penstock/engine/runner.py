@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine import hooks
-from penstock.engine.batch import Batch
 from penstock.engine.sequence import Sequence
-from penstock.engine.step import LoneStep, Step, current_step
+from penstock.engine.step import SingleSequenceStep, Step, current_step
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 
@@ -27,10 +27,10 @@ class ModelRunner:
         """The memory of the pool's blocks."""
         self._module, self._cache = module, hooks.PagedCache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
-        if not storage.layout.is_read_alone:
+        if not storage.layout.attends_internally:
             module.set_attn_implementation(hooks.ATTENTION_NAME)
 
-    def run_step(self, batch: Batch) -> Tensor:
+    def run_step(self, batch: StepBatch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the last tokens and drafts.
 
         Returns [at least as many rows, vocabulary], valid until the next step.
@@ -38,18 +38,19 @@ class ModelRunner:
         if batch.partial_new_blocks:
             # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
             self.storage.zero_blocks(batch.partial_new_blocks)
-        if self.storage.layout.is_read_alone:
-            return self.run_alone(batch)
+        if self.storage.layout.attends_internally:
+            return self.run_each_sequence(batch)
         return self.compute_sampled_logits(Step(batch, self.storage))
 
-    def run_alone(self, batch: Batch) -> Tensor:
+    def run_each_sequence(self, batch: StepBatch) -> Tensor:
         """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
         sampled: list[Tensor] = []
         prompts: list[Tensor] = []
         for seq, num in batch.plan:
-            part = Batch([(seq, num)], batch.block_size, batch.device)  # nothing is drafted where rows are not exact
+            # Nothing is drafted where rows are not exact.
+            part = StepBatch([(seq, num)], batch.block_size, batch.device)
             part.snapshot_rows = batch.snapshot_rows
-            logits = self.compute_sampled_logits(LoneStep(part, self.storage))
+            logits = self.compute_sampled_logits(SingleSequenceStep(part, self.storage))
             sampled.append(logits[: part.num_sampled_rows])
             prompts.append(logits[part.num_sampled_rows : part.num_kept_rows])
         return torch.cat(sampled + prompts)

@@ -254,8 +254,8 @@ class Scheduler:
             # Suspects, and prompts for which nothing is left beside decoding sequences that find no block.
             or self._schedule_alone(list(self.running), token_budget)
         )
-        if self._states is not None:  # a step may be larger than its budget by the rest of a cell
-            plan = {seq: self._complete_cell(seq, num_tokens) for seq, num_tokens in plan.items()}
+        if self._states is not None:  # a step may be larger than its budget by the rest of a scan chunk
+            plan = {seq: self._complete_scan_chunk(seq, num_tokens) for seq, num_tokens in plan.items()}
         for seq, num_tokens in plan.items():
             seq.last_scheduled_step = self._num_steps
             if num_tokens == seq.num_pending_tokens:
@@ -263,8 +263,8 @@ class Scheduler:
                 self._tables.growth.record_tokens(1)
         return list(plan.items())
 
-    def _complete_cell(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many tokens a sequence computes if `num_tokens` are planned: it ends within no cell."""
+    def _complete_scan_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many tokens a sequence computes if `num_tokens` are planned: it ends within no scan chunk."""
         assert self._states is not None
         start = seq.num_computed_tokens
         return self._states.layout.find_cell_end(start + num_tokens, seq.num_prompt_tokens) - start

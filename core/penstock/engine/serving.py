@@ -17,7 +17,7 @@ from penstock.engine.limits import max_length
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.state_rows import StateRows
 from penstock.kvstore.block import PromptBlocks
-from penstock.kvstore.store import KVLayout, KVStore, PooledModel
+from penstock.kvstore.store import KVStore, PooledModel, StoreLayout
 from penstock.kvstore.transfers import LoadOperation, Pool, StateSearch, StateWrite, StoreOperation, Transfers
 from penstock.names import CLASSES, PriorityClass
 
@@ -83,7 +83,7 @@ class EngineCore(Pool, Protocol):
         """Give the next full blocks of the sequence, those without a key, their keys."""
 
     @property
-    def computes_ahead(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether a device computes the step from `begin_step` on."""
 
     def begin_step(self) -> bool:
@@ -198,9 +198,9 @@ class ServingEngine:
     # The step
 
     @property
-    def computes_ahead(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether a device computes the step from `begin_step` on."""
-        return self.core.computes_ahead
+        return self.core.is_asynchronous
 
     def begin_step(self) -> bool:
         """Begin a step. Returns whether there is anything to compute."""
@@ -349,7 +349,7 @@ def open_serving_engine(core: EngineCore, kv: KVSettings, kv_urls: str, pipeline
 
     Raises what `KVStore.open` raises.
     """
-    store = KVStore.open(KVLayout.from_model(core.model), kv, kv_urls, pipeline)
+    store = KVStore.open(StoreLayout.from_model(core.model), kv, kv_urls, pipeline)
     try:
         store.set_compute_speed(core.prefill_tokens_per_s)
         yield ServingEngine(core, store)

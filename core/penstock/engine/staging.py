@@ -40,7 +40,7 @@ class BlockMemory(Protocol):
         """
 
 
-class StagedBlocks:
+class StagedPoolBlocks:
     """Blocks set aside in the pool for the KV of `keys`.
 
     The pool holds the first `num_cached` keys already; `views` are for the keys after those. All of these blocks stay
@@ -63,7 +63,7 @@ class StagedBlocks:
         return self.is_open and self._page_tags == [self._pool.page_tags[block] for block in self.new_blocks]
 
 
-class PinnedBlock:
+class PinnedPoolBlock:
     """A pinned block: `payload` is a read-only view of its `block_bytes` bytes."""
 
     def __init__(self, pool: BlockPool, payload: memoryview | None, block: int | None, copy: BlockCopy | None) -> None:
@@ -91,8 +91,8 @@ class BlockStaging:
 
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool, self._memory = pool, memory
-        self._open: set[StagedBlocks] = set()
-        self._pinned: set[PinnedBlock] = set()
+        self._open: set[StagedPoolBlocks] = set()
+        self._pinned: set[PinnedPoolBlock] = set()
 
     @property
     def has_open(self) -> bool:
@@ -103,16 +103,16 @@ class BlockStaging:
         """Return whether a block is staged for any of these keys."""
         return any(key in staged.pending_keys for staged in self._open for key in keys)
 
-    def stage_blocks(self, keys: list[bytes], num_reserved: int) -> StagedBlocks:
+    def stage_blocks(self, keys: list[bytes], num_reserved: int) -> StagedPoolBlocks:
         """Stage blocks for `keys`, or for as many of them as fit if `num_reserved` blocks stay free."""
         cached = self._pool.pin_cached_prefix(keys, counted=False)
         count = min(len(keys) - len(cached), max(0, self._pool.num_free_blocks - num_reserved))
-        staged = StagedBlocks(self._pool, keys, cached, self._pool.allocate_blocks(count))
+        staged = StagedPoolBlocks(self._pool, keys, cached, self._pool.allocate_blocks(count))
         staged.views, staged.upload_buffer = self._memory.allocate_views(staged.new_blocks)
         self._open.add(staged)
         return staged
 
-    def commit_staged_blocks(self, staged: StagedBlocks, num_filled: int) -> None:
+    def commit_staged_blocks(self, staged: StagedPoolBlocks, num_filled: int) -> None:
         """Register the blocks of the first `num_filled` views under their keys. A second call does nothing."""
         if not staged.is_open:
             return
@@ -129,7 +129,7 @@ class BlockStaging:
             self._pool.register_block(block, key, is_staged=True)
         self._pool.free_blocks(staged.cached_blocks + staged.new_blocks)
 
-    def pin_block(self, block: int, num_rows: int) -> PinnedBlock:
+    def pin_block(self, block: int, num_rows: int) -> PinnedPoolBlock:
         """Pin a block of which `num_rows` rows are computed.
 
         The payload is the block itself if it is full and in host memory, otherwise a copy.
@@ -137,13 +137,13 @@ class BlockStaging:
         payload = self._memory.view_block(block) if num_rows == self._pool.block_size else None
         copy = self._memory.begin_copy(block, num_rows) if payload is None else None
         if copy is not None and copy.release is None:
-            return PinnedBlock(self._pool, copy.read(), None, None)
+            return PinnedPoolBlock(self._pool, copy.read(), None, None)
         self._pool.pin_block(block)
-        pinned = PinnedBlock(self._pool, payload, block, copy)
+        pinned = PinnedPoolBlock(self._pool, payload, block, copy)
         self._pinned.add(pinned)
         return pinned
 
-    def unpin_block(self, pinned: PinnedBlock) -> None:
+    def unpin_block(self, pinned: PinnedPoolBlock) -> None:
         """Unpin a block that is not read any more. A second call does nothing."""
         if pinned.is_pinned and pinned.block is not None:
             self._pinned.remove(pinned)

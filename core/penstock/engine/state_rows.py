@@ -10,11 +10,11 @@ from typing import NamedTuple
 from penstock.config.settings import EngineSettings
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence
-from penstock.engine.staging import PinnedBlock
+from penstock.engine.staging import PinnedPoolBlock
 from penstock.engine.states import StateStorage
-from penstock.engine.storage import KVLayout
+from penstock.engine.storage import BlockLayout
 from penstock.errors import ModelLoadError
-from penstock.kvstore.block import derive_state_hash, find_last_cell
+from penstock.kvstore.block import derive_state_hash, find_last_scan_chunk
 
 
 class PoolSizes(NamedTuple):
@@ -27,7 +27,7 @@ class PoolSizes(NamedTuple):
     """Rows for states, snapshots included."""
 
 
-def divide_memory(layout: KVLayout, settings: EngineSettings, name: str) -> PoolSizes:
+def divide_memory(layout: BlockLayout, settings: EngineSettings, name: str) -> PoolSizes:
     """Return how many blocks and states `pool_mb` has room for.
 
     Each sequence of a full batch has a row for its state, in up to half of the memory. What is left is divided so that
@@ -52,7 +52,7 @@ def divide_memory(layout: KVLayout, settings: EngineSettings, name: str) -> Pool
     return PoolSizes(num_bytes // layout.block_bytes, num_running, num_rows)
 
 
-class PinnedState(PinnedBlock):
+class PinnedState(PinnedPoolBlock):
     """A pinned snapshot, or a part of one."""
 
 
@@ -105,8 +105,11 @@ class StateRows:
         yield from range(end // step * step, num_prompt, -step)
         if end >= num_prompt:
             yield num_prompt
-        last_cell = min(end // layout.cell_tokens * layout.cell_tokens, find_last_cell(num_prompt, layout.cell_tokens))
-        yield from range(last_cell, 0, -layout.cell_tokens)
+        last_scan_chunk = min(
+            end // layout.scan_chunk_tokens * layout.scan_chunk_tokens,
+            find_last_scan_chunk(num_prompt, layout.scan_chunk_tokens),
+        )
+        yield from range(last_scan_chunk, 0, -layout.scan_chunk_tokens)
 
     def _find_key(self, seq: Sequence, position: int) -> bytes | None:
         """Return the key of a sequence's snapshot, or None if its tokens up to there have no name."""

@@ -2,8 +2,8 @@
 
 A state holds what a layer has seen of all tokens so far, so it is not made of blocks. Its numbers depend on how the
 tokens were divided among the calls of the layer. So that they depend on nothing else, the division follows from the
-tokens alone: a prompt is read in cells, from each multiple of `cell_tokens` to the next or to the prompt's end, and
-what follows it token by token.
+tokens alone: a prompt is read in scan chunks, from each multiple of `scan_chunk_tokens` to the next or to the prompt's
+end, and what follows it token by token.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from penstock.kvstore.block import find_last_cell
+from penstock.kvstore.block import find_last_scan_chunk
 
 MIN_CELL_TOKENS = 64
-"""The fewest tokens of a cell: transformers' scans work in chunks of as many or more."""
+"""The fewest tokens of a scan chunk: transformers' scans work in chunks of as many or more."""
 MIN_INTERVAL_TOKENS = 256
 """The fewest tokens between two snapshots of a state."""
 _ALIGNMENT_BYTES = 64
@@ -49,13 +49,13 @@ class StateLayout:
     """What a row holds, and where states are cut and kept."""
 
     parts: tuple[StatePart, ...]
-    cell_tokens: int
+    scan_chunk_tokens: int
     """Tokens of a prompt that a layer reads at once; a multiple of the block size."""
     interval_tokens: int
-    """Every so many tokens a snapshot is kept; a multiple of `cell_tokens`."""
+    """Every so many tokens a snapshot is kept; a multiple of `scan_chunk_tokens`."""
     continues: bool = True
-    """Whether the layers can read several tokens after others. If not, they read all but the first cell one by one:
-    some of transformers' scans begin without a state."""
+    """Whether the layers can read several tokens after others. If not, they read all but the first scan chunk one by
+    one: some of transformers' scans begin without a state."""
 
     @cached_property
     def row_bytes(self) -> int:
@@ -69,43 +69,43 @@ class StateLayout:
 
     def __str__(self) -> str:
         parts = ";".join(f"{p.layer}:{p.kind}:{p.index}:{p.shape}:{p.dtype}" for p in self.parts)
-        return f"{self.cell_tokens}|{self.interval_tokens}|{self.continues}|{parts}"
+        return f"{self.scan_chunk_tokens}|{self.interval_tokens}|{self.continues}|{parts}"
 
     def find_cell_end(self, end: int, num_prompt_tokens: int) -> int:
-        """Return up to where a step computes that would end after `end` tokens: it ends within no cell."""
+        """Return up to where a step computes that would end after `end` tokens: it ends within no scan chunk."""
         if end >= num_prompt_tokens:
             return end
-        return min(-(-end // self.cell_tokens) * self.cell_tokens, num_prompt_tokens)
+        return min(-(-end // self.scan_chunk_tokens) * self.scan_chunk_tokens, num_prompt_tokens)
 
     def cut_pieces(self, start: int, end: int, num_prompt_tokens: int) -> Iterator[tuple[int, int]]:
         """Yield from and to which token a layer reads at once."""
         while start < end:
             stop = start + 1
             if start < num_prompt_tokens and (self.continues or start == 0):
-                stop = min((start // self.cell_tokens + 1) * self.cell_tokens, num_prompt_tokens, end)
+                stop = min((start // self.scan_chunk_tokens + 1) * self.scan_chunk_tokens, num_prompt_tokens, end)
             yield start, stop
             start = stop
 
     def is_kept_at(self, position: int, num_prompt_tokens: int) -> bool:
         """Return whether a snapshot of the state after `position` tokens is kept.
 
-        That is at each interval, at the end of the prompt, which a hand-off needs, and at the last cell before it, with
-        which a prompt that goes on with this one begins.
+        That is at each interval, at the end of the prompt, which a hand-off needs, and at the last scan chunk before
+        it, with which a prompt that goes on with this one begins.
         """
-        if position in (num_prompt_tokens, find_last_cell(num_prompt_tokens, self.cell_tokens)):
+        if position in (num_prompt_tokens, find_last_scan_chunk(num_prompt_tokens, self.scan_chunk_tokens)):
             return True
         return position > 0 and position % self.interval_tokens == 0
 
 
-def choose_cell_tokens(block_size: int) -> int:
-    """Return the number of tokens of a cell for blocks of this size."""
+def choose_scan_chunk_tokens(block_size: int) -> int:
+    """Return the number of tokens of a scan chunk for blocks of this size."""
     return -(-MIN_CELL_TOKENS // block_size) * block_size
 
 
-def choose_interval_tokens(row_bytes: int, bytes_per_token: float, cell_tokens: int) -> int:
+def choose_interval_tokens(row_bytes: int, bytes_per_token: float, scan_chunk_tokens: int) -> int:
     """Return after how many tokens a snapshot is kept: it takes no more bytes than their KV."""
     wanted = max(MIN_INTERVAL_TOKENS, row_bytes / bytes_per_token)
-    return -int(-wanted // cell_tokens) * cell_tokens
+    return -int(-wanted // scan_chunk_tokens) * scan_chunk_tokens
 
 
 class StateStorage:

@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine.attention import GatheredRows, LayerAttention, attend_gathered
-from penstock.engine.batch import Batch
 from penstock.engine.masks import OwnAttention, Unsupported, make_masks
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage, number_index_keys
 
 
 class Step:
     """One step over a batch: the layers write their K and V to the pool, and attend to what the pool holds."""
 
-    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+    def __init__(self, batch: StepBatch, storage: KVStorage) -> None:
         self.batch, self.storage = batch, storage
         self.num_cached_tokens = 0
         """How many tokens the model takes for cached. None, as it is told the positions of all tokens."""
@@ -99,10 +99,10 @@ class Step:
             self.storage.states.copy_layer(seq.state_row, row, layer)
 
 
-class LoneStep(Step):
+class SingleSequenceStep(Step):
     """A step over one sequence, whose model computes the attention itself: it takes the tokens before for cached."""
 
-    def __init__(self, batch: Batch, storage: KVStorage) -> None:
+    def __init__(self, batch: StepBatch, storage: KVStorage) -> None:
         super().__init__(batch, storage)
         (seq, num), *others = batch.plan
         assert not others, "a model that attends by itself reads one sequence at a time"
@@ -121,9 +121,9 @@ class LoneStep(Step):
         return self.write_kv(number, keys[:, None], nothing)[0][:, 0]
 
 
-def make_step(batch: Batch, storage: KVStorage) -> Step:
+def make_step(batch: StepBatch, storage: KVStorage) -> Step:
     """Return a step that is computed with torch."""
-    return (LoneStep if storage.layout.is_read_alone else Step)(batch, storage)
+    return (SingleSequenceStep if storage.layout.attends_internally else Step)(batch, storage)
 
 
 current_step: ContextVar[Step] = ContextVar("current_step")

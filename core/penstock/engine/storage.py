@@ -53,7 +53,7 @@ def number_index_keys(layer: int) -> int:
 
 
 @dataclass(frozen=True)
-class KVLayout:
+class BlockLayout:
     """The layout of a block, which follows from the model, the dtype and the block size."""
 
     layers: tuple[LayerShape, ...]
@@ -64,7 +64,7 @@ class KVLayout:
     """Whether K and V are stored as int8, and not in the model's dtype."""
     states: StateLayout | None = None
     """What layers without KV keep of a sequence; None if there are none."""
-    is_read_alone: bool = False
+    attends_internally: bool = False
     """Whether the model attends to what is cached by itself, and so reads one sequence at a time."""
 
     @cached_property
@@ -127,9 +127,9 @@ class KVLayout:
         return 0 if self.states is None else self.states.row_bytes
 
     @property
-    def cell_tokens(self) -> int:
+    def scan_chunk_tokens(self) -> int:
         """How many tokens of a prompt a layer with a state reads at once; 0 if no layer has one."""
-        return 0 if self.states is None else self.states.cell_tokens
+        return 0 if self.states is None else self.states.scan_chunk_tokens
 
     def __str__(self) -> str:
         layers = ";".join(f"{s.layer}:{s.k_shape}:{s.v_shape}" for s in self.layers)
@@ -140,7 +140,7 @@ class KVLayout:
 class KVStorage:
     """`num_blocks` blocks of one layout, zero at first, and `num_states` rows of what layers without KV keep."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, num_states: int = 1) -> None:
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device, num_states: int = 1) -> None:
         self.layout = layout
         self.states = None if layout.states is None else StateStorage(layout.states, num_states)
         num_elements, dtype = num_blocks * layout.block_elements, layout.stored_dtype

@@ -42,7 +42,7 @@ class VllmLayout:
     element_type: ElementType
     state_bytes: int = 0
     """0, as its layers keep nothing but KV."""
-    cell_tokens: int = 0
+    scan_chunk_tokens: int = 0
 
     @property
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:

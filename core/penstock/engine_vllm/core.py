@@ -42,7 +42,7 @@ class VllmModel:
     vocab_size: int
     fingerprint: str
     layout: VllmLayout
-    names_answers_apart: bool = False
+    has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""
 
 
@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
 
 
 @dataclass(eq=False)
-class StagedBlocks:
+class StagedVllmBlocks:
     """Blocks of vLLM's pool for the KV of `keys`. What is written to `views` is copied to them at the end."""
 
     keys: list[bytes]
@@ -111,7 +111,7 @@ class VllmCore:
         """By id in vLLM."""
         self._ids: dict[Sequence, str] = {}
         self._numbers = itertools.count()
-        self._staged: set[StagedBlocks] = set()
+        self._staged: set[StagedVllmBlocks] = set()
         self._spare_buffer: NDArray[np.uint8] | None = None
         self._step: _Step | None = None
         self._failed: list[SequenceFailed] = []
@@ -218,7 +218,7 @@ class VllmCore:
 
     # KV from and to the stores
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedBlocks | None:
+    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedVllmBlocks | None:
         """Stage blocks for the KV of `keys`, as `Engine.stage_blocks` does."""
         cached = self._find_cached_blocks(keys)
         pending = {key for staged in self._staged for key in staged.keys[staged.num_cached :]}
@@ -235,7 +235,7 @@ class VllmCore:
         new = self._pool.get_new_blocks(min(num_missing, num_available))
         buffer = self._take_buffer(len(new))
         views = [memoryview(row) for row in buffer[: len(new)]]
-        staged = StagedBlocks(keys, len(cached), buffer, views, cached, new)
+        staged = StagedVllmBlocks(keys, len(cached), buffer, views, cached, new)
         self._staged.add(staged)
         return staged
 
@@ -261,7 +261,7 @@ class VllmCore:
             found.append(blocks[0])
         return found
 
-    def commit_staged_blocks(self, staged: StagedBlocks, num_filled: int) -> None:
+    def commit_staged_blocks(self, staged: StagedVllmBlocks, num_filled: int) -> None:
         """Put the first `num_filled` staged blocks into the cache, and free all of them. A second call does nothing."""
         from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
@@ -294,7 +294,7 @@ class VllmCore:
 
     # The step
 
-    computes_ahead = False
+    is_asynchronous = False
     """Whether a device computes the step from `begin_step` on: here `finish_step` computes it."""
 
     def begin_step(self) -> bool:

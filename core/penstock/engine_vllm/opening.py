@@ -11,6 +11,7 @@ import torch
 from penstock.config.settings import EngineSettings
 from penstock.engine.files import Progress, find_model, find_weight_files
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
+from penstock.engine.load_cache import LoadCache
 from penstock.engine.loading import (
     as_load_errors,
     choose_dtype,
@@ -20,7 +21,6 @@ from penstock.engine.loading import (
     prepare_transformers,
 )
 from penstock.engine.module import load_generation_config
-from penstock.engine.notes import Notes
 from penstock.engine.response_template import find_response_template
 from penstock.engine_vllm.blocks import RankBlocks, combine_ranks
 from penstock.errors import DependencyMissing, ModelLoadError
@@ -170,7 +170,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     layout, slices = combine_ranks(call_ranks("penstock_describe_kv"), settings.block_size, num_heads)
     shaping = sorted((name, repr(value)) for name, value in given.items() if name not in PLACING_ARGUMENTS)
     form = f"penstock kv layout of vllm {version}\n{current_platform.get_device_name()} {shaping}\n{layout}"
-    notes = Notes(settings.find_cache_directory())
+    load_cache = LoadCache(settings.find_cache_directory())
     model = VllmModel(
         settings.model,
         tokenizer,
@@ -178,7 +178,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         find_eos_token_ids(load_generation_config(directory), config, tokenizer),
         context_length,
         config.get_text_config().vocab_size,
-        compute_fingerprint(directory, files, hash_files(files, report, notes), config, form),
+        compute_fingerprint(directory, files, hash_files(files, report, load_cache), config, form),
         layout,
     )
     return VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from penstock.errors import InvalidRequest, ModelLoadError, UnsupportedSchema
 from penstock.grammar.schema import Node, PreparedSchema, escape_pointer, iterate_children, prepare_schema
 from penstock.grammar.spec import ENGINE
-from penstock.grammar.tools import HeldCalls, write_lark
+from penstock.grammar.tools import ConstrainedCalls, write_lark
 from penstock.messages import GrammarSpec
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class CompiledGrammar:
         return prepared.schema, matcher
 
     def _write_tools(self) -> str:
-        calls, schemas = HeldCalls.decode(self.spec.source), []
+        calls, schemas = ConstrainedCalls.decode(self.spec.source), []
         for number, tool in enumerate(calls.tools):
             try:
                 schema = _ANY_OBJECT if tool.parameters is None else self._compile_schema(tool.parameters)[0]

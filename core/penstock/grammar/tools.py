@@ -23,7 +23,7 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
-class HeldTool:
+class ConstrainedTool:
     """A tool; its arguments follow a JSON schema, or are any object."""
 
     name: str
@@ -31,7 +31,7 @@ class HeldTool:
 
 
 @dataclass(frozen=True)
-class HeldCalls:
+class ConstrainedCalls:
     """What calls an answer may have."""
 
     open: str
@@ -39,7 +39,7 @@ class HeldCalls:
     think_open: str
     """The marks of reasoning; empty where the model has none."""
     think_close: str
-    tools: tuple[HeldTool, ...]
+    tools: tuple[ConstrainedTool, ...]
     is_required: bool
     """Whether there is at least one call, and no text."""
     is_parallel: bool
@@ -52,7 +52,7 @@ class HeldCalls:
         """Read the source of a grammar of kind `tools`. Raises `InvalidRequest`."""
         try:
             fields = json.loads(source)
-            tools = tuple(HeldTool(**tool) for tool in fields.pop("tools"))
+            tools = tuple(ConstrainedTool(**tool) for tool in fields.pop("tools"))
             return cls(tools=tools, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InvalidRequest("the grammar of tools cannot be read") from None
@@ -63,8 +63,8 @@ class HeldCalls:
         return make_spec("tools", source, "tools")
 
 
-def hold_calls(
-    template: Mapping[str, Any], tools: Sequence[HeldTool], *, is_required: bool, is_parallel: bool
+def constrain_calls(
+    template: Mapping[str, Any], tools: Sequence[ConstrainedTool], *, is_required: bool, is_parallel: bool
 ) -> GrammarSpec:
     """Return the grammar of answers that call tools, by a response template.
 
@@ -81,7 +81,7 @@ def hold_calls(
         raise InvalidRequest("two tools have the same name")
     thoughts = [found for name in _REASONING_FIELDS if (found := _read_marks(fields.get(name, {}))) is not None]
     think_open, think_close = thoughts[0] if thoughts else ("", "")
-    return HeldCalls(
+    return ConstrainedCalls(
         *marks, think_open, think_close, tuple(tools), is_required=is_required, is_parallel=is_parallel
     ).make_spec()
 
@@ -90,12 +90,12 @@ def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:
     """Return a grammar of tools for answers whose first part, `start`, the prompt has already. Others stay."""
     if spec.kind != "tools":
         return spec
-    calls = HeldCalls.decode(spec.source)
+    calls = ConstrainedCalls.decode(spec.source)
     is_thinking = bool(calls.think_open) and calls.think_open in start and calls.think_close not in start
     return replace(calls, is_thinking=is_thinking).make_spec()
 
 
-def write_lark(calls: HeldCalls, schemas: Sequence[Mapping[str, Any]], *, has_marks: bool) -> str:
+def write_lark(calls: ConstrainedCalls, schemas: Sequence[Mapping[str, Any]], *, has_marks: bool) -> str:
     """Return the engine's form; `schemas` are those of the tools' arguments, prepared, with the engine's options.
 
     Without `has_marks` the tokenizer is one of bytes, and marks are text: good enough to check a grammar.

@@ -25,9 +25,9 @@ from penstock.names import (
     Pipeline,
     Role,
     batch_lease_key,
-    card_key,
     kv_key,
     rate_key,
+    stream_meta_key,
     webhook_events_key,
 )
 from penstock.ops.tls import speaks_tls
@@ -70,8 +70,8 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
         found.append(("TIME",))
     if role == "gateway":
         own = (
-            rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
-            GATEWAY_SECRET_KEY, pipeline.responses_key, WEBHOOKS_KEY, webhook_events_key("x"),
+            rate_key("x"), stream_meta_key("x"), batch_lease_key("x"), pipeline.meter_key("x"),
+            pipeline.shares_key("x"), GATEWAY_SECRET_KEY, pipeline.responses_key, WEBHOOKS_KEY, webhook_events_key("x"),
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:

@@ -162,7 +162,7 @@ class _StageWorkers:
 
     def sum_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests the workers could run at once."""
-        return int(sum(load[klass]["room"] for load in self._serving))
+        return int(sum(load[klass]["capacity"] for load in self._serving))
 
     def compute_mean(self, klass: PriorityClass, what: str) -> float | None:
         """Return the mean of a field over the workers that have it; None if none has."""
@@ -223,11 +223,11 @@ def _estimate_decode_s(
     before: Sequence[PriorityClass],
 ) -> float | None:
     """Return how long the answers before it take that do not run yet and will find no capacity."""
-    room = decode.sum_capacity(before[-1])
+    capacity = decode.sum_capacity(before[-1])
     seconds = 0.0
     for klass in before:
         num_waiting = max(0, sum(lags[stage][klass].messages for stage in STAGES) - decode.sum_field(klass, "running"))
-        num_behind, room, mean = max(0, num_waiting - room), max(0, room - num_waiting), outputs[klass]
+        num_behind, capacity, mean = max(0, num_waiting - capacity), max(0, capacity - num_waiting), outputs[klass]
         more = None if num_behind and mean is None else _to_seconds(num_behind * (mean or 0), decode.tokens_per_s)
         if more is None:
             return None

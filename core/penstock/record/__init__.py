@@ -8,7 +8,7 @@ from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent,
 from penstock.record.log import AsyncTokenLog, RequestStatus, TokenLog, parse_event
 from penstock.record.record import Record, UnclaimedMessage, check_server_key_types
 from penstock.record.session import Session
-from penstock.record.spread import Sessions, check_key_types, connect_servers, open_record
+from penstock.record.sharded import ShardedSession, check_key_types, connect_servers, open_record
 
 __all__ = [
     "AppendOutcome",
@@ -21,7 +21,7 @@ __all__ = [
     "Record",
     "RequestStatus",
     "Session",
-    "Sessions",
+    "ShardedSession",
     "TakenOver",
     "TokenLog",
     "UnclaimedMessage",

@@ -148,11 +148,11 @@ class Record:
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
-    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+    def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
 
-        Any worker that read a message may put it down; the one that holds its delivery settles it. Return the messages
-        that cannot be put down now, as their server of several is away.
+        Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
+        that cannot be parked now, as their server of several is away.
         """
         calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
@@ -322,18 +322,18 @@ class Record:
         stage: Stage,
         session: str,
         until_ms: int = 0,
-        parts: Sequence[str] = (),
-        left: Sequence[str] = (),
+        partitions: Sequence[str] = (),
+        dropped: Sequence[str] = (),
         beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
-        """Renew a session, which reads the partitions `parts` and no longer those in `left`. Return None if it is over.
+        """Renew a session, which reads `partitions` and no longer those in `dropped`. Return None if it is over.
 
         `until_ms` is when it expires, as far as its worker knows; 0 for a new session. The calls `beside` are made on
         the same server in the same round trip.
         """
         pipeline = self._pipeline
         keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
-        args: Args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
+        args: Args = [session, self._lease_ms, until_ms, len(partitions), *partitions, *dropped]
         renewal = ScriptCall(RENEW, [*keys, pipeline.readers_key(stage)], args)
         run_together(self._client, [renewal, *beside])
         reply = renewal.read_reply()
@@ -356,12 +356,12 @@ class Record:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)
 
-    def find_unnamed_partitions(self, stage: Stage, parts: Sequence[str]) -> list[str]:
-        """Return those of the partitions `parts` that no session has named as one that it reads."""
-        if not parts:
+    def find_unnamed_partitions(self, stage: Stage, partitions: Sequence[str]) -> list[str]:
+        """Return those of `partitions` that no session has named as one that it reads."""
+        if not partitions:
             return []
-        readers = self._client.hmget(self._pipeline.readers_key(stage), list(parts))
-        return [part for part, reader in zip(parts, readers, strict=True) if reader is None]
+        readers = self._client.hmget(self._pipeline.readers_key(stage), list(partitions))
+        return [part for part, reader in zip(partitions, readers, strict=True) if reader is None]
 
     def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
         """Adopt the partitions that no session reads, and those in `unnamed` that no session has named meanwhile.
@@ -371,9 +371,9 @@ class Record:
         keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
         return [part.decode() for part in ADOPT.run(self._client, keys, [session, *unnamed])]
 
-    def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
-        """Give up all partitions: those in `parts` go to other members, the others are adopted by other workers."""
-        DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
+    def disown_partitions(self, stage: Stage, session: str, partitions: Sequence[str]) -> None:
+        """Give up all partitions: those in `partitions` go to other members, the others are adopted."""
+        DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *partitions])
 
     def count_free(self, stage: Stage) -> int:
         """Return how many requests of a stage any worker may take over now."""

@@ -55,7 +55,7 @@ class Session:
         record: Record,
         stage: Stage,
         name: str,
-        parts: Callable[[], list[str]] = list,
+        list_partitions: Callable[[], list[str]] = list,
         *,
         renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
@@ -64,9 +64,9 @@ class Session:
         """Open the session, and give it to `keep`, which calls `renew` on some thread, when `due_s` has come, until
         `is_stopped`.
 
-        `parts` returns the partitions that this worker alone reads. `renew_membership` returns the call by which its
-        place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns whether the
-        worker's loop stands still. Raise `redis.RedisError`.
+        `list_partitions` returns the partitions that this worker alone reads. `renew_membership` returns the call by
+        which its place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns
+        whether the worker's loop stands still. Raise `redis.RedisError`.
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
@@ -77,7 +77,7 @@ class Session:
         """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
         self.interval_s = record.lease_s / 3
         """The time between two renewals."""
-        self._record, self._stage, self._name, self._parts = record, stage, name, parts
+        self._record, self._stage, self._name, self._list_partitions = record, stage, name, list_partitions
         self._renew_membership, self._is_stalled = renew_membership, is_stalled
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
@@ -135,7 +135,7 @@ class Session:
     def disown_partitions(self) -> None:
         """Give up all partitions, as this worker leaves its group. Raise `redis.RedisError`."""
         with self._renewing:
-            named, self._parts, self._named = list(self._named), list, {}
+            named, self._list_partitions, self._named = list(self._named), list, {}
             self._record.disown_partitions(self._stage, self.id, named)
 
     def close(self) -> None:
@@ -177,9 +177,9 @@ class Session:
         self._grace_s, self._grace_until_s = UNLIMITED_GRACE_S, self._renewed_s + self._record.lease_s
 
     def _renew_session(self, beside: ScriptCall | None) -> None:
-        parts, left = self._list_read_partitions()
+        partitions, dropped = self._list_read_partitions()
         calls = [call for call in (beside, self._renew_membership(self._record.lease_s)) if call is not None]
-        renewed = self._renew_at_server(self.id, self._last.until_ms, parts, left, calls)
+        renewed = self._renew_at_server(self.id, self._last.until_ms, partitions, dropped, calls)
         if renewed is None:
             before = self.id
             self._open_session()
@@ -194,13 +194,13 @@ class Session:
         self,
         session: str,
         until_ms: int = 0,
-        parts: Sequence[str] = (),
-        left: Sequence[str] = (),
+        partitions: Sequence[str] = (),
+        dropped: Sequence[str] = (),
         beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
         before_s, begun_s = now_s(), time.monotonic()
-        renewed = self._record.renew_session(self._stage, session, until_ms, parts, left, beside)
+        renewed = self._record.renew_session(self._stage, session, until_ms, partitions, dropped, beside)
         if renewed is not None:
             was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
             # Monotonic, as the host's clock may be set between two renewals.
@@ -237,16 +237,16 @@ class Session:
 
         Where the group assigns a partition to another member, a lease is long enough for that member to name it.
         """
-        parts, monotonic_s = self._parts(), time.monotonic()
-        left = [
+        partitions, monotonic_s = self._list_partitions(), time.monotonic()
+        dropped = [
             part
             for part, seen_s in self._named.items()
-            if part not in parts and monotonic_s - seen_s > self._record.lease_s
+            if part not in partitions and monotonic_s - seen_s > self._record.lease_s
         ]
-        for part in left:
+        for part in dropped:
             self._named.pop(part, None)
-        self._named |= dict.fromkeys(parts, monotonic_s)
-        return parts, left
+        self._named |= dict.fromkeys(partitions, monotonic_s)
+        return partitions, dropped
 
     def __enter__(self) -> Self:
         return self

@@ -38,21 +38,21 @@ def choose_server(names: tuple[str, ...], request_id: str) -> int:
     return scores.index(max(scores))
 
 
-class ByServer(Generic[T]):
+class Sharded(Generic[T]):
     """One object for each server. Indexing it with a request's id returns the object of the request's server."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[T]) -> None:
         self.names, self.parts = tuple(names), tuple(parts)
 
     @classmethod
-    def from_urls(cls, text: str, make: Callable[[str], T]) -> "ByServer[T]":
+    def from_urls(cls, text: str, make: Callable[[str], T]) -> "Sharded[T]":
         """Return what `make` returns for each of the addresses in a setting."""
         urls = split_urls(text)
         return cls([server_name(url) for url in urls], [make(url) for url in urls])
 
-    def map_parts(self, make: Callable[[T], S]) -> "ByServer[S]":
+    def map_parts(self, make: Callable[[T], S]) -> "Sharded[S]":
         """Return what `make` returns for each server's object."""
-        return ByServer(self.names, [make(part) for part in self.parts])
+        return Sharded(self.names, [make(part) for part in self.parts])
 
     def __getitem__(self, request_id: str) -> T:
         return self.parts[choose_server(self.names, request_id)]
@@ -88,7 +88,7 @@ def replace_server_list(client: "redis.Redis", pipeline: Pipeline, names: Sequen
 
 def store_server_lists(text: str, pipeline: Pipeline) -> None:
     """Store the list on each server of a setting, except those that are away. Raise `ServersDiffer`."""
-    clients = ByServer.from_urls(text, redis_client)
+    clients = Sharded.from_urls(text, redis_client)
     for client in clients.parts:
         with client:
             try:

@@ -33,7 +33,9 @@ class RecentTotals:
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - WINDOW_S:
             self._snapshots.popleft()
         before_s, before = next(
-            look for look in reversed(self._snapshots) if look[0] <= now - RATE_WINDOW_S or look is self._snapshots[0]
+            snapshot
+            for snapshot in reversed(self._snapshots)
+            if snapshot[0] <= now - RATE_WINDOW_S or snapshot is self._snapshots[0]
         )
         passed_s = now - before_s
         minute = {name: _subtract_totals(value, self._snapshots[0][1].get(name)) for name, value in totals.items()}

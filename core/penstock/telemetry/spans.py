@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class RedisSpanExporter(SpanExporter):
 
     def __init__(self, urls: str, keep_s: float) -> None:
         """`urls`: of all stream servers. A request's spans are on its server."""
-        self._servers = ByServer.from_urls(urls, _SpanWriter)
+        self._servers = Sharded.from_urls(urls, _SpanWriter)
         self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -34,7 +34,7 @@ class Refreshed(Message):
 
 
 class TopApp(App[None]):
-    """Runs until `q`. `look` is `LiveWatch.read_latest`; servers that are away are asked again."""
+    """Runs until `q`. `take_snapshot` is `LiveWatch.read_latest`; servers that are away are asked again."""
 
     TITLE = "penstock top"
     ENABLE_COMMAND_PALETTE = False
@@ -51,14 +51,14 @@ class TopApp(App[None]):
         Binding("s", "sort", "Sort"),
     ]
 
-    def __init__(self, look: Callable[[], Snapshot], interval_s: float = REFRESH_INTERVAL_S) -> None:
+    def __init__(self, take_snapshot: Callable[[], Snapshot], interval_s: float = REFRESH_INTERVAL_S) -> None:
         super().__init__()
         self.snapshot: Snapshot | None = None
         """The snapshot that is shown."""
         self.error_text = ""
         self.is_paused = False
         self.sorted_by = next(iter(panels.SORT_KEYS))
-        self._take_snapshot = look
+        self._take_snapshot = take_snapshot
         self._interval_s = interval_s
         self._history = {name: deque[float](maxlen=HISTORY_LENGTH) for name in panels.RATE_TITLES}
         self._ended = threading.Event()

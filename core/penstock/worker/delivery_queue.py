@@ -130,9 +130,9 @@ def serialize_delivery(delivery: Delivery) -> bytes:
     return json.dumps(about).encode() + b"\n" + delivery.value
 
 
-def deserialize_delivery(parcel: bytes) -> Delivery:
+def deserialize_delivery(encoded: bytes) -> Delivery:
     """Decode a delivery from a claim. It is not held, so it cannot be settled."""
-    line, value = parcel.split(b"\n", 1)
+    line, value = encoded.split(b"\n", 1)
     about = json.loads(line)
     return Delivery(
         about["topic"],

@@ -85,7 +85,7 @@ class WorkerLoad:
         return {
             "requests": len(tasks) + num_waiting,
             "running": sum(task.is_running for task in tasks),
-            "room": self.capacities[klass],
+            "capacity": self.capacities[klass],
             "prompt_tokens": sum(task.prompt_tokens for task in tasks),
             "output_tokens": sum(map(self._estimate_output_left, tasks)),
             "mean_prompt_tokens": _round_tokens(self.mean_prompt_tokens[klass].value),

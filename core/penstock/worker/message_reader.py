@@ -6,7 +6,7 @@ A message that was delivered:
     2  a thread reads it: decodes, validates, applies the chat template, tokenizes
     3  the loop collects it, checks that the delivery is still its own, and claims the request
 
-A crash before 3, or a worker that leaves, leaves the delivery to the bus. A message that waits for long is put down for
+A crash before 3, or a worker that leaves, leaves the delivery to the bus. A message that waits for long is parked for
 other workers (`penstock.worker.rescue`), also while the thread reads it. The message of a request that was taken over
 comes with the claim:
 

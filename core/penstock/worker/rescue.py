@@ -1,18 +1,18 @@
-"""Messages that no worker works on are put down in Redis, where any worker of the stage with capacity takes them.
+"""Messages that no worker works on are parked in Redis, where any worker of the stage with capacity takes them.
 
 Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
 (on Kafka after the group's session timeout, 45 seconds by default). So, on Kafka in a thread of each worker, and on
 Redis Streams, where there is no 2, in its loop:
 
     1  a message that its member has fetched, or that waits to be read (`penstock.worker.message_reader`), and that was
-       not claimed here within two leases, is put down
+       not claimed here within two leases, is parked
     2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker.
        So are those that no session has named for two leases: their reader died before it named them, or Redis lost
-       what was named. That worker reads them from where the group stopped, and puts down what it finds
+       what was named. That worker reads them from where the group stopped, and parks what it finds
     3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
        from the record
 
-What a crash costs: before a message is put down it waits for the bus, or for the next worker that adopts its part;
+What a crash costs: before a message is parked it waits for the bus, or for the next worker that adopts its part;
 after that nothing. A request that was begun before stays as it is, so it does not matter who else reads its message.
 """
 
@@ -29,28 +29,28 @@ import redis
 from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError
 from penstock.names import Stage
-from penstock.record import Record, Session, Sessions, UnclaimedMessage
+from penstock.record import Record, Session, ShardedSession, UnclaimedMessage
 from penstock.redis.client import is_away
 from penstock.threads import CheckedThread
 
 log = logging.getLogger(__name__)
 
 PATIENCE_LEASES = 2.0
-"""How many leases a message may wait in its worker before it is put down."""
+"""How many leases a message may wait in its worker before it is parked."""
 UNNAMED_LEASES = 2.0
 """How many leases a partition may be named by nobody: a member needs some time to begin what it was assigned."""
 MAX_FREE_REQUESTS = 64
 """Adopted partitions are not read on while this many free requests wait in Redis for a worker."""
 MAX_BATCH_BYTES = 4 * 2**20
-"""Bytes of messages that are put down in one round trip. A larger message goes alone."""
+"""Bytes of messages that are parked in one round trip. A larger message goes alone."""
 MAX_WAITING_BYTES = 64 * 2**20
-"""How many bytes of waiting messages of one worker are put down. Those behind them wait for the bus."""
+"""How many bytes of waiting messages of one worker are parked. Those behind them wait for the bus."""
 CLOSE_TIMEOUT_S = 2.0
 """How long a worker that leaves waits for the thread: servers may not answer."""
 
 
 class Rescuer:
-    """Puts down messages for other workers, on a thread of its own where partitions may be adopted.
+    """Parks messages for other workers, on a thread of its own where partitions may be adopted.
 
     `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any;
     `list_unclaimed` returns the messages that the worker has polled and not claimed yet.
@@ -60,7 +60,7 @@ class Rescuer:
         self,
         record: Record,
         stage: Stage,
-        session: Session | Sessions,
+        session: Session | ShardedSession,
         member: Member,
         reader: OrphanReader | None,
         read: Callable[[Delivery], UnclaimedMessage | None],
@@ -69,11 +69,11 @@ class Rescuer:
         self._record, self._stage, self._session, self._member, self._read = record, stage, session, member, read
         self._reader, self._list_unclaimed = reader, list_unclaimed
         self._since: dict[tuple[str, str], float] = {}
-        """By offset, since when a message waits; `inf` once it is put down."""
+        """By offset, since when a message waits; `inf` once it is parked."""
         self._unnamed: dict[str, float] = {}
         """The partitions that no session names, with the time since when."""
         self._found: list[Delivery] = []
-        """Messages read from adopted parts and not put down yet."""
+        """Messages read from adopted parts and not parked yet."""
         self._interval_s = record.lease_s / 2
         self._due_s = time.monotonic() + self._interval_s
         self._stop = threading.Event()
@@ -105,7 +105,7 @@ class Rescuer:
     def _look(self) -> bool:
         """Put down what waits here and in adopted parts. Return whether any are adopted."""
         try:
-            self.put_down_waiting()
+            self.park_waiting_messages()
             return self.read_adopted_parts()
         except BusError as error:  # an outage: the next look tries again
             log.debug("the bus cannot be read for others: %s", error)
@@ -114,8 +114,8 @@ class Rescuer:
                 raise
         return False
 
-    def put_down_waiting(self) -> None:
-        """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
+    def park_waiting_messages(self) -> None:
+        """Park messages that were not begun here in time (1). Raises `redis.RedisError`."""
         known, now_s = self._since, time.monotonic()
         mine = [*self._list_unclaimed(), *self._member.list_prefetched()]
         waiting = [delivery for delivery in mine if delivery.klass == "interactive"]
@@ -126,23 +126,23 @@ class Rescuer:
         late = [delivery for delivery in near if self._since[delivery.address] <= latest_s]
         while late:
             portion = _take_batch(late)
-            left = self._put_down(portion)
+            left = self._park_messages(portion)
             self._since |= {delivery.address: float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
 
     def is_late(self, delivery: Delivery) -> bool:
-        """Return whether a message waits for so long that it is put down, or was. Any thread may call this."""
+        """Return whether a message waits for so long that it is parked, or was. Any thread may call this."""
         since_s = self._since.get(delivery.address, time.monotonic())
         return since_s == float("inf") or since_s <= time.monotonic() - PATIENCE_LEASES * self._record.lease_s
 
     def read_adopted_parts(self) -> bool:
-        """Put down messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or
+        """Park messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or
         `BusError`.
         """
         if self._reader is None:
             return False
         parts = self._adopt_partitions()
-        self._put_down_found()
+        self._park_found_messages()
         if parts:
             found = self._reader.read_orphans(
                 parts, max(0, MAX_FREE_REQUESTS - self._record.count_free(self._stage) - len(self._found))
@@ -150,7 +150,7 @@ class Rescuer:
             if found:
                 log.info("%d messages that no other %s worker reads", len(found), self._stage)
             self._found += found
-            self._put_down_found()
+            self._park_found_messages()
         else:
             self._reader.read_orphans([], 0)
         return bool(parts)
@@ -171,27 +171,27 @@ class Rescuer:
         own = set(self._member.list_partitions())
         return [part for part in adopted if part not in own]
 
-    def _put_down_found(self) -> None:
+    def _park_found_messages(self) -> None:
         left: list[Delivery] = []
         try:
             while self._found:
                 portion = _take_batch(self._found)
-                left += self._put_down(portion)
+                left += self._park_messages(portion)
                 del self._found[: len(portion)]
         finally:
             self._found = left + self._found
 
-    def _put_down(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Put down messages. Returns those that cannot be put down now."""
+    def _park_messages(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Park messages. Returns those that cannot be parked now."""
         whose = [(delivery, one) for delivery in deliveries if (one := self._read_waiting(delivery)) is not None]
-        left = {one.id for one in self._record.put_down(self._stage, [one for _, one in whose])}
+        left = {one.id for one in self._record.park_messages(self._stage, [one for _, one in whose])}
         return [delivery for delivery, one in whose if one.id in left]
 
     def _read_waiting(self, delivery: Delivery) -> UnclaimedMessage | None:
         try:
             return self._read(delivery)
         except Exception:  # who claims it finds that out, and ends it
-            log.exception("a message in %s cannot be put down", delivery.topic)
+            log.exception("a message in %s cannot be parked", delivery.topic)
             return None
 
 

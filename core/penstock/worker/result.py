@@ -9,13 +9,13 @@ from penstock.messages import EndEvent, Job, Result, TokenEvent
 from penstock.names import Pipeline
 from penstock.telemetry import tracing
 from penstock.worker.retry import make_dead_letters
-from penstock.worker.task import Completion, Task
+from penstock.worker.task import StageOutput, Task
 
 MAX_HEADER_BYTES = 65536
 """More than the key and the headers of a result take."""
 
 
-def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) -> Completion | None:
+def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) -> StageOutput | None:
     """Return the result of a request that has ended, and its dead letter if its error calls for one.
 
     The log is the task's where this worker wrote the end, else the one that the claim found. Return None where Redis
@@ -30,7 +30,7 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     if result.error is not None and (job.error is None or job.error.code != result.error.code):
         error = task.error if end is not None and task.error is not None else result.error.to_exception()
         dead = make_dead_letters(pipeline, task.delivery, error, task.claim)
-    return Completion(outputs, dead, {})
+    return StageOutput(outputs, dead, {})
 
 
 def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:

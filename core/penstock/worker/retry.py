@@ -38,7 +38,7 @@ from penstock.record import Claim, Record
 from penstock.redis.client import is_outage
 from penstock.worker.delivery_queue import DeliveryQueue
 
-TRUSTED_ATTEMPTS = 2
+MAX_ATTEMPTS_BEFORE_SUSPECT = 2
 """How many claims in vain count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
 """How long a suspect is deferred that has to wait for others."""
@@ -101,7 +101,7 @@ def deadline_error(deadline: float | None, now_s: float) -> RequestError | None:
 
 def is_suspect(claim: Claim) -> bool:
     """Return whether a request is to be computed alone, as its last attempts came to nothing."""
-    return claim.attempts > TRUSTED_ATTEMPTS
+    return claim.attempts > MAX_ATTEMPTS_BEFORE_SUSPECT
 
 
 def to_request_error(error: Exception) -> RequestError:

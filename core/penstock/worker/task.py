@@ -21,7 +21,7 @@ from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
-    from penstock.engine.text import OutputText
+    from penstock.engine.detokenizer import Detokenizer
     from penstock.grammar.engine import CompiledGrammar
     from penstock.kvstore.block import PromptBlocks
 
@@ -60,7 +60,7 @@ class Task:
     """The names of its prompt's blocks, once it is to be computed."""
     blocks_stored: "Future[float] | None" = None
     """Done when the blocks are stored that must be there before the request may be settled."""
-    output: "OutputText | None" = None
+    output: "Detokenizer | None" = None
     log_events: list[TokenEvent] = field(default_factory=list)
     """The token events of the log: those that were read, and those sent to it since."""
     is_in_flight: bool = False
@@ -155,7 +155,7 @@ class Task:
         return None if before_s is None else now_s - before_s
 
 
-class Completion(NamedTuple):
+class StageOutput(NamedTuple):
     """What is published when a request is through with a stage."""
 
     outputs: list[Outgoing]
@@ -240,11 +240,11 @@ class Role(Protocol):
 
     # 5 and 9. Settle.
 
-    def build_completion(self, task: Task) -> Completion | None:
+    def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return what is published now that it is through; None where Redis has lost too much of its log."""
 
     def build_failed_output(self, task: Task) -> Outgoing:
-        """Return what is published, in fixed words, where `build_completion` fails."""
+        """Return what is published, in fixed words, where `build_stage_output` fails."""
 
     def end_leases(self, task: Task) -> None:
         """End the leases that were made on the blocks of a request's prompt for this stage."""

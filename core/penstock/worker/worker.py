@@ -54,7 +54,17 @@ from penstock.errors import (
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
-from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
+from penstock.record import (
+    AppendOutcome,
+    Bound,
+    Busy,
+    Claim,
+    ClaimEvent,
+    Conflict,
+    Record,
+    ShardedSession,
+    UnclaimedMessage,
+)
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
@@ -73,7 +83,7 @@ from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader, may_have_grammar
 from penstock.worker.rescue import Rescuer
 from penstock.worker.retry import (
-    TRUSTED_ATTEMPTS,
+    MAX_ATTEMPTS_BEFORE_SUSPECT,
     RetryPolicy,
     deadline_error,
     is_suspect,
@@ -81,7 +91,7 @@ from penstock.worker.retry import (
     to_request_error,
 )
 from penstock.worker.settler import Settler
-from penstock.worker.task import Completion, Role, Task
+from penstock.worker.task import Role, StageOutput, Task
 from penstock.worker.watch import LoopWatch
 
 log = logging.getLogger(__name__)
@@ -122,7 +132,7 @@ class Worker:
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
         reader = member.create_orphan_reader()
         self.watch = LoopWatch() if beat is None else beat.watch
-        self.session = Sessions(
+        self.session = ShardedSession(
             record,
             self.stage,
             name,
@@ -171,12 +181,12 @@ class Worker:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
         self.rescuer.run_once()
-        for claim, news in self.session.collect_events():
+        for claim, event in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
                 continue
             with self._confine(task):
-                if news is ClaimEvent.LOST:
+                if event is ClaimEvent.LOST:
                     self._drop_lost_task(task)
                 elif not task.is_in_flight:  # else its token is refused
                     self._end_with(task, Outcome.of_error(Cancelled("the request was cancelled")))
@@ -285,7 +295,7 @@ class Worker:
         return confine_error(where, lambda error: self._send_dead_letter(delivery, f"{error.code}: {error}"))
 
     def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
-        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be put down.
+        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be parked.
 
         Any thread may call this.
         """
@@ -346,7 +356,7 @@ class Worker:
             return
         capacity = max(self.free_capacity(klass) for klass in CLASSES)
         if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
-            return  # what was put down of the reader's messages would only be read here once more, behind them
+            return  # what was parked of the reader's messages would only be read here once more, behind them
         taken = self.record.take_over_free(self.stage, self.session.id, capacity)
         self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
         for claimed in taken:
@@ -420,7 +430,7 @@ class Worker:
         A request that may kill the worker and one that was claimed in vain before do not run in one worker: whichever
         kills it, the other would lose an attempt.
         """
-        num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
+        num_tries = 2 if is_suspect(claim) else MAX_ATTEMPTS_BEFORE_SUSPECT + 1
         here = [*self.running.values(), *self._handing_off]
         return claim.attempts > 1 and any(task.claim.attempts_in_vain >= num_tries for task in here)
 
@@ -475,7 +485,7 @@ class Worker:
             failed = error
         self.watch.note_step(self._step_begun_s)
         stage_failpoint(self.role.kind, "prefill.3.stepped", "decode.7.stepped")
-        self._has_begun = failed is None and self.engine.computes_ahead and self._begin_step()
+        self._has_begun = failed is None and self.engine.is_asynchronous and self._begin_step()
         return True, sampled, failed
 
     def _begin_step(self) -> bool:
@@ -671,33 +681,33 @@ class Worker:
 
         `begun_s`: when its last span ended, or before. The settlement's span begins there, so that a trace has no gaps.
         """
-        completion = self._build_completion(task)
-        if completion is None:
+        stage_output = self._build_stage_output(task)
+        if stage_output is None:
             self.queue.defer(task.delivery)
             return
         if self.role.hands_off:
             self._handing_off.add(task)
             self.session.add_claim(task.claim)
         if self.role.hands_off or task.delivery.is_held:
-            settlement = Settlement(task.delivery, completion.outputs + completion.dead_letters)
-            settling = Settling(len(completion.dead_letters), task, begun_s, completion.span_attributes)
-            again = None if completion.rename is None else partial(_rename_outputs, task.delivery, completion)
+            settlement = Settlement(task.delivery, stage_output.outputs + stage_output.dead_letters)
+            settling = Settling(len(stage_output.dead_letters), task, begun_s, stage_output.span_attributes)
+            again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.role.kind, "decode.9.asked", "endpoint.5.asked")
         with confine_error(task.id):
             self.role.end_leases(task)
 
-    def _build_completion(self, task: Task) -> Completion | None:
+    def _build_stage_output(self, task: Task) -> StageOutput | None:
         """Return what is published of a request: an error in fixed words where it cannot be built."""
         with confine_error(task.id):
-            completion = self.role.build_completion(task)
-            for message in () if completion is None else completion.outputs + completion.dead_letters:
+            stage_output = self.role.build_stage_output(task)
+            for message in () if stage_output is None else stage_output.outputs + stage_output.dead_letters:
                 find_size_error(
                     message
                 )  # raises where keys or headers cannot be encoded: the settler takes many at once
-            return completion
+            return stage_output
         letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
-        return Completion([self.role.build_failed_output(task)], [letter], {})
+        return StageOutput([self.role.build_failed_output(task)], [letter], {})
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
@@ -822,10 +832,10 @@ class Worker:
         self.watch.note_left()
 
 
-def _rename_outputs(delivery: Delivery, completion: Completion) -> Settlement:
+def _rename_outputs(delivery: Delivery, stage_output: StageOutput) -> Settlement:
     """Return the same hand-off under a new job name. The settler's thread calls this."""
-    assert completion.rename is not None
-    return Settlement(delivery, [*map(completion.rename, completion.outputs), *completion.dead_letters])
+    assert stage_output.rename is not None
+    return Settlement(delivery, [*map(stage_output.rename, stage_output.outputs), *stage_output.dead_letters])
 
 
 def _are_same_request(one: Task, other: Task) -> bool:

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.engine.contract import Outcome, SampledToken
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.limits import cut_max_tokens
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.messages import (
@@ -41,7 +41,7 @@ from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_result_of_log
 from penstock.worker.retry import is_suspect, to_request_error
-from penstock.worker.task import Completion, Task
+from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class DecodeRole(ModelRole):
         # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
         sampling = cut_max_tokens(job.sampling, len(job.token_ids), self.engine.limits.max_length)
         task.message = job.model_copy(update={"sampling": sampling})
-        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         logged = [event.token for event in task.log_events]
         grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
         for index, token in enumerate(logged):
@@ -182,7 +182,7 @@ class DecodeRole(ModelRole):
 
     # 9. Settle.
 
-    def build_completion(self, task: Task) -> Completion | None:
+    def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
         return build_result_of_log(self.pipeline, task, _job_of(task), self.model_name)
 
@@ -206,9 +206,10 @@ class DecodeRole(ModelRole):
         pending = (
             task.seq.num_pending_tokens - 1 if task.seq is not None and task.is_running else 0
         )  # else it may be stored
-        sampling, num_said = _job_of(task).sampling, task.claim.num_tokens
-        left, open_said = sampling.max_tokens - num_said, num_said if sampling.fit_context else None
-        return TaskLoad(task.klass, task.is_running, max(0, pending), left, open_said)
+        sampling, num_generated = _job_of(task).sampling, task.claim.num_tokens
+        left = sampling.max_tokens - num_generated
+        num_generated_if_open = num_generated if sampling.fit_context else None
+        return TaskLoad(task.klass, task.is_running, max(0, pending), left, num_generated_if_open)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed and answers decoded, for the heartbeat."""

@@ -8,13 +8,13 @@ from pydantic import BaseModel
 from penstock.ingest import openai
 from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.errors import ApiError
-from penstock.ingest.openai import Endpoint
+from penstock.ingest.openai import ApiEndpoint
 
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {**openai.ENDPOINTS, MESSAGES.path: MESSAGES}
+ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {**openai.ENDPOINTS, MESSAGES.path: MESSAGES}
 """All endpoints, by path. Batches have those of OpenAI alone."""
 
 
-def find_endpoint(path: str) -> Endpoint[Any] | None:
+def find_endpoint(path: str) -> ApiEndpoint[Any] | None:
     """Return the endpoint at a path, or that the path lies under; None for other paths."""
     return next((one for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None)
 

@@ -72,9 +72,11 @@ def derive_state_hash(block_hash: bytes, part: int = 0) -> bytes:
     return hashlib.sha256(b"penstock state 1" + part.to_bytes(4, "little") + block_hash).digest()
 
 
-def find_last_cell(num_prompt_tokens: int, cell_tokens: int) -> int:
-    """Return where the last cell of a prompt begins: the last multiple of `cell_tokens` before its last token."""
-    return (num_prompt_tokens - 1) // cell_tokens * cell_tokens
+def find_last_scan_chunk(num_prompt_tokens: int, scan_chunk_tokens: int) -> int:
+    """Return where the last scan chunk of a prompt begins: the last multiple of `scan_chunk_tokens` before its last
+    token.
+    """
+    return (num_prompt_tokens - 1) // scan_chunk_tokens * scan_chunk_tokens
 
 
 def is_always_valid() -> bool:
@@ -185,13 +187,13 @@ class BlockFormat:
 class BlockHasher:
     """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`.
 
-    With `cell_tokens`, the KV of a token depends on how the tokens before it were divided among the model's calls: in
-    cells of so many tokens up to the last that the prompt fills, then up to the prompt's end, then one by one. So the
-    hashes of blocks behind that last cell are also over the length of the prompt.
+    With `scan_chunk_tokens`, the KV of a token depends on how the tokens before it were divided among the model's
+    calls: in scan chunks of so many tokens up to the last that the prompt fills, then up to the prompt's end, then one
+    by one. So the hashes of blocks behind that last scan chunk are also over the length of the prompt.
     """
 
     def __init__(
-        self, root: bytes, tenant_tag: bytes, block_size: int, cell_tokens: int = 0, num_prompt_tokens: int = 0
+        self, root: bytes, tenant_tag: bytes, block_size: int, scan_chunk_tokens: int = 0, num_prompt_tokens: int = 0
     ) -> None:
         self.keys: list[BlockKey] = []
         """Keys of the full blocks so far, in order."""
@@ -199,12 +201,14 @@ class BlockHasher:
         self._root, self._tenant_tag = root, tenant_tag
         self._first_answer_block = -1
         self.num_prompt_tokens = num_prompt_tokens
-        self._last_cell_block = find_last_cell(num_prompt_tokens, cell_tokens) // block_size if cell_tokens else -1
+        self._last_scan_chunk_block = (
+            find_last_scan_chunk(num_prompt_tokens, scan_chunk_tokens) // block_size if scan_chunk_tokens else -1
+        )
 
     def hash_full_blocks(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Add the keys of the blocks that became full, and return them. `token_ids` are all tokens so far."""
         num_known, size = len(self.keys), self.block_size
-        cut, end = self._last_cell_block, len(token_ids) // size
+        cut, end = self._last_scan_chunk_block, len(token_ids) // size
         for first, last in ((num_known, cut), (cut, end)) if num_known < cut < end else ((num_known, end),):
             hashes = hash_blocks(self._parent_hash(first), token_ids[first * size : last * size], size)
             self.keys += [BlockKey(block_hash, size, self._tenant_tag) for block_hash in hashes]
@@ -230,7 +234,7 @@ class BlockHasher:
 
     def _parent_hash(self, index: int) -> bytes:
         parent = self.keys[index - 1].hash if index else self._root
-        if index == self._last_cell_block:
+        if index == self._last_scan_chunk_block:
             parent = hashlib.sha256(b"prompt" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()
         if index == self._first_answer_block:
             parent = hashlib.sha256(b"answer" + self.num_prompt_tokens.to_bytes(8, "little") + parent).digest()

@@ -1,6 +1,6 @@
 """Copying memory and computing its checksum in one pass: the checksum is over the bytes that were stored.
 
-The native library loads each byte once, stores it and adds it to the checksum. Where it was not built, pieces are
+The native library loads each byte once, stores it and adds it to the checksum. Where it was not built, chunks are
 copied and then hashed while they are in the caches. Both compute XXH3 (64 bits, seed 0), and both release the
 interpreter's lock.
 """
@@ -9,9 +9,9 @@ import xxhash
 
 from penstock.kvstore.native import library
 
-PIECE_BYTES = 512 * 2**10
+CHUNK_BYTES = 512 * 2**10
 HASH_UNIT_BYTES = 1024
-"""Pieces of a copy are multiples of this size, but for the last."""
+"""Chunks of a copy are multiples of this size, but for the last."""
 
 
 def copy_and_hash(into: memoryview, source: memoryview) -> int:
@@ -20,49 +20,49 @@ def copy_and_hash(into: memoryview, source: memoryview) -> int:
     Other threads may write to `source` meanwhile. Raise `ValueError` if the lengths differ.
     """
     native = library.load_library()
-    return native.copy_and_hash(into, source) if native is not None else copy_and_hash_in_pieces(into, source)
+    return native.copy_and_hash(into, source) if native is not None else copy_and_hash_in_chunks(into, source)
 
 
-def copy_and_hash_in_pieces(into: memoryview, source: memoryview) -> int:
+def copy_and_hash_in_chunks(into: memoryview, source: memoryview) -> int:
     """Do what `copy_and_hash` does, without the native library."""
     into, source = into.cast("B"), source.cast("B")
     if len(into) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit over {len(into)}")
     digest = xxhash.xxh3_64()
-    for start in range(0, len(source), PIECE_BYTES):
-        piece = into[start : start + PIECE_BYTES]
-        piece[:] = source[start : start + PIECE_BYTES]
-        digest.update(piece)
+    for start in range(0, len(source), CHUNK_BYTES):
+        chunk = into[start : start + CHUNK_BYTES]
+        chunk[:] = source[start : start + CHUNK_BYTES]
+        digest.update(chunk)
     return digest.intdigest()
 
 
 class HashingCopy:
-    """A copy whose source comes in pieces. `into` is filled from its start, and hashed on the way."""
+    """A copy whose source comes in chunks. `into` is filled from its start, and hashed on the way."""
 
     def __init__(self, into: memoryview) -> None:
         self._into = into.cast("B")
         self._native, self._sums, self._digest = library.load_library(), library.HashState(), xxhash.xxh3_64()
         self._start, self._checksum = 0, compute_checksum(b"")
 
-    def add_piece(self, piece: memoryview) -> None:
+    def add_chunk(self, chunk: memoryview) -> None:
         """Add the next bytes: a multiple of `HASH_UNIT_BYTES`, or all that are left. Raise `ValueError` otherwise.
 
-        An empty piece changes nothing.
+        An empty chunk changes nothing.
         """
-        end = self._start + len(piece)
-        if end > len(self._into) or (end < len(self._into) and len(piece) % HASH_UNIT_BYTES):
-            raise ValueError(f"no piece of {len(piece)} bytes at {self._start} of {len(self._into)}")
-        if not len(piece):
+        end = self._start + len(chunk)
+        if end > len(self._into) or (end < len(self._into) and len(chunk) % HASH_UNIT_BYTES):
+            raise ValueError(f"no chunk of {len(chunk)} bytes at {self._start} of {len(self._into)}")
+        if not len(chunk):
             return
         if self._native is None:
-            self._into[self._start : end] = piece
+            self._into[self._start : end] = chunk
             self._digest.update(self._into[self._start : end])
         else:
-            self._checksum = self._native.copy_piece(self._sums, self._into, piece, self._start)
+            self._checksum = self._native.copy_piece(self._sums, self._into, chunk, self._start)
         self._start = end
 
     def finish_checksum(self) -> int:
-        """Return the xxh3 (64 bits) of `into`. Raise `ValueError` before all pieces were added."""
+        """Return the xxh3 (64 bits) of `into`. Raise `ValueError` before all chunks were added."""
         if self._start < len(self._into):
             raise ValueError(f"only {self._start} of {len(self._into)} bytes were copied")
         return self._digest.intdigest() if self._native is None else self._checksum

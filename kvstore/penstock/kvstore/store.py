@@ -59,7 +59,7 @@ class PoolLayout(Protocol):
         """Bytes of what layers without KV keep of a sequence; 0 if there are none."""
 
     @property
-    def cell_tokens(self) -> int:
+    def scan_chunk_tokens(self) -> int:
         """Tokens of a prompt that the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
 
 
@@ -75,7 +75,7 @@ class PooledModel(Protocol):
         """The layout of the blocks of its KV."""
 
     @property
-    def names_answers_apart(self) -> bool:
+    def has_separate_answer_keys(self) -> bool:
         """Whether a token's KV depends on whether it is the prompt's or the answer's."""
 
 
@@ -84,7 +84,7 @@ MissingTiers = int
 
 
 @dataclass(frozen=True)
-class KVLayout:
+class StoreLayout:
     """Layout of a model's blocks: `payload_bytes` is the K and V of all layers for `block_size` tokens."""
 
     fingerprint: str
@@ -94,11 +94,11 @@ class KVLayout:
     shape: PayloadShape
     shapes_text: str = ""
     """The layers' shapes as text. It is part of what blocks are checked against."""
-    names_answers_apart: bool = False
+    has_separate_answer_keys: bool = False
     """Whether a token's KV depends on whether it is the prompt's or the answer's."""
     num_state_parts: int = 0
     """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
-    cell_tokens: int = 0
+    scan_chunk_tokens: int = 0
     """How many tokens of a prompt the model reads at once where its KV depends on that (see `BlockHasher`); or 0."""
 
     @classmethod
@@ -112,9 +112,9 @@ class KVLayout:
             pool.block_bytes,
             shape,
             str(pool),
-            model.names_answers_apart,
+            model.has_separate_answer_keys,
             -(-pool.state_bytes // pool.block_bytes),
-            pool.cell_tokens,
+            pool.scan_chunk_tokens,
         )
 
     def make_block_format(self, *, lossy: bool) -> BlockFormat:
@@ -144,7 +144,7 @@ class StoreStats:
 class KVStore:
     """Blocks of one model, in every tier below the pool. Methods may be called from several threads."""
 
-    def __init__(self, layout: KVLayout, tiers: Sequence[Tier], settings: KVSettings) -> None:
+    def __init__(self, layout: StoreLayout, tiers: Sequence[Tier], settings: KVSettings) -> None:
         self.layout, self.tiers, self.stats = layout, list(tiers), StoreStats()
         self.cost = CostModel(layout.block_size)
         self.lease_s = settings.lease_s
@@ -155,7 +155,7 @@ class KVStore:
         """Index of the hand-off tier. -1: there is none, and decode computes prompts again."""
 
     @classmethod
-    def open(cls, layout: KVLayout, settings: KVSettings, urls: str, pipeline: str) -> Self:
+    def open(cls, layout: StoreLayout, settings: KVSettings, urls: str, pipeline: str) -> Self:
         """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up."""
         if layout.num_state_parts and is_lossy(settings):
             raise KVStoreError(
@@ -178,14 +178,16 @@ class KVStore:
         """Return a hasher for one sequence of a tenant, whose prompt has so many tokens."""
         salt, layout = derive_tenant_salt(self._salt_secret, tenant), self.layout
         root = hash_chain_root(self._fingerprint, salt)
-        return BlockHasher(root, derive_tenant_tag(salt), layout.block_size, layout.cell_tokens, num_prompt_tokens)
+        return BlockHasher(
+            root, derive_tenant_tag(salt), layout.block_size, layout.scan_chunk_tokens, num_prompt_tokens
+        )
 
     def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> PromptBlocks:
         """Return the names of the blocks of a tenant's prompt."""
         hasher = self.make_hasher(tenant, len(token_ids))
         hasher.hash_full_blocks(token_ids)
         tail_key = hasher.hash_tail_block(token_ids)
-        if self.layout.names_answers_apart:
+        if self.layout.has_separate_answer_keys:
             hasher.name_answers_apart(len(token_ids))
         return PromptBlocks(hasher, tail_key, len(hasher.keys), self.layout.num_state_parts)
 

@@ -29,10 +29,10 @@ CLOSE_TIMEOUT_S = 0.5
 class DecodeBackpressure:
     """Reads the lag on a thread of its own, while batch requests are admitted."""
 
-    def __init__(self, look: Callable[[], PipelineLag]) -> None:
+    def __init__(self, read_lag: Callable[[], PipelineLag]) -> None:
         self.is_active = False
         """Whether decode has enough batch work. False where the servers do not answer."""
-        self._look = look
+        self._read_lag = read_lag
         self._taken, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
 
@@ -55,7 +55,7 @@ class DecodeBackpressure:
                 self._taken.wait()
                 self._taken.clear()
             try:
-                self.is_active = has_enough_queued(self._look())
+                self.is_active = has_enough_queued(self._read_lag())
             except (BusUnavailable, redis.RedisError) as error:
                 log.debug("the lag of decode cannot be read: %s", error)
                 self.is_active = False

@@ -17,9 +17,9 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputText
 from penstock.errors import InternalError, InvalidRequest, RequestError
 from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import begin_in_answer
@@ -44,7 +44,7 @@ from penstock.worker.confine import UNWRITABLE
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.model_role import ModelRole
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
-from penstock.worker.task import Completion, Task
+from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class PrefillRole(ModelRole):
         check_prompt_logprobs(sampling, len(task.token_ids))
         task.blocks = self.engine.hash_prompt(request.tenant, task.token_ids)
         start = self.prompt_reader.find_answer_start(task.token_ids) if sampling.special_text else ""
-        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
         seq = Sequence(
@@ -212,12 +212,12 @@ class PrefillRole(ModelRole):
         """Return the end of a request that ends in prefill."""
         return build_end_event(task)
 
-    def build_completion(self, task: Task) -> Completion:
+    def build_stage_output(self, task: Task) -> StageOutput:
         """Return the job message, also for a request that ended."""
         job = build_job(task, self.engine.model.fingerprint)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
-        return Completion(outputs, dead_letters, {"job": job.job}, rename_job)
+        return StageOutput(outputs, dead_letters, {"job": job.job}, rename_job)
 
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return a job with an error alone: decode ends the request with it."""
@@ -240,8 +240,8 @@ class PrefillRole(ModelRole):
         left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
         if message is None:
             return TaskLoad(task.klass, task.is_running, left, 0)
-        num_said = 0 if message.sampling.fit_context else None
-        return TaskLoad(task.klass, task.is_running, left, message.sampling.max_tokens, num_said)
+        num_generated = 0 if message.sampling.fit_context else None
+        return TaskLoad(task.klass, task.is_running, left, message.sampling.max_tokens, num_generated)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed, for the heartbeat."""

@@ -40,7 +40,7 @@ class PrefetchBuffer:
         self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
-        self._orphans: list[tuple[Delivery, str]] = []
+        self._damaged: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
 
     @property
@@ -80,7 +80,7 @@ class PrefetchBuffer:
         self._uncommitted -= gone
         self._stretched -= gone
         self._fresh -= gone
-        self._orphans = [orphan for orphan in self._orphans if orphan[0].offset[0] not in gone]
+        self._damaged = [orphan for orphan in self._damaged if orphan[0].offset[0] not in gone]
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if delivery.offset[0] not in gone]
@@ -109,7 +109,7 @@ class PrefetchBuffer:
         if self._offsets[partition].note_delivered(offset):
             reason = f"partition {number}, offset {offset}, cannot be {failed}: {why}"
             self._handed_out.add((partition, offset))
-            self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
+            self._damaged.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1
 
     def reach_end(self, partition: Partition, end: int) -> bool:
@@ -147,7 +147,7 @@ class PrefetchBuffer:
 
         They are returned again until they are settled, or their partition is revoked.
         """
-        return self._orphans[:MAX_DAMAGED_AT_ONCE]
+        return self._damaged[:MAX_DAMAGED_AT_ONCE]
 
     def hand_out(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return at most `capacity` deliveries of each class, interactive first."""
@@ -177,7 +177,7 @@ class PrefetchBuffer:
             self._offsets[partition].finish_offsets([offset])
             self._handed_out.discard((partition, offset))
             self._uncommitted.add(partition)
-        self._orphans = [orphan for orphan in self._orphans if orphan[0].offset in self._handed_out]
+        self._damaged = [orphan for orphan in self._damaged if orphan[0].offset in self._handed_out]
 
     def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
         """Return the commits as they are once these deliveries are finished too. Change nothing.

@@ -278,9 +278,9 @@ class KafkaMember:
 
     def _bury_damaged(self) -> None:
         with self._state:
-            orphans = self._holdings.list_damaged()
+            damaged = self._holdings.list_damaged()
         letters = [
-            Settlement(orphan, [build_dead_letter(self._pipeline, orphan, reason)]) for orphan, reason in orphans
+            Settlement(delivery, [build_dead_letter(self._pipeline, delivery, reason)]) for delivery, reason in damaged
         ]
         while letters:
             try:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.batch import Batch
 from penstock.engine.cuda.copies import BlockCopier, BlockDownload, Landing
 from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
@@ -17,13 +16,14 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Payload, Sequence
 from penstock.engine.step import Step
-from penstock.engine.storage import BlockCopy, KVLayout, KVStorage
+from penstock.engine.step_batch import StepBatch
+from penstock.engine.storage import BlockCopy, BlockLayout, KVStorage
 
 
 class CudaStorage(KVStorage):
     """Blocks in a GPU's memory, which are copied from and to host memory."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, copier: BlockCopier) -> None:
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device, copier: BlockCopier) -> None:
         super().__init__(layout, num_blocks, device)
         self._copier = copier
 
@@ -73,7 +73,7 @@ class CudaRunner(ModelRunner):
         self.graphs = graphs
         """Runs the steps in which every sequence decodes; None if not all layers have windows."""
 
-    def run_step(self, batch: Batch) -> Tensor:
+    def run_step(self, batch: StepBatch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
         if batch.partial_new_blocks:
             # Whole blocks are read behind a mask, which does not hide what is no number.

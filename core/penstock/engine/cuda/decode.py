@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Batch
 from penstock.engine.cuda.copies import CopyEvent
 from penstock.engine.cuda.varlen import PlanRefused, VarlenCall, VarlenStep, Windows
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 log = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class DecodeGraphs:
 
     def _compute_step(self, size: int, compute: Compute) -> Tensor:
         numbers = self._numbers[:, :size]
-        batch = Batch([], self._storage.layout.block_size, self._device)
+        batch = StepBatch([], self._storage.layout.block_size, self._device)
         batch.input_ids, batch.position_ids, batch.slots = numbers[0:1], numbers[1:2], (numbers[2], numbers[3])
         call = VarlenCall(
             rows=slice(0, size),

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.batch import Batch
 from penstock.engine.model import LoadedModel
 from penstock.engine.sampler import SamplingParams, sample_tokens
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_batch import StepBatch
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
@@ -126,5 +126,5 @@ def run_largest_steps(model: LoadedModel, settings: EngineSettings) -> None:
             seq = Sequence(f"size-{number}", [0] * length, sampling=Sampling(), seed=0, max_new_tokens=1)
             seq.block_table = [next(blocks) for _ in range(-(-length // size))]
             plan.append((seq, length))
-        logits = runner.run_step(Batch(plan, size, model.device))[: len(step)]
+        logits = runner.run_step(StepBatch(plan, size, model.device))[: len(step)]
         sample_tokens(logits, [SamplingParams(Sampling(top_p=0.9), 0, 0)] * len(step))

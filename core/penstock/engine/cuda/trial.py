@@ -10,12 +10,12 @@ import torch
 
 from penstock.engine import hooks
 from penstock.engine.attention import LayerAttention, attend_gathered
-from penstock.engine.batch import Batch
 from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
 from penstock.engine.masks import find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step, gather_rows
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage, LayerShape
 from penstock.messages import Sampling
 
@@ -69,7 +69,7 @@ def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
     num_tokens = min(NUM_PROBE_TOKENS, model.context_length - 1)
     seq = _make_sequence("look", num_tokens, 0)
     seq.block_table = list(range(-(-num_tokens // model.layout.block_size)))
-    batch = Batch([(seq, num_tokens)], model.layout.block_size, model.device)
+    batch = StepBatch([(seq, num_tokens)], model.layout.block_size, model.device)
     step = Step(batch, KVStorage(model.layout, len(seq.block_table), model.device))
     with hooks.run_with_step(model.module, step):
         ids, positions = batch.input_ids, batch.position_ids
@@ -116,7 +116,7 @@ def _count_pool_bytes(device: torch.device) -> int:
     return min(TRIAL_POOL_BYTES, torch.cuda.mem_get_info(device)[0] * 2 // 3)
 
 
-def _make_trial_batch(length: int, block_size: int, device: torch.device) -> Batch:
+def _make_trial_batch(length: int, block_size: int, device: torch.device) -> StepBatch:
     """Make a batch of three decodes and two chunks, of up to `length` tokens, with blocks in random order."""
     plan = []
     middle = min(length, 302)
@@ -127,7 +127,7 @@ def _make_trial_batch(length: int, block_size: int, device: torch.device) -> Bat
     random.Random(4).shuffle(blocks)
     for seq, _ in plan:
         seq.block_table = [blocks.pop() for _ in range(-(-len(seq.token_ids) // block_size))]
-    return Batch(plan, block_size, device)
+    return StepBatch(plan, block_size, device)
 
 
 def _make_sequence(name: str, length: int, num_computed_tokens: int) -> Sequence:

@@ -19,12 +19,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
 from penstock.engine.attention import LayerAttention, attend_gathered
-from penstock.engine.batch import Batch
 from penstock.engine.cuda.copies import array_to_device, to_device
 from penstock.engine.masks import make_masks
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Step, gather_rows
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class VarlenStep(Step):
 
     def __init__(
         self,
-        batch: Batch,
+        batch: StepBatch,
         storage: KVStorage,
         windows: Windows,
         calls: list[VarlenCall],

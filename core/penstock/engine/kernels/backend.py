@@ -10,13 +10,13 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.attention import LayerAttention
-from penstock.engine.batch import Batch
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.masks import find_first_keys
 from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.step import Step
+from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 
@@ -26,7 +26,7 @@ class NativeStep(Step):
     The kernels compute the attention of `layers`. Sequences lie in the flat batch in the order of the plan.
     """
 
-    def __init__(self, batch: Batch, storage: KVStorage, native: Library, layers: frozenset[int]) -> None:
+    def __init__(self, batch: StepBatch, storage: KVStorage, native: Library, layers: frozenset[int]) -> None:
         super().__init__(batch, storage)
         self.native, self._layers = native, layers
         layout = storage.layout
@@ -125,12 +125,12 @@ class NativeRunner(ModelRunner):
         self._gathers = backend.layers != storage.keys.keys()
         self.is_row_exact = backend.body is not None
 
-    def run_step(self, batch: Batch) -> Tensor:
+    def run_step(self, batch: StepBatch) -> Tensor:
         """Write the KV of the batch to the pool, and return the logits of the sampled sequences' last tokens."""
         if self._gathers and batch.partial_new_blocks:
             self.storage.zero_blocks(batch.partial_new_blocks)
-        if self.storage.layout.is_read_alone:
-            return self.run_alone(batch)
+        if self.storage.layout.attends_internally:
+            return self.run_each_sequence(batch)
         step = NativeStep(batch, self.storage, self._native, self._layers)
         if self._body is None:
             return self.compute_sampled_logits(step)

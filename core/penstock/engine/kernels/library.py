@@ -194,7 +194,7 @@ class StepArgs(Structure):
     ]  # fmt: skip
 
 
-class BodyArgs(Structure):
+class NativeModelArgs(Structure):
     """A whole model of decoder layers."""
 
     _fields_: ClassVar = [

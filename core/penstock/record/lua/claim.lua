@@ -1,4 +1,4 @@
--- A worker asks for a request, with the delivery it holds. Without a session the request is only put down, by anybody who
+-- A worker asks for a request, with the delivery it holds. Without a session the request is only parked, by anybody who
 -- read its message: as if it were claimed and given back, so that any worker of the stage can take it.
 --
 -- KEYS[1]  record    hash
@@ -44,7 +44,7 @@ if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} 
 if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= job then return {'bound'} end
 
--- 3. To put it down is no use where it was claimed before: it can be taken, or it went on.
+-- 3. To park it is no use where it was claimed before: it can be taken, or it went on.
 if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'down'} end
 
 -- 4. Ended. Prefill hands off (again); decode settles the result from the log.

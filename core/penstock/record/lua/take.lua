@@ -1,4 +1,4 @@
--- A worker takes requests that are free: of sessions that are over, given back, or put down. It needs no deliveries: the
+-- A worker takes requests that are free: of sessions that are over, given back, or parked. It needs no deliveries: the
 -- messages are here.
 --
 -- KEYS[1]  free      sorted set, a stage's, see claim.lua

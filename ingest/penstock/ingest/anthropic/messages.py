@@ -24,7 +24,7 @@ from penstock.ingest.openai.body import (
     unsupported_value,
 )
 from penstock.ingest.openai.chat import CHAT, ChatBody
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs
 from penstock.ingest.openai.sse import DONE_ID, SseEvent, encode_json, make_token_positions
 from penstock.ingest.openai.tools import MAX_TOOLS, ToolName, make_parser
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -372,7 +372,7 @@ class MessageErrorBody(BaseModel):
     error: MessageErrorDetail
 
 
-class MessagesEndpoint(Endpoint[ChatBody]):
+class MessagesEndpoint(ApiEndpoint[ChatBody]):
     """`/v1/messages`: what makes requests is the chat that a body is translated to."""
 
     path = "/v1/messages"

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
-from penstock.ingest.batch.lines import PIECE_BYTES, Row, parse_row, split_lines
+from penstock.ingest.batch.lines import CHUNK_BYTES, BatchRow, parse_row, split_lines
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error, unknown_model_error
 from penstock.ingest.openai import ENDPOINTS, SubmitArgs, make_stream_meta
@@ -40,7 +40,7 @@ MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
 """How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
 MODEL_CHECK_S = 1.0
 """How often to look for workers that serve a model, while there are none."""
-MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, PIECE_BYTES
+MAX_GROUP_ROWS, MAX_GROUP_BYTES = 500, CHUNK_BYTES
 """Finished rows are written at the latest when there are so many, or so many bytes."""
 NOT_IN_BATCHES = ("stream", "background", "previous_response_id")
 """A batch neither streams its answers nor keeps them as responses."""
@@ -60,7 +60,7 @@ NO_USAGE = Usage()
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A batch, as far as its rows are concerned."""
 
     name: str
@@ -105,7 +105,7 @@ class BatchRun:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: BatchJob,
         pipelines: Pipelines,
         write_rows: Callable[[Sequence[FinishedRow]], Awaitable[None]],
         on_finished: Callable[[FinishedRow], None],
@@ -172,7 +172,7 @@ class BatchRun:
             await asyncio.sleep(self._batch.flush_interval_s)
             await self.flush_rows()
 
-    async def _finish_row(self, row: Row) -> None:
+    async def _finish_row(self, row: BatchRow) -> None:
         finished = await self._answer_row(row)
         self._on_finished(finished)
         await self._add_row(finished)
@@ -183,7 +183,7 @@ class BatchRun:
         if len(self._unwritten) >= MAX_GROUP_ROWS or self._num_unwritten_bytes >= MAX_GROUP_BYTES:
             await self.flush_rows()
 
-    async def _answer_row(self, row: Row) -> FinishedRow:
+    async def _answer_row(self, row: BatchRow) -> FinishedRow:
         """Return a row's answer. Errors of the row itself are returned as its line; outages are waited for."""
         request_id = self._request_id(row)
         try:
@@ -221,14 +221,14 @@ class BatchRun:
                 return await self._pipelines.find_pipeline(model)
             await asyncio.sleep(MODEL_CHECK_S)
 
-    async def _cancel_row(self, row: Row) -> None:
+    async def _cancel_row(self, row: BatchRow) -> None:
         """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
         body = ENDPOINTS[row.url].parse_body(row.body)
         client, _ = await self._pipelines.find_pipeline(body.model)
         for request_id in make_request_ids(self._request_id(row), body.num_choices):
             await client.cancel(request_id)
 
-    def _make_error_row(self, row: Row, error: ApiError | RequestError) -> FinishedRow:
+    def _make_error_row(self, row: BatchRow, error: ApiError | RequestError) -> FinishedRow:
         """Return the line of a row whose request was invalid or failed."""
         api_error = to_api_error(error, find_prompt_field(row.url))
         body = {"error": api_error.body.model_dump()["error"]}
@@ -236,25 +236,29 @@ class BatchRun:
             row, {"status_code": api_error.status, "request_id": self._request_id(row), "body": body}, None
         )
 
-    def _make_skipped_row(self, row: Row, code: str) -> FinishedRow:
+    def _make_skipped_row(self, row: BatchRow, code: str) -> FinishedRow:
         """Return the line of a row that was not answered before its batch ended."""
         return self._make_row(row, None, {"code": code, "message": _SKIP_MESSAGES[code]})
 
     def _make_row(
-        self, row: Row, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None, usage: Usage = NO_USAGE
+        self,
+        row: BatchRow,
+        response: Mapping[str, Any] | None,
+        error: Mapping[str, Any] | None,
+        usage: Usage = NO_USAGE,
     ) -> FinishedRow:
         entry = {"id": f"batch_req_{self._row_name(row)}", "custom_id": row.custom_id}
         line = json.dumps({**entry, "response": response, "error": error}).encode()
         return FinishedRow(row.number, line, is_ok=response is not None and response["status_code"] == 200, usage=usage)
 
-    def _request_id(self, row: Row) -> str:
+    def _request_id(self, row: BatchRow) -> str:
         """Return the id of a row's answer. It is its request's id too, or the prefix of several."""
         return f"{ENDPOINTS[row.url].id_prefix}{self._row_name(row)}"
 
-    def _row_name(self, row: Row) -> str:
+    def _row_name(self, row: BatchRow) -> str:
         return f"{self._batch.name}-{row.number}"
 
-    async def _read_rows(self) -> AsyncIterator[Row]:
+    async def _read_rows(self) -> AsyncIterator[BatchRow]:
         async for number, line in split_lines(self._batch.read_input()):
             yield parse_row(number, line, self._batch.urls)
 
@@ -265,7 +269,7 @@ _SKIP_MESSAGES = {
 }
 
 
-def apply_terms(args: SubmitArgs, batch: Batch) -> SubmitArgs:
+def apply_terms(args: SubmitArgs, batch: BatchJob) -> SubmitArgs:
     """Apply a batch's terms to a row's request. Raises `ApiError` 403 for a limit above the tenant's."""
     max_tokens = batch.max_request_tokens
     cap_open_answers([args], max_tokens)

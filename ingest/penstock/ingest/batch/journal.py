@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from penstock.errors import PenstockError
-from penstock.ingest.batch.answer import Batch, BatchRun, FindPipeline, FinishedRow, Pipelines
-from penstock.ingest.batch.lines import PIECE_BYTES, check_lines, split_lines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, FindPipeline, FinishedRow, Pipelines
+from penstock.ingest.batch.lines import CHUNK_BYTES, check_lines, split_lines
 from penstock.ingest.openai import ENDPOINTS
 
 MAX_ROWS_IN_FLIGHT = 256
@@ -141,12 +141,12 @@ async def check_batch_file(path: Path) -> tuple[int, str]:
     """Return how many rows a file has, and its hash. Raises `JournalError` if it is not a batch file."""
     digest = hashlib.sha256()
 
-    async def hash_pieces() -> AsyncIterator[bytes]:
-        async for piece in _read_pieces(path):
-            digest.update(piece)
-            yield piece
+    async def hash_chunks() -> AsyncIterator[bytes]:
+        async for chunk in _read_chunks(path):
+            digest.update(chunk)
+            yield chunk
 
-    total, errors = await check_lines(split_lines(hash_pieces()), BATCH_URLS, max_lines=10**9)
+    total, errors = await check_lines(split_lines(hash_chunks()), BATCH_URLS, max_lines=10**9)
     if errors:
         messages = [f"line {error.line}: {error.message}" if error.line else error.message for error in errors[:10]]
         raise JournalError(f"{path} is no batch file:\n  " + "\n  ".join(messages))
@@ -164,15 +164,15 @@ async def answer_batch_file(
     async def write_rows(rows: Sequence[FinishedRow]) -> None:
         await asyncio.to_thread(journal.write_rows, rows)
 
-    batch = Batch(journal.run_id, BATCH_URLS, lambda: _read_pieces(path), FLUSH_INTERVAL_S)
+    batch = BatchJob(journal.run_id, BATCH_URLS, lambda: _read_chunks(path), FLUSH_INTERVAL_S)
     run = BatchRun(batch, Pipelines(find_pipeline, MAX_ROWS_IN_FLIGHT), write_rows, on_finished)
     await run.answer_rows(journal.finished_rows)
 
 
-async def _read_pieces(path: Path) -> AsyncIterator[bytes]:
+async def _read_chunks(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
             await asyncio.sleep(0)
 
 

@@ -11,14 +11,14 @@ from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.messages import MAX_REQUEST_BYTES, Sampling
 
-PIECE_BYTES = 2**20
+CHUNK_BYTES = 2**20
 """How many bytes are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_LISTED_ERRORS = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One request of a batch file."""
 
     number: int
@@ -36,11 +36,11 @@ class InvalidLine(PenstockError):
         self.error = error
 
 
-async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers. Raises `InvalidLine` for one that is too long."""
     number, rest = 0, b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             number += 1
             if line.strip():
@@ -56,7 +56,7 @@ def invalid_line(line: int, code: str, message: str, param: str | None = None) -
     return InvalidLine(LineError(code=code, message=message, line=line, param=param))
 
 
-def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
+def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> BatchRow:
     """Return a line's request. Its body is checked later, so a wrong one fails alone. Raises `InvalidLine`."""
     try:
         entry = json.loads(line)
@@ -75,10 +75,10 @@ def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
         raise invalid_line(number, "mismatched_url", f"The 'url' must be {' or '.join(map(repr, urls))}.", "url")
     if not isinstance(body, dict):
         raise invalid_line(number, "missing_required_parameter", "A 'body' that is an object is required.", "body")
-    return Row(number, custom_id, entry["url"], body)
+    return BatchRow(number, custom_id, entry["url"], body)
 
 
-def estimate_row_tokens(row: Row, line: bytes) -> int:
+def estimate_row_tokens(row: BatchRow, line: bytes) -> int:
     """Estimate the tokens of a request, prompt and output, from its length and its limit."""
     limits = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     max_tokens = next((one for one in limits if isinstance(one, int) and one > 0), Sampling().max_tokens)

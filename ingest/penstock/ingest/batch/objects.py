@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from penstock.ingest.batch.lines import PIECE_BYTES
+from penstock.ingest.batch.lines import CHUNK_BYTES
 from penstock.ingest.errors import ApiError
 
 NUM_STORE_THREADS = 8
@@ -90,19 +90,19 @@ class ObjectStorage:
             (entry["last_modified"].timestamp(), entry["path"].rpartition("/")[2]) for entry in found["objects"]
         )
 
-    async def write_stream(self, path: str, pieces: AsyncIterator[bytes]) -> int:
-        """Write an object of any length, a piece at a time; return its length.
+    async def write_stream(self, path: str, chunks: AsyncIterator[bytes]) -> int:
+        """Write an object of any length, a chunk at a time; return its length.
 
-        If `pieces` raises, or this is cancelled, there is no object, and what was written is removed.
+        If `chunks` raises, or this is cancelled, there is no object, and what was written is removed.
         """
         writer = await self._run_blocking(
-            lambda: obstore.open_writer(self._store, path, buffer_size=5 * PIECE_BYTES, max_concurrency=2)
+            lambda: obstore.open_writer(self._store, path, buffer_size=5 * CHUNK_BYTES, max_concurrency=2)
         )
         num_bytes = 0
         try:
-            async for piece in _join_pieces(pieces):
-                num_bytes += len(piece)
-                await self._run_blocking(writer.write, piece)
+            async for chunk in _join_chunks(chunks):
+                num_bytes += len(chunk)
+                await self._run_blocking(writer.write, chunk)
             await self._run_blocking(writer.close)
         except BaseException as error:
             await asyncio.shield(self._run_blocking(writer.__exit__, type(error), error, None))
@@ -110,10 +110,10 @@ class ObjectStorage:
         return num_bytes
 
     async def read_stream(self, path: str) -> AsyncIterator[bytes]:
-        """Yield an object's content in pieces. Nothing is held open between them, so a reader may take a day."""
+        """Yield an object's content in chunks. Nothing is held open between them, so a reader may take a day."""
         size = await self.get_size(path)
-        for start in range(0, size or 0, PIECE_BYTES):
-            end = min(size or 0, start + PIECE_BYTES)
+        for start in range(0, size or 0, CHUNK_BYTES):
+            end = min(size or 0, start + CHUNK_BYTES)
             yield bytes(await self._run_blocking(obstore.get_range, self._store, path, start=start, end=end))
 
     def close(self) -> None:
@@ -130,12 +130,12 @@ class ObjectStorage:
             raise ApiError(503, "the file store cannot be used now", code="unavailable", headers=headers) from error
 
 
-async def _join_pieces(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the same bytes in pieces of at least `PIECE_BYTES`, except the last."""
+async def _join_chunks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the same bytes in chunks of at least `CHUNK_BYTES`, except the last."""
     waiting = bytearray()
-    async for piece in pieces:
-        waiting += piece
-        if len(waiting) >= PIECE_BYTES:
+    async for chunk in chunks:
+        waiting += chunk
+        if len(waiting) >= CHUNK_BYTES:
             yield bytes(waiting)
             waiting.clear()
     if waiting:

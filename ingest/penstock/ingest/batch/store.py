@@ -44,21 +44,21 @@ class FileStore:
         tenant: str,
         filename: str,
         purpose: Purpose,
-        pieces: AsyncIterator[bytes],
+        chunks: AsyncIterator[bytes],
         *,
         life_s: int = FILE_LIFE_S,
         max_bytes: int | None = None,
     ) -> FileObject:
-        """Create a file. If `pieces` raises, that is raised, and there is no file."""
-        saved = await self.save_content(tenant, pieces, max_bytes)
+        """Create a file. If `chunks` raises, that is raised, and there is no file."""
+        saved = await self.save_content(tenant, chunks, max_bytes)
         return await self.save_metadata(tenant, saved, filename, purpose, life_s)
 
     async def save_content(
-        self, tenant: str, pieces: AsyncIterator[bytes], max_bytes: int | None = None
+        self, tenant: str, chunks: AsyncIterator[bytes], max_bytes: int | None = None
     ) -> tuple[str, int]:
         """Write a content, step 1; return the new id and the length."""
         file_id = make_id("file-")
-        return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(pieces, max_bytes))
+        return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(chunks, max_bytes))
 
     async def save_metadata(
         self, tenant: str, saved: tuple[str, int], filename: str, purpose: Purpose, life_s: int = FILE_LIFE_S
@@ -108,7 +108,7 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     def read_content(self, tenant: str, file: FileObject) -> AsyncIterator[bytes]:
-        """Yield a file's content in pieces."""
+        """Yield a file's content in chunks."""
         return self._objects.read_stream(content_path(tenant, file.id))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
@@ -153,13 +153,13 @@ def _is_expired(file: FileObject) -> bool:
     return file.expires_at is not None and file.expires_at <= time.time()
 
 
-async def _limit_bytes(pieces: AsyncIterator[bytes], max_bytes: int | None) -> AsyncIterator[bytes]:
+async def _limit_bytes(chunks: AsyncIterator[bytes], max_bytes: int | None) -> AsyncIterator[bytes]:
     num_bytes = 0
-    async for piece in pieces:
-        num_bytes += len(piece)
+    async for chunk in chunks:
+        num_bytes += len(chunk)
         if max_bytes is not None and num_bytes > max_bytes:
             raise ApiError(413, f"a file may have {max_bytes:,} bytes", code="file_too_large", param="file")
-        yield piece
+        yield chunk
 
 
 def make_id(prefix: IdPrefix) -> str:

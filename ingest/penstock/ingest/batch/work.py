@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from penstock.config.settings import BatchSettings
-from penstock.ingest.batch.answer import Batch, BatchRun, FinishedRow, Pipelines
+from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, Pipelines
 from penstock.ingest.batch.batches import BatchSpec, BatchStore, FinishedParts, object_path
 from penstock.ingest.batch.lines import check_lines, estimate_row_tokens, parse_row, split_lines
 from penstock.ingest.batch.objects import ObjectStorage
@@ -45,7 +45,7 @@ class BatchWork:
         self._batches, self._files, self._parts = BatchStore(objects), FileStore(objects), FinishedParts(objects, spec)
         self._state = BatchState()
         self._progress_at = time.monotonic()
-        batch = Batch(
+        batch = BatchJob(
             name=spec.id.removeprefix("batch_"),
             urls=(spec.endpoint,),
             read_input=self._read_input,

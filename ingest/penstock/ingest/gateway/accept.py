@@ -30,7 +30,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import (
-    Endpoint,
+    ApiEndpoint,
     StreamMeta,
     SubmitArgs,
     cap_open_answers,
@@ -87,7 +87,7 @@ async def accept_request(
     gateway: Gateway,
     caller: Caller,
     headers: RequestHeaders,
-    endpoint: Endpoint[Any],
+    endpoint: ApiEndpoint[Any],
     body: Body,
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,

@@ -122,12 +122,12 @@ async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObj
     },
 )
 async def content(request: Request, caller: CallerDep, file_id: str) -> StreamingResponse:
-    """Sent in pieces, as fast as the client reads."""
+    """Sent in chunks, as fast as the client reads."""
     files = get_gateway(request).batch_service.files
     file = await files.find_file(caller.tenant, file_id)
-    pieces: AsyncIterator[bytes] = files.read_content(caller.tenant, file)
+    chunks: AsyncIterator[bytes] = files.read_content(caller.tenant, file)
     headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
-    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file", responses=error_responses(401, 404, 503))

@@ -28,7 +28,7 @@ class LiveBroadcast:
         self._watch = watch
         self._new_frames = asyncio.Event()
         self._frames, self._number, self._num_readers = (b"", b""), 0, 0
-        """The whole look, and what a tenant sees of it."""
+        """The whole snapshot, and what a tenant sees of it."""
         self._looking_task: asyncio.Task[None] | None = None
 
     async def read_frames(self, *, is_whole: bool) -> AsyncGenerator[bytes, None]:
@@ -67,23 +67,23 @@ class LiveBroadcast:
 
     def _make_frames(self) -> tuple[bytes, bytes]:
         try:
-            look = self._watch.read_latest()
-            return _encode_event("look", look), _encode_event("look", summarize_look(look))
+            snapshot = self._watch.read_latest()
+            return _encode_event("look", snapshot), _encode_event("look", summarize_snapshot(snapshot))
         except BusUnavailable as error:
             why = str(error)
         except redis.RedisError as error:
             why = f"Redis: {error}"
         except Exception:
-            log.exception("a look at the pipeline failed")
+            log.exception("a snapshot of the pipeline failed")
             why = "internal error"
         public = _encode_event("unavailable", {"message": "the pipeline cannot be reached now"})
         return _encode_event("unavailable", {"message": why}), public
 
 
-def summarize_look(look: Json) -> Json:
+def summarize_snapshot(snapshot: Json) -> Json:
     """Return what a tenant sees of a state. Reasons name workers and hosts, so they are left out of its health."""
-    shown = {name: value for name, value in look.items() if name not in PRIVATE_FIELDS}
-    return shown | {"health": {"state": look["health"]["state"], "reasons": []}}
+    shown = {name: value for name, value in snapshot.items() if name not in PRIVATE_FIELDS}
+    return shown | {"health": {"state": snapshot["health"]["state"], "reasons": []}}
 
 
 def _encode_event(name: str, data: object) -> bytes:

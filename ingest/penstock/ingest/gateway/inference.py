@@ -26,7 +26,7 @@ from penstock.ingest.gateway.streaming import (
     settle_request,
 )
 from penstock.ingest.models import ServedModel
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.openai.tokens import sum_usage
@@ -38,7 +38,7 @@ CLIENT_GONE_STATUS = 499
 """The status if the client has left, which nothing receives."""
 
 
-def add_route(endpoint: Endpoint[Any]) -> None:
+def add_route(endpoint: ApiEndpoint[Any]) -> None:
     """Add the route of an endpoint."""
 
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
@@ -107,7 +107,7 @@ async def _answer_in_background(gateway: Gateway, meta: StreamMeta, ticket: Tick
 async def _answer_whole(
     request: Request,
     gateway: Gateway,
-    endpoint: Endpoint[Any],
+    endpoint: ApiEndpoint[Any],
     meta: StreamMeta,
     ticket: Ticket | None,
     headers: RequestHeaders,

@@ -83,16 +83,16 @@ async def live(
     """`looks`: end after this many. All readers of a gateway see the same states; callers with a key, a summary."""
     gateway = get_gateway(request)
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(_stream_looks(gateway, looks), headers=headers, media_type="text/event-stream")
+    return StreamingResponse(_stream_snapshots(gateway, looks), headers=headers, media_type="text/event-stream")
 
 
-async def _stream_looks(gateway: Gateway, max_looks: int | None) -> AsyncGenerator[bytes, None]:
+async def _stream_snapshots(gateway: Gateway, max_snapshots: int | None) -> AsyncGenerator[bytes, None]:
     async with aclosing(gateway.broadcast.read_frames(is_whole=gateway.keyring.is_open)) as frames:
         number = 0
         async for frame in frames:
             yield frame
             number += 1
-            if number == max_looks or gateway.is_stopping:
+            if number == max_snapshots or gateway.is_stopping:
                 return
 
 

@@ -64,29 +64,29 @@ class GatewayMetrics:
     def _read_all(self) -> Iterator[Reading]:
         yield Reading(catalog.GATEWAY_STREAMS, (), self._num_streams)
         for name in sorted(self.pipelines):
-            look: Json | None = None
+            snapshot: Json | None = None
             with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
-                look = self.watch_pipeline(name).read_latest()
-            yield Reading(catalog.PIPELINE_UP, (name,), int(look is not None))
-            if look is not None:
-                yield from _read_pipeline(name, look)
+                snapshot = self.watch_pipeline(name).read_latest()
+            yield Reading(catalog.PIPELINE_UP, (name,), int(snapshot is not None))
+            if snapshot is not None:
+                yield from _read_pipeline(name, snapshot)
 
 
-def _read_pipeline(name: str, look: Json) -> Iterator[Reading]:
+def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
     for klass in CLASSES:
         for stage in STAGES:
-            lag, place = look["lag"][klass][stage], (name, stage, klass)
+            lag, place = snapshot["lag"][klass][stage], (name, stage, klass)
             yield Reading(catalog.LAG_MESSAGES, place, lag["messages"])
             for kind in ("prompt", "output"):
                 if (tokens := lag[f"{kind}_tokens"]) is not None:
                     yield Reading(catalog.LAG_TOKENS, (*place, kind), tokens)
-        if (wait_s := look["lag"][klass]["estimated_wait_s"]) is not None:
+        if (wait_s := snapshot["lag"][klass]["estimated_wait_s"]) is not None:
             yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
-    for worker in look["workers"]:
+    for worker in snapshot["workers"]:
         for state in WORKER_STATES:
             labels = (name, worker["stage"], worker["name"], state)
             yield Reading(catalog.WORKER_STATE, labels, int(worker["state"] == state))
-    for worker in look["lost"]:
+    for worker in snapshot["lost"]:
         yield Reading(catalog.WORKER_STATE, (name, worker["stage"], worker["name"], "lost"), 1)
 
 

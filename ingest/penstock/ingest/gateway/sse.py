@@ -2,8 +2,8 @@
 
 Each event has an id (`penstock.ingest.openai.sse`), so a reader can go on at any gateway after the client, a worker
 or this process died. Events come from the logs in Redis; nothing is kept here. A reader that is slow is waited for,
-and what arrives meanwhile is dropped and read again (`AsyncClient.news`): it costs only what is buffered for its
-socket.
+and what arrives meanwhile is dropped and read again (`AsyncClient.stream_batches`): it costs only what is buffered for
+its socket.
 """
 
 import asyncio

@@ -35,7 +35,7 @@ from penstock.messages import GrammarSpec
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 from penstock.telemetry.meters import Meters
 
 PIPELINE_CHECK_S = 5.0
@@ -51,7 +51,7 @@ class Gateway:
     def __init__(self, settings: GatewayProcessSettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.bus = connect_bus(addresses, settings.bus)
-        self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
+        self.servers = Sharded.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = ServedModels(self.redis, addresses.pipeline)
         self.metrics = GatewayMetrics(meters, addresses, settings.bus)
@@ -128,10 +128,12 @@ class Gateway:
         return self._clients[pipeline]
 
     def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
-        """Return the events of each request, as `AsyncClient.news` yields them, if its body is the one sent."""
+        """Return the events of each request, as `AsyncClient.stream_batches` yields them, if its body is the one
+        sent.
+        """
         client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
         return [
-            client.news(request_id, timeout_s=self.settings.gateway.patience_s, body=body)
+            client.stream_batches(request_id, timeout_s=self.settings.gateway.patience_s, body=body)
             for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
 

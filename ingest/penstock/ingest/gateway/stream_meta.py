@@ -21,9 +21,9 @@ from penstock.errors import BusUnavailable
 from penstock.ingest.errors import not_found_error
 from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.messages import now_s
-from penstock.names import GATEWAY_SECRET_KEY, Pipeline, card_key, is_request_id
+from penstock.names import GATEWAY_SECRET_KEY, Pipeline, is_request_id, stream_meta_key
 from penstock.redis.client import translate_outages
-from penstock.redis.servers import ByServer
+from penstock.redis.servers import Sharded
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MAX_RENEWED_PER_TRIP = 500
 class StreamMetaStore:
     """The meta data of the requests of all gateways. All methods raise `BusUnavailable`."""
 
-    def __init__(self, servers: "ByServer[redis.asyncio.Redis]", settings: RecordSettings) -> None:
+    def __init__(self, servers: "Sharded[redis.asyncio.Redis]", settings: RecordSettings) -> None:
         self._servers, self._client = servers, servers.parts[0]
         self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
@@ -61,7 +61,9 @@ class StreamMetaStore:
         with translate_outages():
             found = cast(
                 "bytes | None",
-                await self._client.set(card_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self._keep_ms),
+                await self._client.set(
+                    stream_meta_key(meta.id), meta.model_dump_json(), nx=True, get=True, px=self._keep_ms
+                ),
             )
         kept = meta if found is None else StreamMeta.model_validate_json(found)
         self._open[kept.id] = kept
@@ -71,14 +73,14 @@ class StreamMetaStore:
         """Note that the requests are durable as of now."""
         noted = meta.model_copy(update={"published": now_s()})
         with translate_outages():
-            await self._client.set(card_key(meta.id), noted.model_dump_json(), xx=True, keepttl=True)
+            await self._client.set(stream_meta_key(meta.id), noted.model_dump_json(), xx=True, keepttl=True)
 
     async def find_meta(self, stream_id: str) -> StreamMeta | None:
         """Return the meta data of an id, of any tenant, or None."""
         if not is_request_id(stream_id):
             return None
         with translate_outages():
-            found: Any = await self._client.get(card_key(stream_id))
+            found: Any = await self._client.get(stream_meta_key(stream_id))
         return None if found is None else StreamMeta.model_validate_json(found)
 
     async def find_of_tenant(self, stream_id: str, tenant: str, kind: str = "stream") -> StreamMeta:
@@ -93,13 +95,13 @@ class StreamMetaStore:
         """Delete meta data, so that its stream cannot be read any more."""
         self._open.pop(meta.id, None)
         with translate_outages():
-            await self._client.delete(card_key(meta.id))
+            await self._client.delete(stream_meta_key(meta.id))
 
     async def note_ended(self, meta: StreamMeta) -> None:
         """Note that the requests have ended: from now on it is kept as long as their records."""
         self._open.pop(meta.id, None)
         with translate_outages():
-            await self._client.pexpire(card_key(meta.id), self._keep_ms)
+            await self._client.pexpire(stream_meta_key(meta.id), self._keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
         """Stop renewing, because it is not known whether the requests are durable."""
@@ -132,7 +134,7 @@ class StreamMetaStore:
         with translate_outages():
             async with self._client.pipeline(transaction=False) as batch:
                 for one in ids:
-                    batch.pexpire(card_key(one), self._keep_ms)
+                    batch.pexpire(stream_meta_key(one), self._keep_ms)
                 is_there: list[int] = await batch.execute()
         return is_there
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from penstock.ingest.openai.chat import CHAT
 from penstock.ingest.openai.completions import COMPLETIONS
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_stream_meta
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.responses import RESPONSES
 
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
+ENDPOINTS: Mapping[str, ApiEndpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
 """All of OpenAI's endpoints, by path."""
 
 
@@ -17,7 +17,7 @@ __all__ = [
     "COMPLETIONS",
     "ENDPOINTS",
     "RESPONSES",
-    "Endpoint",
+    "ApiEndpoint",
     "StreamMeta",
     "SubmitArgs",
     "make_stream_meta",

@@ -80,17 +80,17 @@ class AnswerParser:
     """Parses one answer, piece by piece."""
 
     def __init__(
-        self, template: dict[str, Any], tools: Sequence[dict[str, Any]], *, are_calls_held: bool = False
+        self, template: dict[str, Any], tools: Sequence[dict[str, Any]], *, are_calls_constrained: bool = False
     ) -> None:
         """`tools` are those that were offered: templates without types take them from their schemas.
 
-        With `are_calls_held` calls follow a grammar: they are valid JSON, and a mark inside of a text ends none.
+        With `are_calls_constrained` calls follow a grammar: they are valid JSON, and a mark inside of a text ends none.
         """
         # A missing field is no reason to refuse what is there.
         fields = {name: {**one, "optional": True} for name, one in template.get("fields", {}).items()}
         self._template: dict[str, Any] = {**template, "fields": fields}
         self._tools: list[Any] = list(tools)
-        self._mark = template["fields"][CALLS_FIELD]["close"][0] if are_calls_held else ""
+        self._mark = template["fields"][CALLS_FIELD]["close"][0] if are_calls_constrained else ""
         """The first character of what ends a call, if that may stand in a text inside of it."""
         self.num_calls = 0
         """How many calls were returned."""

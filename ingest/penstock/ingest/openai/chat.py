@@ -20,7 +20,7 @@ from penstock.ingest.openai.body import (
     unsupported_value,
 )
 from penstock.ingest.openai.completions import ChoicesAnswer, CompletionChunks, make_choices_answer
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.sse import SseEvent
 from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.ingest.openai.tools import (
@@ -32,7 +32,7 @@ from penstock.ingest.openai.tools import (
     TemplateVariables,
     ToolFunction,
     check_tool_options,
-    hold_functions,
+    constrain_functions,
     join_text_parts,
     make_call_id,
     make_parser,
@@ -153,7 +153,7 @@ class ChatBody(CompletionsBody):
     def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
         """Return the grammar of answers with calls, by the model's response template; None where they are free."""
         functions = [tool.function for tool in self.offered_tools]
-        return hold_functions(
+        return constrain_functions(
             template, functions, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
         )
 
@@ -208,7 +208,7 @@ class ChatCompletion(ChoicesAnswer):
     choices: list[ChatChoice]
 
 
-class ChatEndpoint(Endpoint[ChatBody]):
+class ChatEndpoint(ApiEndpoint[ChatBody]):
     """`/v1/chat/completions`."""
 
     path = "/v1/chat/completions"

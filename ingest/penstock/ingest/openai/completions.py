@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
 from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, NumTopLogprobs, allow_only
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_request_ids, make_submit_args
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_request_ids, make_submit_args
 from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
 from penstock.ingest.openai.tokens import CompletionUsage, finish_reason, make_completion_usage, token_text
 from penstock.messages import EndEvent, Logprobs, PromptToken, TokenEvent, TokenId, TokenLogprob, Usage
@@ -128,7 +128,7 @@ def make_choices_answer(kind: type[C], meta: StreamMeta, choices: list[Any], ans
     return kind.model_validate({**fields, "choices": choices, "usage": usage})
 
 
-class CompletionsEndpoint(Endpoint[CompletionBody]):
+class CompletionsEndpoint(ApiEndpoint[CompletionBody]):
     """`/v1/completions`."""
 
     path = "/v1/completions"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.client.core import Event
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
 from penstock.ingest.openai.sse import ResumePoint, SseEvent
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Usage
@@ -21,7 +21,7 @@ class SseCursor:
     """Turns all events of a stream, in any order of its choices, into those that are new to the reader."""
 
     def __init__(
-        self, endpoint: Endpoint[Any], meta: StreamMeta, resume_point: ResumePoint, after_number: int = -1
+        self, endpoint: ApiEndpoint[Any], meta: StreamMeta, resume_point: ResumePoint, after_number: int = -1
     ) -> None:
         """Return also no event whose sequence number is at most `after_number`."""
         self._after_number = after_number

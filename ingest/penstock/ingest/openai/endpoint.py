@@ -96,7 +96,7 @@ class AnswerChunks(Protocol):
         """Return the events after the ends of all choices. The position of the last is `sse.DONE_ID`."""
 
 
-class Endpoint(ABC, Generic[B]):
+class ApiEndpoint(ABC, Generic[B]):
     """An endpoint that makes requests."""
 
     path: str
@@ -139,7 +139,7 @@ class Endpoint(ABC, Generic[B]):
 
 
 def make_stream_meta(
-    endpoint: Endpoint[B],
+    endpoint: ApiEndpoint[B],
     body: B,
     request_id: str,
     *,
@@ -165,14 +165,14 @@ def make_stream_meta(
     )
 
 
-def hash_answer_fields(endpoint: Endpoint[B], body: B) -> str:
+def hash_answer_fields(endpoint: ApiEndpoint[B], body: B) -> str:
     """Return a hash of the fields that determine the answer: all but whether it is streamed, and how."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={"stream", "stream_options"})
     return hashlib.sha256(json.dumps([endpoint.path, fields], sort_keys=True).encode()).hexdigest()
 
 
 def use_response_template(
-    endpoint: Endpoint[B], body: B, requests: Sequence[SubmitArgs], template: dict[str, Any] | None
+    endpoint: ApiEndpoint[B], body: B, requests: Sequence[SubmitArgs], template: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return by what a body's answers are parsed, of the model's `template`, and have its requests tell all marks.
 

@@ -19,7 +19,7 @@ from penstock.ingest.openai.body import (
     allow_only,
     unsupported_value,
 )
-from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_chat_requests
+from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta, SubmitArgs, make_chat_requests
 from penstock.ingest.openai.response_items import (
     ID_PREFIX,
     ITEMS,
@@ -47,7 +47,7 @@ from penstock.ingest.openai.tools import (
     ToolFunction,
     ToolName,
     check_tool_options,
-    hold_functions,
+    constrain_functions,
     make_template_variables,
     refuse_grammar_with_tools,
 )
@@ -143,7 +143,7 @@ class ResponseBody(Body):
 
     def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
         """Return the grammar of answers with calls, by the model's response template; None where they are free."""
-        return hold_functions(
+        return constrain_functions(
             template, self.offered_tools, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
         )
 
@@ -254,7 +254,7 @@ class Response(BaseModel):
     user: str | None = None
 
 
-class ResponsesEndpoint(Endpoint[ResponseBody]):
+class ResponsesEndpoint(ApiEndpoint[ResponseBody]):
     """`/v1/responses`."""
 
     path = "/v1/responses"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from penstock.grammar.tools import HeldTool, hold_calls
+from penstock.grammar.tools import ConstrainedTool, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser
 from penstock.ingest.openai.body import Body, StrictModel, invalid_value, unsupported_value
 from penstock.ingest.openai.endpoint import StreamMeta
@@ -62,7 +62,7 @@ def check_tool_options(
         raise ValueError("'tools' are given beside 'chat_template_kwargs'")
 
 
-def hold_functions(
+def constrain_functions(
     template: Mapping[str, Any],
     functions: Sequence[ToolFunction],
     is_required: bool,
@@ -79,15 +79,15 @@ def hold_functions(
     if not functions or not (is_required or is_parallel is False or any(function.strict for function in functions)):
         return None
     tools = [
-        HeldTool(function.name, (function.parameters or NO_PARAMETERS) if function.strict else None)
+        ConstrainedTool(function.name, (function.parameters or NO_PARAMETERS) if function.strict else None)
         for function in functions
     ]
     is_parallel = is_parallel is not False and named is None
-    return hold_calls(template, tools, is_required=is_required, is_parallel=is_parallel)
+    return constrain_calls(template, tools, is_required=is_required, is_parallel=is_parallel)
 
 
-def are_calls_held(options: Mapping[str, Any]) -> bool:
-    """Return whether a body's calls follow a grammar, as `hold_functions` decides."""
+def are_calls_constrained(options: Mapping[str, Any]) -> bool:
+    """Return whether a body's calls follow a grammar, as `constrain_functions` decides."""
     tools = [tool.get("function", tool) for tool in _list_offered(options)]
     is_free = options.get("tool_choice") in (None, "auto") and options.get("parallel_tool_calls") is not False
     return bool(tools) and not (is_free and not any(tool.get("strict") for tool in tools))
@@ -137,8 +137,8 @@ def make_parser(meta: StreamMeta) -> AnswerParser | None:
     """Return the parser of an answer; None where all of it is content."""
     if meta.response_template is None:
         return None
-    held = are_calls_held(meta.options)
-    return AnswerParser(meta.response_template, _list_offered(meta.options), are_calls_held=held)
+    held = are_calls_constrained(meta.options)
+    return AnswerParser(meta.response_template, _list_offered(meta.options), are_calls_constrained=held)
 
 
 def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:

@@ -1,14 +1,14 @@
-"""Growth of an arena, a piece at a time: touching all its memory, or reading all its file, takes too long to wait for.
+"""Growth of an arena, a chunk at a time: touching all its memory, or reading all its file, takes too long to wait for.
 
 Every process that has the arena open runs a thread. In memory it maps the memory that is allocated into the process,
-and allocates the next piece if no other process does. Of a file that is older than its tables it adopts the slots.
+and allocates the next chunk if no other process does. Of a file that is older than its tables it adopts the slots.
 So if the process that does it crashes, another one goes on. A file gets more space when a block needs it.
 
 1. The allocation lock is taken, which one process can hold at a time.
-2. The next piece is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
-   again, which costs nothing. If the file has the piece already, the headers of its slots are read instead.
+2. The next chunk is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
+   again, which costs nothing. If the file has the chunk already, the headers of its slots are read instead.
 3. Under the metadata lock its slots are put on the free list or, with their block, in the index, and then counted.
-   After a crash in between, the tables are rebuilt without the piece, and it is allocated again.
+   After a crash in between, the tables are rebuilt without the chunk, and it is allocated again.
 4. The lock is released.
 
 If nothing more fits, memory stays as small as it is; space on disk is tried again later.
@@ -27,8 +27,8 @@ from penstock.kvstore.arena.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 * 2**20
-ADOPTED_PIECE = 256
+CHUNK_BYTES = 4 * 2**20
+ADOPTED_CHUNK = 256
 """Slots whose headers are read at a time."""
 _ALLOCATION_POLL_S = 0.02
 """How often a thread checks whether another process has allocated memory."""
@@ -82,36 +82,36 @@ class ArenaAllocator:
     def ensure_free_slots(self, count: int) -> None:
         """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that.
 
-        Of slots that are to be adopted, one piece is; then blocks are evicted from it. Raise `OSError` if no slot at
+        Of slots that are to be adopted, one chunk is; then blocks are evicted from it. Raise `OSError` if no slot at
         all has space.
         """
         words = self._tables.words
         while words[W_NUM_FREE] < count and not self.is_finished:
             allocated = words[W_ALLOCATED]
             is_adopted = allocated < self._medium.num_present
-            self._try_allocate_piece(wait=True)
+            self._try_allocate_chunk(wait=True)
             if is_adopted or words[W_ALLOCATED] == allocated:
                 break
         if self._problem is not None and not words[W_ALLOCATED]:
             raise self._problem
 
     def _map_and_allocate(self) -> None:
-        mapped, piece, end = 0, self._slots_per_piece(), self._medium.num_eager
+        mapped, chunk, end = 0, self._slots_per_chunk(), self._medium.num_eager
         while mapped < end and not self._stopped.is_set():
             allocated = self._tables.words[W_ALLOCATED]
             if mapped < allocated:
-                self._medium.map_slots(mapped, count := min(piece, allocated - mapped))
+                self._medium.map_slots(mapped, count := min(chunk, allocated - mapped))
                 mapped += count
             elif self.is_finished:
                 return
-            elif not self._try_allocate_piece(wait=False):
+            elif not self._try_allocate_chunk(wait=False):
                 self._stopped.wait(_ALLOCATION_POLL_S)
 
-    def _slots_per_piece(self) -> int:
-        return max(1, PIECE_BYTES // self._tables.geometry.slot_bytes)
+    def _slots_per_chunk(self) -> int:
+        return max(1, CHUNK_BYTES // self._tables.geometry.slot_bytes)
 
-    def _try_allocate_piece(self, *, wait: bool) -> bool:
-        """Allocate the next piece. Return False if another thread or process is allocating."""
+    def _try_allocate_chunk(self, *, wait: bool) -> bool:
+        """Allocate the next chunk. Return False if another thread or process is allocating."""
         if not self._one_at_a_time.acquire(blocking=wait):
             return False
         try:
@@ -122,7 +122,7 @@ class ArenaAllocator:
             elif not self._locks.try_lock(ALLOCATION_BYTE):
                 return False
             try:
-                self._allocate_piece()
+                self._allocate_chunk()
             finally:
                 self._locks.unlock_byte(ALLOCATION_BYTE)
         finally:
@@ -130,12 +130,12 @@ class ArenaAllocator:
         tier_failpoint(self._tables.tier, "allocate.4")
         return True
 
-    def _allocate_piece(self) -> None:
+    def _allocate_chunk(self) -> None:
         geometry, first, medium = self._tables.geometry, self._tables.words[W_ALLOCATED], self._medium
-        wanted = min(self._slots_per_piece(), geometry.num_slots - first)
+        wanted = min(self._slots_per_chunk(), geometry.num_slots - first)
         tier_failpoint(self._tables.tier, "allocate.1")
         if (num_present := medium.num_present - first) > 0:
-            count = min(ADOPTED_PIECE, num_present)
+            count = min(ADOPTED_CHUNK, num_present)
             keys = medium.read_keys(first, count)
         else:
             count = self._reserve_slots(first, wanted)

@@ -11,7 +11,7 @@ import struct
 METADATA_BYTE = 0
 """Locked while the tables are used."""
 ALLOCATION_BYTE = 1
-"""Locked while a piece of memory is allocated."""
+"""Locked while a chunk of memory is allocated."""
 IN_USE_BYTE = 2
 """Locked shared by all processes that have the arena open, and exclusively by one that removes it."""
 FIRST_OWNER_BYTE = 1024

@@ -22,7 +22,7 @@ from penstock.kvstore.arena.locks import ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat, Header
 from penstock.kvstore.copying import HashingCopy, compute_checksum, copy_and_hash
 
-READ_PIECE_BYTES = 2**20
+READ_CHUNK_BYTES = 2**20
 """Bytes that are read from disk at a time; half of a core's own cache measured best."""
 _POPULATE_WRITE = 23
 _NO_HEADER = bytes(HEADER_BYTES)
@@ -96,7 +96,7 @@ class _ThreadBuffers(threading.local):
 
     def __init__(self) -> None:
         self.header = memoryview(bytearray(HEADER_BYTES))
-        self.piece = memoryview(bytearray(READ_PIECE_BYTES))
+        self.chunk = memoryview(bytearray(READ_CHUNK_BYTES))
 
 
 class SlotFile:
@@ -162,28 +162,28 @@ class SlotFile:
     def read_slot(self, slot: int, target: memoryview) -> tuple[memoryview, int]:
         """Read a slot's payload to `target`. Return its header as stored, and the checksum of what was read.
 
-        It is read in pieces into a buffer that stays in the processor's caches, and copied from there with the
+        It is read in chunks into a buffer that stays in the processor's caches, and copied from there with the
         checksum computed on the way. This is faster than reading to the target and computing it afterwards. A slot
         that is cut off, or that the disk lost, has no header.
         """
         buffers, offset = self._buffers, self._geometry.slot_offset(slot)
-        pieces, start, size = HashingCopy(target), 0, self._geometry.payload_bytes
+        chunks, start, size = HashingCopy(target), 0, self._geometry.payload_bytes
         if len(target.cast("B")) != size:
             raise ValueError(f"a target of {len(target.cast('B'))} bytes, {size} are needed")
         try:
             while not start or start < size:
-                piece = buffers.piece[: size - start]
-                into = [piece] if start else [buffers.header, piece]
-                wanted = len(piece) + (0 if start else HEADER_BYTES)
+                chunk = buffers.chunk[: size - start]
+                into = [chunk] if start else [buffers.header, chunk]
+                wanted = len(chunk) + (0 if start else HEADER_BYTES)
                 if os.preadv(self.fd, into, offset + (HEADER_BYTES + start if start else 0)) != wanted:
                     return memoryview(b""), 0
-                pieces.add_piece(piece)
-                start += len(piece) or 1
+                chunks.add_chunk(chunk)
+                start += len(chunk) or 1
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             return memoryview(b""), 0  # it can never be read again
-        return buffers.header, pieces.finish_checksum()
+        return buffers.header, chunks.finish_checksum()
 
     def read_stored(self, slot: int) -> bytes:
         """Return header and payload of a slot."""

@@ -95,7 +95,7 @@ class RedisNode:
         found: list[bool],
         counters: TierCounters,
     ) -> None:
-        """Read the blocks over n connections in turn, a piece at a time; each reads every n-th block."""
+        """Read the blocks over n connections in turn, a chunk at a time; each reads every n-th block."""
         results: dict[int, tuple[ReadOutcome, int]] = {}
         lanes = [
             self._read_lane(wire, requests, range(start, len(requests), len(wires)), found, results)
@@ -127,7 +127,7 @@ class RedisNode:
         found: list[bool],
         results: dict[int, tuple[ReadOutcome, int]],
     ) -> Iterator[None]:
-        """Read the blocks `indices` over one connection, with a pause after each piece."""
+        """Read the blocks `indices` over one connection, with a pause after each chunk."""
         asked = 0
         for done, index in enumerate(indices):
             if asked < len(indices) and asked - done <= self._max_pipelined_reads // 2:

@@ -19,10 +19,10 @@ def list_node_entries(address: RedisNode, counters: TierCounters) -> Iterator[Ti
     for part in (HELD, USED):
         cursor = b"0"
         while True:
-            piece = address.call_index(partial(_read_entries, part, cursor), counters)
-            if piece is None:
+            chunk = address.call_index(partial(_read_entries, part, cursor), counters)
+            if chunk is None:
                 return
-            cursor, found = piece
+            cursor, found = chunk
             yield from (entry for entry in found if entry.key not in seen)
             seen.update(entry.key for entry in found)
             if cursor == b"0":

@@ -20,7 +20,7 @@ Receiving = Generator[None, None, T]
 def receive_block(
     wire: RespConnection, form: BlockFormat, request: ReadRequest, codecs: "TierCodecs | None"
 ) -> Receiving[tuple[ReadOutcome, int]]:
-    """Read the reply to a GET in pieces. Return what was found, and its bytes."""
+    """Read the reply to a GET in chunks. Return what was found, and its bytes."""
     try:
         length = wire.read_length()
     except ErrorReply as refused:
@@ -69,5 +69,5 @@ def _receive_content(
 
 def _receive_checked(wire: RespConnection, into: memoryview, header: Header) -> Receiving[bool]:
     digest = xxhash.xxh3_64()
-    yield from wire.read_pieces(into, digest)
+    yield from wire.read_chunks(into, digest)
     return digest.intdigest() == header.checksum

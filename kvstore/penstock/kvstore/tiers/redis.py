@@ -41,7 +41,7 @@ def url_identity(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
 
 
-class KeySpread:
+class RendezvousHash:
     """Assigns keys to servers by rendezvous hashing: a key belongs to the server whose url hashes highest with it.
 
     Every process that is given the same urls, in any order, finds the same server. A server that is added takes its
@@ -111,10 +111,10 @@ class RedisTier:
 
     name, clock = "redis", staticmethod(time.perf_counter)
 
-    def __init__(self, nodes: Sequence[RedisNode], spread: KeySpread) -> None:
+    def __init__(self, nodes: Sequence[RedisNode], rendezvous: RendezvousHash) -> None:
         self.counters = TierCounters()
         self._nodes = list(nodes)
-        self._spread = spread
+        self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._parallel_calls = ParallelCalls(4 * len(nodes) if len(nodes) > 1 else 0)
 
@@ -139,7 +139,7 @@ class RedisTier:
         if not distinct:
             raise KVStoreError("a Redis tier needs an address")
         large = form.payload_bytes >= LARGE_VALUE_BYTES
-        return cls([RedisNode(KVServer(url, large), form, index, codec) for url in distinct], KeySpread(distinct))
+        return cls([RedisNode(KVServer(url, large), form, index, codec) for url in distinct], RendezvousHash(distinct))
 
     def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
         """Implement `Tier.get`."""
@@ -233,7 +233,7 @@ class RedisTier:
         call: Callable[[RedisNode, list[Item], TierCounters], list[bool]],
     ) -> list[bool]:
         """Return what `call` returns for each item, called once for each server with the items of its keys."""
-        groups = self._spread.group_by_server(keys)
+        groups = self._rendezvous.group_by_server(keys)
         calls = [partial(call, self._nodes[server], [items[i] for i in indices]) for server, indices in groups.items()]
         result = [False] * len(keys)
         for indices, part in zip(groups.values(), self._run_calls(calls), strict=True):
@@ -245,7 +245,7 @@ class RedisTier:
         self, keys: Sequence[bytes], call: Callable[[RedisNode, list[bytes], TierCounters], T]
     ) -> list[T]:
         """Return what `call` returns for each server that holds some of the keys."""
-        groups = self._spread.group_by_server(keys)
+        groups = self._rendezvous.group_by_server(keys)
         return self._run_calls(
             [partial(call, self._nodes[server], [keys[i] for i in indices]) for server, indices in groups.items()]
         )

@@ -19,8 +19,8 @@ BUFFER_BYTES = 64 * 2**10
 LARGE_READ_AHEAD_BYTES = 512
 """Most bytes that are received ahead where values are large, as these have to be copied to their target."""
 LARGE_VALUE_BYTES = 32 * 2**10
-PIECE_BYTES = 256 * 2**10
-"""Values are received and hashed in pieces of at most this size, while they are in the processor's caches."""
+CHUNK_BYTES = 256 * 2**10
+"""Values are received and hashed in chunks of at most this size, while they are in the processor's caches."""
 MAX_VALUE_BYTES = 512 * 2**20
 """No Redis server sends a longer value."""
 MAX_ITEMS = 2**20
@@ -42,10 +42,10 @@ class ErrorReply(Exception):
 
 
 class Digest(Protocol):
-    """A hash that is updated with each piece of a value."""
+    """A hash that is updated with each chunk of a value."""
 
     def update(self, data: memoryview, /) -> None:
-        """Add the next piece."""
+        """Add the next chunk."""
 
 
 def encode_command(*words: bytes | str | int) -> bytes:
@@ -121,11 +121,11 @@ class RespConnection:
 
     def read_into(self, into: memoryview) -> None:
         """Read the next `len(into)` bytes of a value."""
-        for _ in self.read_pieces(into):
+        for _ in self.read_chunks(into):
             pass
 
-    def read_pieces(self, into: memoryview, digest: Digest | None = None) -> Iterator[None]:
-        """Like `read_into`, but yield after each piece. `digest` is updated with each piece."""
+    def read_chunks(self, into: memoryview, digest: Digest | None = None) -> Iterator[None]:
+        """Like `read_into`, but yield after each chunk. `digest` is updated with each chunk."""
         at = min(len(into), self._end - self._start)
         into[:at] = self._view[self._start : self._start + at]
         self._start += at
@@ -134,7 +134,7 @@ class RespConnection:
         receive, length = self._socket.recv_into, len(into)
         while at < length:
             started_s = time.monotonic()
-            count = receive(into[at : at + PIECE_BYTES])
+            count = receive(into[at : at + CHUNK_BYTES])
             if count == 0:
                 raise ConnectionResetError("closed in the middle of a value")
             self._check_speed(started_s, count)

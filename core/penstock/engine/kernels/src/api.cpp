@@ -120,7 +120,7 @@ EXPORT int penstock_rank(const RankArgs* a) { return call(table().rank, a); }
 EXPORT int penstock_layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) {
   return call(table().layers, layers, num_layers, step);
 }
-EXPORT int penstock_body(const BodyArgs* a, const StepArgs* step) {
+EXPORT int penstock_body(const NativeModelArgs* a, const StepArgs* step) {
   auto are_below = [](const int64_t* values, int64_t count, int64_t end) {
     return std::all_of(values, values + count, [&](int64_t value) { return uint64_t(value) < uint64_t(end); });
   };

@@ -18,7 +18,7 @@ void broken(const RowsArgs*);
 void sample(const SampleArgs*);
 void rank(const RankArgs*);
 void layers(const PagedLayer*, int64_t, const StepArgs*);
-void body(const BodyArgs*, const StepArgs*);
+void body(const NativeModelArgs*, const StepArgs*);
 uint64_t read(const void*, int64_t);
 
 // Several linear layers of one shape and form, each with rows of its own; none has more than one part.

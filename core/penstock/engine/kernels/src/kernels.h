@@ -180,7 +180,7 @@ struct StepArgs {
 };
 
 // A whole model of such layers, from token ids to logits. It sets x, out, cos and sin of its StepArgs itself.
-struct BodyArgs {
+struct NativeModelArgs {
   const PagedLayer* layers;
   int64_t num_layers;
   const Packed* packed_embedding;  // or null: `embedding` has the rows
@@ -303,6 +303,6 @@ struct Table {
   void (*rank)(const RankArgs*);
   // One layer after the other, from x to out, from there to x, and so on.
   void (*layers)(const PagedLayer*, int64_t num_layers, const StepArgs*);
-  void (*body)(const BodyArgs*, const StepArgs*);
+  void (*body)(const NativeModelArgs*, const StepArgs*);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
 };

@@ -114,7 +114,7 @@ static void copy_rows(void* out, const void* rows, const int64_t* chosen, int64_
   for (int64_t i = 0; i < count; i++) memcpy((char*)out + i * size, (const char*)rows + chosen[i] * size, size);
 }
 
-void body(const BodyArgs* a, const StepArgs* step) {
+void body(const NativeModelArgs* a, const StepArgs* step) {
   StepArgs s = *step;
   const int64_t wide = s.hidden * a->element_bytes, narrow = int64_t(a->head_size) * a->element_bytes;
   const int64_t rows = std::max(s.rows, a->num_kept);

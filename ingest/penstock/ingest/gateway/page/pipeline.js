@@ -1,4 +1,4 @@
-// The live view: the last look at the pipeline, and lines of those before it.
+// The live view: the last snapshot of the pipeline, and lines of those before it.
 
 import { ask, backoffMs, events, pause } from "./api.js";
 import { byId, count, make, percent, rate, say, seconds, shape, Sparkline } from "./draw.js";
@@ -42,34 +42,34 @@ export class PipelineView {
     }
   }
 
-  show(look) {
+  show(snapshot) {
     byId("pipeline").classList.remove("away");
-    say(byId("notice"), look.health.reasons.join(" · "));
-    byId("health").dataset.state = look.health.state;
-    say(byId("health"), look.health.state);
-    say(byId("name"), look.pipeline);
-    say(byId("at"), new Date(look.at * 1000).toLocaleTimeString("en-GB"));
-    this._showLag(look.lag);
-    const toGenerate = CLASSES.reduce((sum, klass) => sum + (look.lag[klass].decode.output_tokens ?? 0), 0);
+    say(byId("notice"), snapshot.health.reasons.join(" · "));
+    byId("health").dataset.state = snapshot.health.state;
+    say(byId("health"), snapshot.health.state);
+    say(byId("name"), snapshot.pipeline);
+    say(byId("at"), new Date(snapshot.at * 1000).toLocaleTimeString("en-GB"));
+    this._showLag(snapshot.lag);
+    const toGenerate = CLASSES.reduce((sum, klass) => sum + (snapshot.lag[klass].decode.output_tokens ?? 0), 0);
     put("jobs.tokens", count(toGenerate));
-    this._lines.jobs.add(look.at, toGenerate);
+    this._lines.jobs.add(snapshot.at, toGenerate);
     for (const stage of ["prefill", "decode"]) {
       const list = document.querySelector(`[data-workers="${stage}"]`);
       const mine = (workers) => workers.filter((worker) => worker.stage === stage);
-      if (look.workers) showWorkers(list, mine(look.workers), mine(look.lost));
+      if (snapshot.workers) showWorkers(list, mine(snapshot.workers), mine(snapshot.lost));
       else list.replaceChildren(make("li", "nobody", "not shown with an API key"));
     }
-    for (const [name, found] of [["ttft", look.ttft_s], ["itl", look.itl_s]]) {
+    for (const [name, found] of [["ttft", snapshot.ttft_s], ["itl", snapshot.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
-      this._lines[name].add(look.at, found.p50);
+      this._lines[name].add(snapshot.at, found.p50);
     }
-    if (!look.workers) return; // a tenant's summary
-    this._showTiers(look.tiers);
-    const rates = look.rates;
-    this._rate(look.at, "requests", rates.requests_per_s, ["requests", "tiers"]);
-    this._rate(look.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
-    this._rate(look.at, "cached", rates.cached_tokens_per_s, []);
-    this._rate(look.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+    if (!snapshot.workers) return; // a tenant's summary
+    this._showTiers(snapshot.tiers);
+    const rates = snapshot.rates;
+    this._rate(snapshot.at, "requests", rates.requests_per_s, ["requests", "tiers"]);
+    this._rate(snapshot.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
+    this._rate(snapshot.at, "cached", rates.cached_tokens_per_s, []);
+    this._rate(snapshot.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
   }
 
   _away(why) {

@@ -15,7 +15,7 @@ from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 
 
-class Batch:
+class StepBatch:
     """The tensors of one step. The drafts of the sequences are part of it.
 
     `plan` counts them, and is reordered: sequences with one new token first, then those with several.

@@ -17,7 +17,7 @@ _MAX_INCOMPLETE_BYTES = 3  # bytes of an incomplete UTF-8 character, each at mos
 _MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the older ones are left behind
 
 
-class OutputText:
+class Detokenizer:
     """The text of one request's output."""
 
     def __init__(

@@ -27,7 +27,7 @@ from penstock.record.record import Record, UnclaimedMessage, check_server_key_ty
 from penstock.record.session import Session, renew_on_own_thread
 from penstock.redis.client import is_outage, redis_client
 from penstock.redis.scripts import ScriptCall
-from penstock.redis.servers import ByServer, choose_server, store_server_list
+from penstock.redis.servers import Sharded, choose_server, store_server_list
 from penstock.redis.urls import split_urls
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ and with it the requests on other servers. If a server was only slow, little is 
 AWAY_RETRY_S = 1.0
 """After this time the claim of a request is tried again whose server is away."""
 ID_SEPARATOR = "\n"
-"""Separates the ids of a worker's sessions, one for each server, in `Sessions.id`."""
+"""Separates the ids of a worker's sessions, one for each server, in `ShardedSession.id`."""
 
 
 class _Server:
@@ -104,22 +104,22 @@ class _Server:
         return self.record.collect_outcomes()
 
 
-class _SpreadRecord(Record):
+class _ShardedRecord(Record):
     """`Record` over several servers.
 
     For requests of a server that is away, claims return `Busy`, and other methods return what they do for a lost claim.
 
-    The argument `session` of its methods is a `Sessions.id`.
+    The argument `session` of its methods is a `ShardedSession.id`.
     """
 
-    def __init__(self, clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> None:
+    def __init__(self, clients: Sharded["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> None:
         super().__init__(clients.parts[0], pipeline, settings)
 
         def server(name: str, client: "redis.Redis") -> _Server:
             record = Record(client, pipeline, settings)
             return _Server(name, record, partial(store_server_list, client, pipeline, clients.names))
 
-        self.servers = ByServer(clients.names, list(map(server, clients.names, clients.parts)))
+        self.servers = Sharded(clients.names, list(map(server, clients.names, clients.parts)))
         self._sent_to: list[_Server] = []
         self._turn = 0
 
@@ -142,10 +142,10 @@ class _SpreadRecord(Record):
 
         return self._ask_servers(waiting, lambda one: one.id, claim)
 
-    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+    def park_messages(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         left: list[UnclaimedMessage] = []
         for server, mine in self._group_by_server(waiting, lambda one: one.id):
-            left += server.call_or_default(partial(server.record.put_down, stage, mine), mine)
+            left += server.call_or_default(partial(server.record.park_messages, stage, mine), mine)
         return left
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
@@ -241,7 +241,7 @@ class _ServerSession(Session):
         server: _Server,
         stage: Stage,
         name: str,
-        parts: Callable[[], list[str]] = list,
+        list_partitions: Callable[[], list[str]] = list,
         *,
         renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
@@ -249,7 +249,13 @@ class _ServerSession(Session):
     ) -> None:
         self._server = server
         super().__init__(
-            server.record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+            server.record,
+            stage,
+            name,
+            list_partitions,
+            renew_membership=renew_membership,
+            is_stalled=is_stalled,
+            keep=keep,
         )
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
@@ -293,7 +299,7 @@ class _ServerSession(Session):
         self._server.mark_back()
 
 
-class Sessions:
+class ShardedSession:
     """A worker's sessions, one on each server of its record, with the methods of `Session`."""
 
     def __init__(
@@ -301,7 +307,7 @@ class Sessions:
         record: Record,
         stage: Stage,
         name: str,
-        parts: Callable[[], list[str]] = list,
+        list_partitions: Callable[[], list[str]] = list,
         *,
         renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
         is_stalled: Callable[[], bool] = lambda: False,
@@ -314,20 +320,26 @@ class Sessions:
         another.
         """
         keep = keep or renew_on_own_thread
-        if not isinstance(record, _SpreadRecord):
+        if not isinstance(record, _ShardedRecord):
             session = Session(
-                record, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+                record,
+                stage,
+                name,
+                list_partitions,
+                renew_membership=renew_membership,
+                is_stalled=is_stalled,
+                keep=keep,
             )
-            self._sessions = ByServer([""], [session])
+            self._sessions = Sharded([""], [session])
             return
         first, *others = record.servers.parts
         made: list[Session] = [
             _ServerSession(
-                first, stage, name, parts, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+                first, stage, name, list_partitions, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
             )
         ]
         made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
-        self._sessions = ByServer(record.servers.names, made)
+        self._sessions = Sharded(record.servers.names, made)
 
     @property
     def id(self) -> str:
@@ -378,13 +390,13 @@ class Sessions:
             session.close()
 
 
-def connect_servers(text: str) -> ByServer["redis.Redis"]:
+def connect_servers(text: str) -> Sharded["redis.Redis"]:
     """Return a worker's clients of the servers in a setting."""
     answer_s = {"answer_s": SERVER_TIMEOUT_S} if len(split_urls(text)) > 1 else {}
-    return ByServer.from_urls(text, lambda url: redis_client(url, **answer_s))
+    return Sharded.from_urls(text, lambda url: redis_client(url, **answer_s))
 
 
-def check_key_types(clients: ByServer["redis.Redis"], pipeline: Pipeline) -> None:
+def check_key_types(clients: Sharded["redis.Redis"], pipeline: Pipeline) -> None:
     """Check the types of the keys that workers share, before one says that it is ready.
 
     One of several servers is left out while it is away. Raise `StateMismatch` for a type that another version left.
@@ -398,8 +410,8 @@ def check_key_types(clients: ByServer["redis.Redis"], pipeline: Pipeline) -> Non
                 raise
 
 
-def open_record(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:
+def open_record(clients: Sharded["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:
     """Return the records of a pipeline on its servers."""
     if len(clients.parts) == 1:
         return Record(clients.parts[0], pipeline, settings)
-    return _SpreadRecord(clients, pipeline, settings)
+    return _ShardedRecord(clients, pipeline, settings)

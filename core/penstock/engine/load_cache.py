@@ -1,10 +1,10 @@
-"""Notes about this machine's files in the cache directory: what was found once need not be found again.
+"""What loading a model found out, in the cache directory: it need not be found out again.
 
-A note is a small JSON file. Its name is a hash over all that the finding depends on, and its content repeats that; it
-is written to a temporary file and renamed. A note that cannot be read, or is about something else, counts as none, and
-one that cannot be written costs the next start the same time again.
+A finding is a small JSON file. Its name is a hash over all that the finding depends on, and its content repeats that;
+it is written to a temporary file and renamed. A finding that cannot be read, or is about something else, counts as
+none, and one that cannot be written costs the next start the same time again.
 
-About files, notes trust the system's word that a file is the same while its device, inode, size and both its times
+About files, findings trust the system's word that a file is the same while its device, inode, size and both its times
 (modified, changed) are: every write changes the latter, and no program can set it. Bits that rot on the disk
 afterwards, and a clock that somebody sets back for a write, are not noticed. Whoever can write to the cache directory
 can also replace the program, so there is nothing secret or signed in it.
@@ -24,13 +24,13 @@ log = logging.getLogger("penstock.engine")
 _MIN_AGE_NS = 50_000_000  # a file's times advance in ticks of up to 10 ms: two writes within one look alike
 
 
-class Notes:
-    """The notes in one directory."""
+class LoadCache:
+    """The findings in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def read_note(self, kind: str, about: Any, max_age_s: float = math.inf) -> Any:
+    def read_finding(self, kind: str, about: Any, max_age_s: float = math.inf) -> Any:
         """Return what was noted about this JSON value in the last `max_age_s` seconds, or None."""
         about = json.loads(json.dumps(about))
         path = self._find_path(kind, about)
@@ -42,7 +42,7 @@ class Notes:
             return None
         return note.get("found") if isinstance(note, dict) and note.get("about") == about else None
 
-    def write_note(self, kind: str, about: Any, found: Any) -> None:
+    def write_finding(self, kind: str, about: Any, found: Any) -> None:
         """Note a JSON value. Where the directory cannot be written to, nothing is noted."""
         path = self._find_path(kind, about)
         scratch = path.with_suffix(f".{os.getpid()}.unfinished")

@@ -77,7 +77,7 @@ class Failed:
     """How long it asks to be left alone."""
 
 
-AnswerEvent = Piece | Finished | Refused | Failed
+ReplyEvent = Piece | Finished | Refused | Failed
 
 
 class _FailedError(Exception):
@@ -88,7 +88,7 @@ class _FailedError(Exception):
         self.end = end
 
 
-class Answer:
+class EndpointReply:
     """An answer that is being read. Only the loop calls its methods."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Answer:
         question: Question,
         key: str,
         silence_s: float,
-        report: "Callable[[Answer, AnswerEvent], None]",
+        report: "Callable[[EndpointReply, ReplyEvent], None]",
     ) -> None:
         """`report` is called on the answer's thread with each event."""
         self.endpoint, self.question = endpoint, question

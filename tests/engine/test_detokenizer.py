@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.model import LoadedModel
-from penstock.engine.text import OutputText
 from penstock.messages import FinishReason, Sampling
 
 EOS = frozenset({1})
@@ -46,8 +46,8 @@ def _bytes(text: str) -> list[int]:
 
 def _push_all(
     tokenizer: Any, tokens: list[int], **sampling: Any
-) -> tuple[list[str], list[FinishReason | None], OutputText]:
-    state = OutputText(tokenizer, Sampling(**sampling), EOS, sampling.get("max_tokens", len(tokens) + 1))
+) -> tuple[list[str], list[FinishReason | None], Detokenizer]:
+    state = Detokenizer(tokenizer, Sampling(**sampling), EOS, sampling.get("max_tokens", len(tokens) + 1))
     texts: list[str] = []
     reasons: list[FinishReason | None] = []
     for token in tokens:

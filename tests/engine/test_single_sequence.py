@@ -16,7 +16,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.packed_model import PackedSource, write_packed_model
 from penstock.engine.probe import probe_layout
 from penstock.engine.proof import prove_kind, prove_model
-from penstock.engine.step import LoneStep
+from penstock.engine.step import SingleSequenceStep
 from penstock.engine.storage import number_index_keys
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
@@ -63,14 +63,14 @@ def test_tokens_and_log_probabilities_are_those_of_each_by_itself(
 def test_an_indexer_that_forgets_is_noticed(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if number_index_keys(0) not in model.layout.by_layer:
         pytest.skip("it has no indexer")
-    right = LoneStep.write_index_keys
+    right = SingleSequenceStep.write_index_keys
 
-    def forget(step: LoneStep, layer: int, keys: Tensor) -> Tensor:
+    def forget(step: SingleSequenceStep, layer: int, keys: Tensor) -> Tensor:
         found = right(step, layer, keys).clone()
         found[:, : step.num_cached_tokens] = 0
         return found
 
-    monkeypatch.setattr(LoneStep, "write_index_keys", forget)
+    monkeypatch.setattr(SingleSequenceStep, "write_index_keys", forget)
     with pytest.raises(EngineCheckFailed, match="other tokens"):
         prove_kind(load_model(EngineSettings(model=model.name, dtype="float32")), SETTINGS)
 
