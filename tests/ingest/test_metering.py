@@ -73,6 +73,17 @@ class PublishedResults:
                 found[tenant] = metering.add_sums([found.get(tenant, UsageSums()), sums])
         return found
 
+    def read_ends(self) -> dict[bytes, bytes]:
+        """The offset of the last result in each part of the topic."""
+        ends: dict[bytes, bytes] = {}
+        num_left = len(self.bus.read_all(self.pipeline.results_topic))
+        with closing(self.bus.follow_topic(self.pipeline.results_topic, {})) as follower:
+            while num_left:
+                for found in follower.read_messages(0.3):
+                    ends[found.partition.encode()] = found.offset.encode()
+                    num_left -= 1
+        return ends
+
     def num_counted(self) -> int:
         return sum(sums.requests for sums in self.read_sums().values())
 
@@ -96,7 +107,10 @@ def count_all(results: PublishedResults, meter: UsageMeter | None = None) -> Non
         with closing(UsageMeter(results.addresses, BusSettings())) as made:
             return count_all(results, made)
     results.free_lease()
-    wait_for(lambda: not meter.count_once(0.3), "nothing more to count")
+    ends, places = results.read_ends(), results.pipeline.meter_key("places")
+    wait_for(
+        lambda: meter.count_once(0.3) is not None and results.client.hgetall(places) == ends, "nothing more to count"
+    )
     return None
 
 

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import execute_once, raise_first_error
+from penstock.redis.client import REDIS_TIMEOUT_S, execute_once, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ SETTLE = load_script("penstock.bus.streams", "settle")
 MAX_BLOCK_S = 0.25
 """How often a waiting member looks for deliveries of members that are gone."""
 MAX_PAGE_ENTRIES = 500
+LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
+"""Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 
 
@@ -57,7 +59,7 @@ class StreamsMember:
         self._lasts_s = self._timeout_s
         """How long this member is kept after a renewal: the timeout begins when the session is over, if it has one."""
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
-        self._client = connect_client(url)
+        self._url, self._client = url, connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
@@ -124,8 +126,8 @@ class StreamsMember:
             entry = [word for pair in encode_entry(output).items() for word in pair]
             is_counted = int(output.topic == self._pipeline.results_topic)
             words += [max_stream_entries(self._pipeline, output.topic), is_counted, len(entry), *entry]
-        with bus_errors():
-            refused = SETTLE.run(self._client, keys, words)
+        with bus_errors(), self._open_client(sum(output.num_bytes for output in outputs)) as client:
+            refused = SETTLE.run(client, keys, words)
         if refused == [-1]:
             self._fenced = True
             self._raise_if_fenced()
@@ -135,6 +137,18 @@ class StreamsMember:
                 self._held.pop(_position_of(gone), None)
         if lost:
             raise DeliveryLost(lost)
+
+    @contextlib.contextmanager
+    def _open_client(self, num_bytes: int) -> "Iterator[redis.Redis]":
+        """A client for sending so many bytes. Large outputs have one of their own, whose time limit grows with them.
+
+        With the usual limit they would be sent again and again over a slow link, and the worker made anew each time.
+        """
+        if num_bytes <= LARGE_BYTES:
+            yield self._client
+            return
+        with contextlib.closing(connect_client(self._url, REDIS_TIMEOUT_S + num_bytes / SLOW_BYTES_PER_S)) as client:
+            yield client
 
     def count_held(self) -> int:
         """Return how many deliveries this member holds unsettled."""
