@@ -7,18 +7,19 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from penstock.bus.contract import Settlement
+from penstock.bus.contract import Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import FETCH_LIMITS
+from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from sim.chaos.proxy import Proxy
 from sim.servers import start_or_skip
-from tests.bus.buses import CAPACITY, SETTINGS
+from tests.bus.buses import CAPACITY, SETTINGS, publish_messages, take_deliveries
 
 LARGE_BYTES = 4_000_000
 """At least 61 of the proxy's pieces."""
@@ -75,3 +76,20 @@ def test_a_message_that_takes_long_is_answered_and_so_are_those_behind_it_and_be
     link.forward_normally()
     assert came == {large, b"behind", b"beside"}
     assert bus.read_all(pipeline.dead_letter_topic) == []
+
+
+def test_a_large_result_is_settled_over_a_link_that_takes_longer_than_redis_may(
+    redis_url: str, pipeline: Pipeline
+) -> None:
+    """It takes three seconds or more, and a command of the usual size has two."""
+    with Proxy(int(redis_url.rpartition(":")[2].partition("/")[0])) as proxy:
+        bus = StreamsBus(pipeline, f"redis://127.0.0.1:{proxy.port}/0", SETTINGS)
+        publish_messages(bus, [Outgoing(pipeline.request_topic("interactive"), b"asked")])
+        with bus.join_group("prefill", "a") as member:
+            (taken,) = take_deliveries(member, 1)
+            proxy.delay_forwarding(DELAY_S)
+            result = Outgoing(pipeline.results_topic, os.urandom(LARGE_BYTES))
+            member.settle([Settlement(taken, [result])])
+            proxy.forward_normally()
+        assert [message.value for message in bus.read_all(pipeline.results_topic)] == [result.value]
+        assert bus.count_unsettled()[pipeline.request_topic("interactive")] == 0

@@ -111,20 +111,6 @@ def test_of_what_is_too_large_nothing_is_kept(line: InProcessPipeline) -> None:
     assert line.prefill.make_claim_request(waiting) is None
 
 
-def test_an_id_used_twice_with_another_body(line: InProcessPipeline) -> None:
-    """The first body keeps its one answer; the second goes to the dead-letter topic with the typed reason."""
-    first = Request(id="twice", prompt="In the beginning", sampling=Sampling(max_tokens=4, temperature=0))
-    line.send_requests(first)
-    line.run_until_results(1)
-    line.send_requests(first.model_copy(update={"prompt": "And God said"}), first)
-    line.send_requests(first.model_copy(update={"id": "other"}))
-    results = line.run_until_results(2)
-    assert sorted(result.id for result in results) == ["other", "twice"]
-    assert all(result.error is None for result in results)
-    (dead,) = line.run_until_dead(1)
-    assert dead.headers[names.REASON_HEADER].startswith("id_conflict")
-
-
 def test_a_deadline_in_the_middle(line: InProcessPipeline) -> None:
     """What was said until then is in the result, and the error is typed."""
     sampling = Sampling(max_tokens=900, temperature=0, ignore_eos=True)

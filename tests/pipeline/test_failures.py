@@ -19,7 +19,7 @@ from penstock.engine.step_batch import StepBatch
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
-from penstock.messages import EndEvent, Job, Request, Result, Sampling, compute_body_hash, decode_message
+from penstock.messages import Job, Request, Result, Sampling, compute_body_hash, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, Record
 from penstock.worker.delivery_queue import serialize_delivery
@@ -196,31 +196,6 @@ def test_a_job_that_cannot_be_read_has_a_result(line: InProcessPipeline) -> None
     assert "of_a_later_version" in results["bad"].error.message
     (letter,) = line.run_until_dead(1)
     assert (letter.value, letter.headers[names.ORIGIN_HEADER]) == (BAD_JOB, topic)
-
-
-def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: InProcessPipeline) -> None:
-    """A job ends; a kept message of another version is left to its delivery."""
-    record, topic = line.decode.record, line.pipeline.job_topic("interactive")
-    job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    claim_for_dead("decode", lambda session: record.claim_decode("bad", session, "j1", serialize_delivery(job)), record)
-    claim_for_dead("decode", lambda session: record.claim_decode("other", session, "j2", b"of another version"), record)
-
-    def attempts(request_id: str) -> int:
-        return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
-
-    def is_tried() -> bool:
-        line.decode.run_once()
-        return bool(record.read_log("bad")) and attempts("other") == 2
-
-    wait_for(is_tried, "both are taken over", 0)
-    (end,) = record.read_log("bad")
-    assert isinstance(end, EndEvent)
-    assert end.error is not None
-    assert end.error.code == "internal_error"
-    assert not line.decode.running
-    line.send_requests(GOOD)
-    (result,) = line.run_until_results(1)
-    assert (result.id, result.error) == (GOOD.id, None)
 
 
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(

@@ -10,7 +10,7 @@ from penstock import names
 from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
-from penstock.messages import Request, Sampling, Usage, compute_body_hash, now_s
+from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline, core_of
 from sim.waiting import PATIENCE_S, wait_for
@@ -82,40 +82,10 @@ def test_sent_twice_is_answered_once(line: InProcessPipeline) -> None:
     assert line.read_dead_letters() == []
 
 
-def test_sent_many_times_is_prefilled_once_and_not_given_up(line: InProcessPipeline) -> None:
-    """Copies of a request that waits for decode are settled without output, and do not use up its attempts."""
-    line.decode.close()
-    line.send_requests(ask("again"))
-    line.run_prefill(1)
-    line.send_requests(*[ask("again")] * 4, ask("other"))
-    line.run_prefill(2)
-    jobs = line.bus.read_all(line.pipeline.job_topic("interactive"))
-    assert sorted(job.key or "" for job in jobs) == ["again", "other"]
-    line.renew_decode()
-    results = line.run_until_results(2)
-    assert [result.error for result in results] == [None, None]
-    assert line.read_dead_letters() == []
-
-
 def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
     line.send_requests(ask("short", max_tokens=1))
     (result,) = line.run_until_results(1)
     assert (result.finish_reason, len(result.token_ids), result.usage.completion_tokens) == ("length", 1, 1)
-
-
-def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: InProcessPipeline) -> None:
-    """Claims that came to nothing count; the next one gives up."""
-    request = ask("poison")
-    for _ in range(2):
-        claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
-        line.prefill.record.release_claim(claim, failed=True)  # type: ignore[arg-type]
-    line.send_requests(request)
-    (result,) = line.run_until_results(1)
-    assert result.error is not None
-    assert result.error.code == "attempts_exhausted"
-    (dead,) = line.run_until_dead(1)
-    assert dead.key == "poison"
-    assert dead.headers[names.REASON_HEADER].startswith("attempts_exhausted")
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
