@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,9 @@ from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 
 if TYPE_CHECKING:  # workers without a model of their own do without its libraries
-    from penstock.engine.serving import ServingEngine
+    from penstock.engine.serving import EngineCore, ServingEngine
+
+    OpenCore = Callable[[EngineSettings, Callable[[str, float], None]], EngineCore]
 
 log = logging.getLogger(__name__)
 
@@ -124,20 +126,23 @@ class WorkerProcess:
 
         Raise `DependencyMissing` where the libraries are not installed.
         """
-        settings, report = self.settings, self.beat.report_progress
+        settings, open_core = self.settings, self._find_opening(only_prompts=only_prompts)
         with require_libraries():
-            from penstock.engine.serving import EngineCore, open_serving_engine
-
-            if settings.engine.kind == "vllm":
-                from penstock.engine_vllm.opening import open_vllm_core
-
-                core: EngineCore = open_vllm_core(settings.engine, report)
-            else:
-                from penstock.engine.loading import open_engine
-
-                core = open_engine(settings.engine, report, only_prompts=only_prompts)
+            from penstock.engine.serving import open_serving_engine
+        core = open_core(settings.engine, self.beat.report_progress)
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
+
+    def _find_opening(self, *, only_prompts: bool) -> "OpenCore":
+        """Return what loads the model into the engine that the settings name."""
+        with require_libraries():
+            if self.settings.engine.kind == "vllm":
+                from penstock.engine_vllm.opening import open_vllm_core
+
+                return open_vllm_core
+            from penstock.engine.loading import open_engine
+
+            return partial(open_engine, only_prompts=only_prompts)
 
     def make_metrics(self, model_name: str) -> StageMetrics:
         """Return what a worker of this kind counts and measures."""
