@@ -1,15 +1,18 @@
 """An endpoint worker answers what is in the requests topic, whatever endpoints and workers do."""
 
 import json
+import random
 from typing import Any, Literal
 
 import pytest
 
 from penstock.client.core import StreamReader
+from penstock.endpoint_worker.reply import Piece
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, now_s
 from penstock.names import piece_token
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
+from sim.waiting import wait_for
 from tests.endpoint.conftest import EndpointPipeline, engine_of
 
 pytestmark = pytest.mark.in_memory
@@ -61,6 +64,29 @@ def test_readers_follow_a_log_of_pieces_and_notice_another_text(
     assert isinstance(other, TokenEvent)
     with pytest.raises(StreamDiverged):
         reader.feed_live(other.model_copy(update={"token": piece_token(" 7")}))
+
+
+def test_pieces_of_several_answers_that_came_in_turns_are_each_judged_by_their_own_reply(
+    line: EndpointPipeline, endpoint: CountingEndpoint
+) -> None:
+    """All pieces are there before the loop looks, those of the three answers in any order; one request is cancelled."""
+    worker = line.add_worker(endpoint)
+    endpoint.gate.clear()
+    for name in ("a", "bad", "z"):
+        line.send(max_tokens=8, id=name)
+    line.run_until(lambda: endpoint.num_under_way == 3)
+    endpoint.gate.set()
+    engine = engine_of(worker)
+    wait_for(lambda: engine._arrived.qsize() == 3 * 9, "all pieces and ends have arrived")
+    arrived = sorted((engine._arrived.get() for _ in range(3 * 9)), key=lambda _: random.random())
+    for kind in (True, False):  # pieces in any order, then the ends
+        for answer, event in arrived:
+            if isinstance(event, Piece) is kind:
+                engine._arrived.put((answer, event))
+    line.open_record().cancel_request("bad")
+    results = {result.id: result for result in line.run_until_results(3)}
+    assert results["bad"].finish_reason == "cancelled"
+    assert [len(results[name].text.split()) for name in ("a", "z")] == [8, 8]
 
 
 def test_usage_that_the_endpoint_does_not_tell_is_estimated(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
@@ -356,6 +382,7 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
     endpoint.faults.append(Fault("hang", after=2))
     request = line.send(max_tokens=9)
     line.run_until(lambda: len(line.read_log(request.id)) == 2)
+    worker.run_once()  # it polls with the capacity that the request has left
     load = json.loads(json.dumps(worker.report_load()))
     assert load["interactive"] == {
         "requests": 1, "running": 1, "capacity": 31, "prompt_tokens": 0, "output_tokens": 7,

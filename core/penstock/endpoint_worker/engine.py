@@ -160,9 +160,12 @@ class EndpointEngine:
         return bool(arrived)
 
     def finish_step(self) -> Sequence[SampledPiece]:
-        """Return the pieces of text that have arrived."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        """Return the pieces of text that have arrived, those of one request behind each other: one append takes them."""
+        by_seq: dict[EndpointSequence, list[SampledPiece]] = {}
+        for piece in self._pieces:
+            by_seq.setdefault(piece.seq, []).append(piece)
+        self._pieces = []
+        return [piece for pieces in by_seq.values() for piece in pieces]
 
     def store_full_blocks(self) -> bool:
         """Return False: there is no KV here."""

@@ -35,7 +35,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 
 import redis
 
@@ -156,7 +155,7 @@ class Worker:
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
         self._tasks_in_flight: list[Task] = []
-        """The request of each token that is on its way to the log. Tokens of one request follow each other."""
+        """The request of each token that is on its way to the log."""
         self._sent_s = 0.0
         self._has_begun = False
         """Whether the engine's next step is begun."""
@@ -568,11 +567,12 @@ class Worker:
             return
         outcomes, written_s, ended = self.record.collect_outcomes(), time.monotonic(), []
         sent, self._tasks_in_flight = self._tasks_in_flight, []
-        answers = iter(outcomes)
-        for task, num_tokens in Counter(sent).items():
+        by_task: dict[Task, Counter[AppendOutcome]] = {}
+        for task, outcome in zip(sent, outcomes, strict=True):
+            by_task.setdefault(task, Counter())[outcome] += 1
+        for task, counts in by_task.items():
             stage_failpoint(self.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
             task.is_in_flight = False
-            counts = Counter(islice(answers, num_tokens))
             if task is not self.running.get(task.id):
                 continue
             if counts[AppendOutcome.FENCED]:
