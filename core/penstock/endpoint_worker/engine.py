@@ -160,7 +160,7 @@ class EndpointEngine:
         return bool(arrived)
 
     def finish_step(self) -> Sequence[SampledPiece]:
-        """Return the pieces of text that have arrived, those of one request behind each other: one append takes them."""
+        """Return the pieces of text that have arrived, those of one request together, as one append takes them."""
         by_seq: dict[EndpointSequence, list[SampledPiece]] = {}
         for piece in self._pieces:
             by_seq.setdefault(piece.seq, []).append(piece)
