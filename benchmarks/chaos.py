@@ -14,7 +14,7 @@ on, a worker more comes and leaves while much is waiting, Redis stalls, and some
 whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 
 From round to round of a bus the workers have another model: the demo's, the one that calls tools, whose readers parse
-its calls as they come, and one whose layers keep states.
+its calls as they come, one whose layers keep states, and none, where endpoint workers ask two servers that fail, too.
 What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
 
 With `--one-kill` there is one stream, whose decode worker is killed, and the picture of it: `docs/plots/kill.svg`.
@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.chaos_flushes import flush_often
 from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
-from penstock.names import STAGES, Stage
+from penstock.names import STAGES, Stage, WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
@@ -49,7 +49,7 @@ from sim.chaos.runner import ChaosRound, Outcome, Progress, run_round
 from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-LOADS: tuple[Load, ...] = ("text", "tools", "states")
+LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
 KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
@@ -68,10 +68,12 @@ FAULT_NAMES = {
     "bomb": "100 MB in 3 kB",
     "leader": "the broker that leads most was killed",
     "failover": "the master was killed",
+    "reply": "failed at a question",
 }
 FAULT_FIGURES = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
     "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
+    "reply": "replies_failed",
 }  # fmt: skip
 """Names of faults in `--json`."""
 MAX_START_S = 52 * 60
@@ -218,7 +220,8 @@ def show_progress(what: str, total: ChaosTotal, given: "Options") -> Iterator[Pr
 def make_kills_table(toll: FaultCounts) -> Table:
     """Return kills and stops by process and step, including steps that were never reached."""
     made = Table("process", "step", "kills", "stops")
-    steps = {(stage, step) for stage in STAGES for bus in BUSES for step in list_failpoints(stage, bus)}
+    kinds: tuple[WorkerKind, ...] = (*STAGES, "endpoint")
+    steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
         made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
     return made

@@ -7,11 +7,13 @@ result, and a stream that has to be read anew. No request may be left without a 
 import contextlib
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
 
 from penstock.local.kafka import SHORT_TIMEOUTS
+from penstock.names import WorkerKind
 from sim.chaos.checker import check_history, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, Clients, ClientTask, make_plain_task, prepare_known_requests
 from sim.chaos.faults import ANY_TIME, KillPlan
@@ -20,7 +22,7 @@ from sim.chaos.history import History, read_history
 from sim.chaos.runner import POLL_S, Progress, record_topics, wait_until_calm
 from sim.chaos.system import ChaosStack, Servers
 
-NUM_WORKERS = 2, 3
+NUM_WORKERS: Mapping[WorkerKind, int] = {"prefill": 2, "decode": 3}
 MAX_OPEN_REQUESTS = 24
 ANSWER_TIMEOUT_S = 90.0
 

@@ -33,6 +33,7 @@ from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import WorkerSlot
+from penstock.names import WorkerKind
 from penstock.waiting import wait_until
 from sim.chaos.checker import Finding, check_history, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Clients, make_client_task, prepare_known_requests
@@ -91,11 +92,11 @@ class Extent:
     answer_tokens: int = LONG_ANSWER_TOKENS
     keep_s: int = 10
     """How long an ended request can be read: much less than a full run, so that its keys are seen to go."""
-    num_workers: tuple[int, int] = (2, 2)
-    """Prefill and decode workers."""
+    num_workers: int = 2
+    """Workers of each stage."""
 
 
-FULL, QUICK, SMOKE = Extent(20.0), Extent(0.1), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, num_workers=(1, 1))
+FULL, QUICK, SMOKE = Extent(20.0), Extent(0.1), Extent(0.03, SHORT_ANSWER_TOKENS, keep_s=1, num_workers=1)
 
 
 def plan_kill(worker: WorkerSlot, life: int) -> KillPlan:
@@ -135,7 +136,8 @@ def run_on_bus(
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
         settings = dict.fromkeys(("PENSTOCK_RECORD_KEEP_S", "PENSTOCK_TRACE_KEEP_S"), str(extent.keep_s))
-        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, extent.num_workers, settings)
+        size: dict[WorkerKind, int] = {"prefill": extent.num_workers, "decode": extent.num_workers}
+        stack = ChaosStack(directory / "stack", fork_server, history, servers, plan_kill, size, settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         stack.wait_until_ready(120)

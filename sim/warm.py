@@ -20,6 +20,8 @@ for _module in (
     "penstock.cli.worker",
     "penstock.decode_worker.main",
     "penstock.decode_worker.role",
+    "penstock.endpoint_worker.main",
+    "penstock.endpoint_worker.role",
     "penstock.engine.proof",
     "penstock.engine.serving",
     "penstock.ingest.gateway.server",

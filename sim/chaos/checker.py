@@ -13,7 +13,8 @@ A history is a sequence of entries, each a flat JSON object with `what` and, nea
 |             | `error`, `text`, `calls`             | with the code of an error, or null; without an error, the     |
 |             |                                      | text and the calls that all its pieces add up to              |
 | `failed`    | `reader`, `error`, `story`           | a reader could not read on: the error's name                  |
-| `result`    | `tokens`, `text`, `finish`, `error`  | it is in the results topic, read_committed                    |
+| `result`    | `tokens`, `text`, `finish`, `error`, | it is in the results topic, read_committed; `count` tokens    |
+|             | `count`                              | where it names none, as for pieces of an endpoint's text      |
 | `dead`      | `reason`                             | it is among the dead letters                                  |
 
 Other entries tell what was done to the system and are ignored. The order of one reader's entries is the order in
@@ -185,7 +186,7 @@ def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:
                 if tokens[position : position + 1] != [entry["token"]]:
                     yield "wrong", f"{reader} saw {entry['token']} at {position}"
     for result in request.results:
-        yield from _check_end("a result", result | {"count": len(result["tokens"])}, expected)
+        yield from _check_end("a result", {"count": len(result["tokens"])} | result, expected)
         if list(result["tokens"]) != tokens[: len(result["tokens"])]:
             yield "wrong", f"a result has other tokens: {result['tokens']}"
         if result["error"] is None and result["text"] != expected["text"]:

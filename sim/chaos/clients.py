@@ -19,8 +19,8 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
-from penstock.messages import EndEvent, GrammarSpec, Request, TokenEvent, encode_request, now_s
-from penstock.names import Pipeline
+from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, encode_request, now_s
+from penstock.names import Pipeline, piece_token
 from sim.chaos.history import History
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
 from sim.workload import (
@@ -43,11 +43,11 @@ NUM_TENANTS = 7
 """Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
-Load = Literal["text", "tools", "forms", "states"]
+Load = Literal["text", "tools", "forms", "states", "endpoint"]
 """What is asked: texts of the demo model, calls of the tool model, texts of the demo model that are computed with
-other weights than their prompts, or texts of a model whose layers keep states.
+other weights than their prompts, texts of a model whose layers keep states, or numbers of servers that count.
 """
-_MODELS: dict[Load, ModelLoader] = {
+_MODELS: dict[str, ModelLoader] = {
     "text": load_demo_model, "tools": load_tool_model, "forms": load_split_model, "states": load_state_model,
 }  # fmt: skip
 _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]){4,12}"\}')
@@ -58,8 +58,11 @@ _GRAMMAR = GrammarSpec(kind="regex", source=r'\{"said":"([A-Za-z ,]{1,6}\\["n\\]
 def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, ExpectedAnswer]]:
     """Return requests that are sent repeatedly under other ids, with their answers.
 
-    Every eighth has one token, and every third a grammar; with the load `tools` all others offer tools.
+    Every eighth has one token, and every third a grammar; with the load `tools` all others offer tools. Those
+    to servers that count have neither.
     """
+    if load == "endpoint":
+        return [_count_numbers(number, max_tokens) for number in range(NUM_KNOWN_REQUESTS)]
     work = (
         _make_tool_requests(max_tokens) if load == "tools" else make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
     )
@@ -70,6 +73,14 @@ def prepare_known_requests(max_tokens: int, load: Load) -> list[tuple[Request, E
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     answers = compute_answers(work, _MODELS[load])
     return list(zip(work, answers.values(), strict=True))
+
+
+def _count_numbers(number: int, max_tokens: int) -> tuple[Request, ExpectedAnswer]:
+    """Return a request to a server that counts, and its answer. Each piece of text stands for a token in the log."""
+    count = 1 if number % 8 == 0 else max_tokens
+    pieces = [f" {one}" for one in range(count)]
+    request = Request(id=f"chaos-{number}", prompt=f"{number}|", sampling=Sampling(max_tokens=count, temperature=0.0))
+    return request, ExpectedAnswer([piece_token(piece) for piece in pieces], "".join(pieces), "length")
 
 
 def _make_tool_requests(max_tokens: int) -> list[Request]:
@@ -262,6 +273,7 @@ class Clients:
     def _submit_request(self, request: Request) -> None:
         fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
         self._client.submit(
+            prompt=request.prompt,
             token_ids=request.token_ids,
             messages=request.messages,
             chat_template_kwargs=request.chat_template_kwargs,

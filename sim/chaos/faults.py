@@ -1,15 +1,17 @@
 """Which faults are injected, and when: all of it follows from the seed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock import failpoints
 from penstock.names import STAGES, WorkerKind
+from sim import endpoint
 
-FREQUENT_POINTS = (".stepped", ".sent", ".confirmed")
+FREQUENT_POINTS = (".stepped", ".sent", ".confirmed", "endpoint.3.appended")
 """Endings of failpoints that a worker passes many times."""
-RARE_POINTS = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken")
+RARE_POINTS = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
 """Failpoints that not every worker reaches: these workers are given more time."""
 ANY_TIME = "any time"
 Bus = str
@@ -17,6 +19,9 @@ Bus = str
 SYSTEM_FAULTS = ("freeze", "stall", "resize", "header")
 KAFKA_FAULTS = ("bomb",)
 REPLICA_FAULTS = ("leader", "failover")
+NUM_ENDPOINTS = 2
+"""How many servers the endpoint workers ask."""
+REPLY_FAULTS: Sequence[Literal["status", "cut", "hang", "error"]] = ("status", "cut", "hang", "error")
 BACKLOG_FAULTS = ("freeze", "resize")
 """Faults that hurt most with a backlog: a burst of requests precedes the first of them."""
 
@@ -42,7 +47,7 @@ class KillPlan:
 
 def list_failpoints(stage: WorkerKind, bus: Bus) -> list[str]:
     """Return the failpoints that a worker of a stage can reach."""
-    own = failpoints.PREFILL if stage == "prefill" else failpoints.DECODE
+    own = {"prefill": failpoints.PREFILL, "decode": failpoints.DECODE, "endpoint": failpoints.ENDPOINT}[stage]
     on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE
     return [*own, *failpoints.SETTLER, *(on_kafka if bus == "kafka" else ())]
 
@@ -71,13 +76,16 @@ class Fault:
     """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP);
     to the disk `full`; to a worker's wall clock `clock`. To all processes `freeze` (SIGSTOP), to Redis `stall` (the
     same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
-    of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked.
+    of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked. To the server
+    that endpoint workers ask a `reply`: it fails at a question.
     """
     target: str
     """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client` or a stage."""
     duration_s: float
     clock_shift_s: float = 0.0
     """Seconds by which a clock is put forward (negative: back)."""
+    reply: endpoint.Fault | None = None
+    """How a server fails at its next question."""
 
 
 def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
@@ -103,7 +111,9 @@ def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             yield Fault(at_s, what, whose, for_s, by_s)
 
 
-def generate_system_faults(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fault]:
+def generate_system_faults(
+    seed: int, bus: Bus, kinds_of_workers: Sequence[WorkerKind] = STAGES, *, is_replicated: bool = False
+) -> Iterator[Fault]:
     """Yield faults of the whole system without end. Each kind comes once a round, in an order of the seed."""
     chance = random.Random(f"{seed}/mishaps")
     kinds = [*SYSTEM_FAULTS, *(KAFKA_FAULTS if bus == "kafka" else ()), *(REPLICA_FAULTS if is_replicated else ())]
@@ -126,7 +136,19 @@ def generate_system_faults(seed: int, bus: Bus, *, is_replicated: bool = False) 
                     whose = "kafka" if what == "leader" else "redis"
                     fault = Fault(at_s, what, whose, chance.uniform(0.0, 4.0))
                 case "resize":
-                    fault = Fault(at_s, what, chance.choice(STAGES), chance.uniform(2.0, 10.0))
+                    fault = Fault(at_s, what, chance.choice(kinds_of_workers), chance.uniform(2.0, 10.0))
                 case _:
                     fault = Fault(at_s, what, "client", 0.0)
             yield fault
+
+
+def generate_reply_faults(seed: int, max_pieces: int) -> Iterator[Fault]:
+    """Yield failures of the servers that endpoint workers ask, without end. Answers have up to `max_pieces`."""
+    chance = random.Random(f"{seed}/replies")
+    at_s = 0.0
+    while True:
+        at_s += chance.uniform(0.1, 1.0)
+        kind = chance.choice(REPLY_FAULTS)
+        status = chance.choice([429, 500, 503])
+        reply = endpoint.Fault(kind, after=chance.randrange(max_pieces), status=status)
+        yield Fault(at_s, "reply", f"endpoint-{chance.randrange(NUM_ENDPOINTS)}", 0.0, reply=reply)

@@ -24,7 +24,7 @@ import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import Request
-from penstock.names import Pipeline, Stage, parse_event_id
+from penstock.names import Pipeline, Stage, WorkerKind, parse_event_id
 from penstock.record.log import RequestStatus, TokenLog
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask
@@ -119,7 +119,9 @@ def measure_recovery(
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, bus, {}))
-        size = (1, 3) if plan.stage == "decode" else (3, 1)
+        size: dict[WorkerKind, int] = {"prefill": 1, "decode": 3}
+        if plan.stage == "prefill":
+            size = {"prefill": 3, "decode": 1}
         stack = ChaosStack(
             directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), size
         )

@@ -5,19 +5,20 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from penstock.bus.connect import connect_bus
+from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
-from penstock.names import REASON_HEADER, Pipeline
+from penstock.names import REASON_HEADER, Pipeline, WorkerKind
 from sim.chaos import clock
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import (
@@ -29,18 +30,33 @@ from sim.chaos.clients import (
     make_plain_task,
     prepare_known_requests,
 )
-from sim.chaos.faults import ANY_TIME, Bus, Fault, KillPlan, generate_faults, generate_system_faults, plan_kill
+from sim.chaos.faults import (
+    ANY_TIME,
+    NUM_ENDPOINTS,
+    Bus,
+    Fault,
+    KillPlan,
+    generate_faults,
+    generate_reply_faults,
+    generate_system_faults,
+    plan_kill,
+)
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History, read_history
 from sim.chaos.poison import send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
+from sim.endpoint import CountingEndpoint
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
 
 POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
 """The shared memory is small so that blocks are read from disk, too. The drain is short so that workers that leave
 have requests to hand back."""
+ENDPOINT_SETTINGS = {"PENSTOCK_ENDPOINT_SILENCE_S": "2", "PENSTOCK_RECORD_FAIL_ATTEMPTS": "1000"}
+"""Servers that hang are left soon, and fail more often than requests make progress."""
+PIECE_PAUSE_S = 0.02
+"""The time that a server takes for each piece of an answer."""
 BURST_REQUESTS = 300
 """Requests in a burst: more than the prefill workers fetch."""
 BURST_PATIENCE_S = 150.0
@@ -105,12 +121,14 @@ def run_round(
             else Servers(directory, plan.bus, SHORT_TIMEOUTS)
         )
         fork_server.disk.remove_all()
-        stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers))
+        asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
+        endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]
+        stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers, endpoints))
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
         with clients:
-            _inject_faults(plan, stack, servers, clients, history, progress)
+            _inject_faults(plan, stack, servers, clients, history, endpoints, progress)
             clients.stop_sending()
             wait_until_calm(
                 stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.counts.kills.total())
@@ -120,9 +138,14 @@ def run_round(
 
 
 def make_stack(
-    plan: ChaosRound, directory: Path, fork_server: ForkServer, history: History, servers: Servers
+    plan: ChaosRound,
+    directory: Path,
+    fork_server: ForkServer,
+    history: History,
+    servers: Servers,
+    endpoints: Sequence[CountingEndpoint] = (),
 ) -> ChaosStack:
-    """The stack of a round."""
+    """The stack of a round, whose workers ask the `endpoints` if there are any."""
 
     def plan_of(worker: WorkerSlot, life: int) -> KillPlan:
         return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
@@ -134,23 +157,36 @@ def make_stack(
         settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
-    size, away = (plan.prefill + more, plan.decode + more), set[str]()
-    if plan.with_system_faults:
-        away = {f"prefill-{plan.prefill}", f"decode-{plan.decode}"}
+    size: dict[WorkerKind, int] = {"prefill": plan.prefill, "decode": plan.decode}
+    if endpoints:
+        settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS
+        size = {"endpoint": plan.decode}
+    away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
+    size = {kind: count + more for kind, count in size.items()}
     return ChaosStack(directory / "stack", fork_server, history, servers, plan_of, size, settings, away)
 
 
 def _inject_faults(
-    plan: ChaosRound, stack: ChaosStack, servers: Servers, clients: Clients, history: History, progress: Progress
+    plan: ChaosRound,
+    stack: ChaosStack,
+    servers: Servers,
+    clients: Clients,
+    history: History,
+    endpoints: Sequence[CountingEndpoint],
+    progress: Progress,
 ) -> None:
     """Inject faults until there were enough kills, or the time is over."""
     begun = time.monotonic()
-    coming = generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
-    if plan.is_replicated:
-        coming = generate_system_faults(plan.seed, plan.bus, is_replicated=True)
-    elif plan.with_system_faults:
-        coming = heapq.merge(coming, generate_system_faults(plan.seed, plan.bus), key=lambda fault: fault.at_s)
-    with FaultInjector(stack, servers, clients, history, plan.load) as injector:
+    kinds = sorted({worker.stage for worker in stack.workers})
+    plans = []
+    if not plan.is_replicated:
+        plans.append(generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers]))
+    if plan.is_replicated or plan.with_system_faults:
+        plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
+    if endpoints:
+        plans.append(generate_reply_faults(plan.seed, plan.answer_tokens))
+    coming = heapq.merge(*plans, key=lambda fault: fault.at_s)
+    with FaultInjector(stack, servers, clients, history, endpoints, plan.load) as injector:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and stack.counts.kills.total() < plan.kills:
             stack.restart_dead()
@@ -189,7 +225,9 @@ def record_topics(stack: Stack, history: History) -> None:
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
         fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
-        history.add_entry("result", id=result.id, **fields)
+        # Results of endpoints name no tokens.
+        count = len(result.token_ids) or result.usage.completion_tokens
+        history.add_entry("result", id=result.id, count=count, **fields)
     for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
         history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))
@@ -198,7 +236,16 @@ def record_topics(stack: Stack, history: History) -> None:
 class FaultInjector:
     """Injects faults on its own threads, and undoes each after its time."""
 
-    def __init__(self, stack: ChaosStack, servers: Servers, clients: Clients, history: History, load: Load) -> None:
+    def __init__(
+        self,
+        stack: ChaosStack,
+        servers: Servers,
+        clients: Clients,
+        history: History,
+        endpoints: Sequence[CountingEndpoint],
+        load: Load,
+    ) -> None:
+        self._endpoints = endpoints
         self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
         self._make_task = partial(make_plain_task, load=load)
         self._disk = stack.disk
@@ -242,6 +289,8 @@ class FaultInjector:
                 self._send_messages(fault.what, number)
             case "full":
                 self._fill_disk(fault)
+            case "reply" if fault.reply is not None:
+                self._endpoints[int(fault.target.partition("-")[2])].faults.append(fault.reply)
             case "clock":
                 clock.set_clock(self._stack.clocks[fault.target], fault.clock_shift_s)
                 self._over.wait(fault.duration_s)

@@ -20,7 +20,7 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
-from penstock.names import Pipeline
+from penstock.names import Pipeline, WorkerKind
 from penstock.redis.client import redis_client
 from sim.chaos import clock
 from sim.chaos.faults import ANY_TIME, Bus, KillPlan
@@ -153,14 +153,15 @@ class ChaosStack(Stack):
         history: History,
         servers: "Servers",
         plan_of: PlanKill,
-        size: tuple[int, int],
+        size: Mapping[WorkerKind, int],
         more: Mapping[str, str] | None = None,
         away: Collection[str] = (),
     ) -> None:
-        """`size`: prefill and decode workers; `more`: their settings; `away`: workers that are not started yet."""
+        """`size`: how many workers of each kind; `more`: their settings; `away`: workers that are not started yet."""
         super().__init__(
-            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url, prefill=size[0],
-            decode=size[1], environment={**ENVIRONMENT, **(more or {})},
+            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url,
+            prefill=size.get("prefill", 0), decode=size.get("decode", 0), endpoint=size.get("endpoint", 0),
+            environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._plan_kill = plan_of
         self.counts = FaultCounts()

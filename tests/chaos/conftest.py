@@ -38,7 +38,7 @@ def stack(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
             history,
             servers,
             plan_kill,
-            (1, 2),
+            {"prefill": 1, "decode": 2},
             fork_server.disk.make_settings(),
             away={"decode-1"},
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local.kafka import find_jars, find_java
-from penstock.names import STAGES
+from penstock.names import STAGES, WorkerKind
 from sim.chaos.clients import Load
 from sim.chaos.faults import (
     ANY_TIME,
@@ -14,6 +14,7 @@ from sim.chaos.faults import (
     SYSTEM_FAULTS,
     Bus,
     generate_faults,
+    generate_reply_faults,
     generate_system_faults,
     list_failpoints,
     plan_kill,
@@ -39,6 +40,8 @@ def needs(bus: Bus) -> None:
         pytest.param("embedded", "forms", marks=pytest.mark.full),
         pytest.param("embedded", "states", marks=pytest.mark.full),
         pytest.param("kafka", "states", marks=pytest.mark.full),
+        pytest.param("embedded", "endpoint", marks=pytest.mark.full),
+        pytest.param("kafka", "endpoint", marks=pytest.mark.full),
         ("kafka", "tools"),  # the slowest bus, and all that a request of text does
     ],
 )
@@ -49,7 +52,7 @@ def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, fork_server: For
     )
     outcome = run_round(plan, tmp_path / "round", fork_server)
     assert outcome.findings == []
-    assert {process for process, _ in outcome.counts.kills} >= set(STAGES)
+    assert {process for process, _ in outcome.counts.kills} >= ({"endpoint"} if load == "endpoint" else set(STAGES))
     assert sum(count for (_, step), count in outcome.counts.kills.items() if step != ANY_TIME) > 0
 
 
@@ -61,6 +64,7 @@ def test_a_seed_says_what_happens() -> None:
             *plans,
             *islice(generate_faults(seed, "kafka", workers), 50),
             *islice(generate_system_faults(seed, "kafka"), 50),
+            *islice(generate_reply_faults(seed, 10), 50),
         ]
 
     assert list_plans(3) == list_plans(3)
@@ -68,10 +72,9 @@ def test_a_seed_says_what_happens() -> None:
 
 
 @pytest.mark.parametrize("bus", BUSES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_point_has_its_turn(bus: Bus, stage: str) -> None:
-    kind = next(known for known in STAGES if known == stage)
-    plans = {plan_kill(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
+@pytest.mark.parametrize("kind", [*STAGES, "endpoint"])
+def test_every_point_has_its_turn(bus: Bus, kind: WorkerKind) -> None:
+    plans = {plan_kill(1, bus, kind, f"{kind}-0", life).point for life in range(200)}
     assert plans == {*list_failpoints(kind, bus), ANY_TIME}
 
 
