@@ -9,22 +9,29 @@ import threading
 from collections.abc import Callable
 
 
-class CheckedThread(threading.Thread):
+class CheckedThread:
     """A daemon thread that is started at once. `raise_failure` raises the error that ended it."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
-        super().__init__(name=name, daemon=True)
         self.failure: BaseException | None = None
         """The error that ended the thread, if there was one."""
-        self._run_work = run
-        self.start()
+        self._run = run
+        self._thread = threading.Thread(target=self._keep_failure, name=name, daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
-        """Do the thread's work, and keep its error."""
+    def _keep_failure(self) -> None:
         try:
-            self._run_work()
+            self._run()
         except BaseException as error:  # the owner raises it
             self.failure = error
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread's end, for at most `timeout_s` if that is given."""
+        self._thread.join(timeout_s)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, if there was one."""

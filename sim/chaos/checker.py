@@ -141,7 +141,7 @@ def _check_end_of_stream(reader: str, seen: list[Entry]) -> BrokenPromises:
 
 
 def _check_agreement(request: _Request) -> BrokenPromises:
-    """Check that all readers and results have equal tokens, and that event ids match the tokens."""
+    """Check that all readers and results have equal tokens and ends, and that event ids match the tokens."""
     tokens: dict[int, int] = {}
     for reader, seen in request.readers.items():
         rolled, next_one = START_HASH, 0
@@ -157,6 +157,10 @@ def _check_agreement(request: _Request) -> BrokenPromises:
         for position, token in enumerate(result["tokens"]):
             if tokens.setdefault(position, token) != token:
                 yield "diverged", f"a result has {token} at {position}, others {tokens[position]}"
+    ends = [entry for seen in request.readers.values() for entry in seen if entry["what"] == "end"]
+    told = {entry["error"] or entry["finish"] for entry in (*ends, *request.results)}
+    if len(told) > 1:
+        yield "diverged", f"it ends in different ways: {', '.join(sorted(told))}"
 
 
 def _check_equal_calls(request: _Request) -> BrokenPromises:

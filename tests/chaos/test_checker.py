@@ -118,7 +118,11 @@ BROKEN: dict[str, tuple[Callable[[], Entries], set[str]]] = {
         lambda: [*submitted(), *reading("one", ALL), end("one", 5) | {"calls": CALLS * 2}, result(TOKENS)],
         {"wrong"},
     ),
-    "an error for nothing": (lambda: [*good()[:-1], result([], "internal_error")], {"wrong"}),
+    "an error for nothing": (lambda: [*good()[:-1], result([], "internal_error")], {"diverged", "wrong"}),
+    "the result ends in another way": (
+        lambda: [*submitted("cancelled"), *good()[2:-1], result(TOKENS[:2], "cancelled")],
+        {"diverged"},
+    ),
     "a dead letter for nothing": (lambda: [*good(), {"what": "dead", "id": "a", "reason": "x"}], {"wrong"}),
 }
 

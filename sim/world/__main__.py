@@ -1,0 +1,45 @@
+"""`python -m sim.world --seed N --requests M`."""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+
+from sim.world.scene import run_scene
+
+
+def main() -> None:
+    """Run scenes, and print what was found."""
+    parser = argparse.ArgumentParser(prog="python -m sim.world")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--until-found", action="store_true", help="end with the first seed that finds something")
+    parser.add_argument("--max-s", type=float, default=1e9, help="begin no new seed after so many seconds")
+    parser.add_argument("--history", action="store_true")
+    given = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])
+    begun_s, total, kills, found = time.monotonic(), 0, 0, 0
+    for seed in range(given.seed, given.seed + given.seeds):
+        if time.monotonic() - begun_s > given.max_s or (given.until_found and found):
+            break
+        verdict = run_scene(seed, given.requests)
+        total, kills, found = total + verdict.requests, kills + verdict.kills, found + len(verdict.findings)
+        told = hashlib.sha256(json.dumps(verdict.history, sort_keys=True).encode()).hexdigest()[:12]
+        if verdict.findings or given.seeds == 1:
+            print(f"seed {seed}: {verdict.requests} requests, {verdict.kills} kills, {verdict.virtual_s:.0f} s, {told}")
+        for finding in verdict.findings:
+            print(f"    {finding.kind}: {finding.id}: {finding.description}")
+        if given.history:
+            for entry in verdict.history:
+                print(json.dumps(entry))
+    spent_s = time.monotonic() - begun_s
+    print(f"{total} requests, {kills} kills, {found} findings, {total / spent_s:.0f} requests/s")
+
+
+if __name__ == "__main__":
+    main()

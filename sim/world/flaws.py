@@ -1,0 +1,184 @@
+"""Flaws planted in the product, each of which the world must find: `python -m sim.world.flaws [--seconds S] [NAME …]`.
+
+A flaw is a change of one place of the source. It is made in a copy of the package, on which the world runs with one
+seed after the other until it finds something.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+WORKER = "core/penstock/worker"
+FOLDERS = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore", "sim")
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """A change that makes the product wrong."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+
+FLAWS = (
+    Flaw("a refused token counts as written", f"{WORKER}/worker.py", "if counts[AppendOutcome.FENCED]:", "if False:"),
+    Flaw(
+        "a refused end counts as written", f"{WORKER}/worker.py",
+        "if written is AppendOutcome.FENCED:", "if written is None:",
+    ),
+    Flaw(
+        "the log is not read", f"{WORKER}/worker.py",
+        "[event for event in claim.log if isinstance(event, TokenEvent)]", "[]",
+    ),
+    Flaw(
+        "a stale job is kept", f"{WORKER}/worker.py",
+        "self.settler.settle(Settlement(task.delivery), Settling(0))", "self.queue.defer(task.delivery)",
+    ),
+    Flaw(
+        "a lost delivery counts as settled", f"{WORKER}/settler.py",
+        "if pending.address in lost], settled=False)", "if pending.address in lost], settled=True)",
+    ),
+    Flaw(
+        "a settlement that fails is forgotten", f"{WORKER}/settler.py",
+        'log.warning("settling failed, trying again: %s", error)', "return",
+    ),
+    Flaw(
+        "a job goes out twice under one name", f"{WORKER}/settler.py",
+        "replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch",
+        "pending for pending in batch",
+    ),
+    Flaw(
+        "lost claims are kept", f"{WORKER}/worker.py",
+        "if event is ClaimEvent.LOST:\n                    self._drop_lost_task(task)",
+        "if event is ClaimEvent.LOST:\n                    continue",
+    ),
+    Flaw(
+        "the session's thread ends in silence", "core/penstock/record/session.py",
+        "if not (isinstance(error, redis.RedisError) and is_away(error)):\n                self._failure = error\n",
+        "if True:\n",
+    ),
+    Flaw(
+        "refused claims are not released", f"{WORKER}/worker.py",
+        "self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])", "pass",
+    ),
+    Flaw(
+        "a deferred delivery is forgotten", f"{WORKER}/delivery_queue.py",
+        "heapq.heappush(self._deferred, _Deferred(", "list((",
+    ),
+    Flaw(
+        "a delivery is worked on that is being settled", f"{WORKER}/worker.py",
+        "if self.settler.is_settling(delivery):", "if False:",
+    ),
+    Flaw(
+        "deliveries of others are worked on", f"{WORKER}/worker.py",
+        "return self.member.is_holding(delivery)", "return True",
+    ),
+    Flaw(
+        "the engine keeps requests of a worker that was given up", f"{WORKER}/worker.py",
+        "self.settler.abandon()\n        self.engine.abandon()", "self.settler.abandon()",
+    ),
+    Flaw(
+        "an older task is not replaced", f"{WORKER}/worker.py",
+        "older = self.running.get(task.id)\n        if older is None:", "older = None\n        if older is None:",
+    ),
+    Flaw(
+        "free requests are not taken over", f"{WORKER}/worker.py",
+        "if not accept or not self.session.num_free:", "if True:",
+    ),
+    Flaw(
+        "expired sessions are not ended", "core/penstock/record/session.py",
+        "self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))",
+        "self.num_free = self._record.count_free(self._stage)",
+    ),
+    Flaw(
+        "a session that is over goes on", "core/penstock/record/session.py",
+        "self._lost += self._claims\n            self._claims, self.id = set(), session", "self.id = session",
+    ),
+    Flaw(
+        "a session is never renewed", "core/penstock/record/session.py",
+        "if not self.is_stopped and not self._is_stalled():", "if False:",
+    ),
+    Flaw(
+        "a hand-off is not noted", f"{WORKER}/worker.py",
+        "self.record.note_all_handed_off(handed)", "pass",
+    ),
+    Flaw(
+        "a hand-off that did not settle is noted", f"{WORKER}/worker.py",
+        "left.append((task.claim, task.delivery.is_held))\n                continue", "pass",
+    ),
+    Flaw(
+        "a result goes out before its end is written", f"{WORKER}/worker.py",
+        "            self._remove_task(task)\n        ends = [",
+        "            self._remove_task(task)\n            self._complete_task(task, begun_s)\n        ends = [",
+    ),
+    Flaw(
+        "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",
+        "if task.claim.num_tokens:\n            return None", "if False:\n            return None",
+    ),
+    Flaw(
+        "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
+        "self.record.release_all(\n            [*((one.claim", "list(\n            [*((one.claim",
+    ),
+    Flaw(
+        "a message being read is forgotten by a worker that leaves", f"{WORKER}/message_reader.py",
+        "claims = [reading.claim for reading in self._open if reading.claim is not None]", "claims = []",
+    ),
+    Flaw(
+        "a settler whose thread died is not noticed", f"{WORKER}/settler.py",
+        "self._thread.raise_failure()\n", "pass\n",
+    ),
+)  # fmt: skip
+
+
+def find_flaw(flaw: Flaw, root: Path, seconds: float) -> tuple[int | None, str, float]:
+    """Return the seed that finds a flaw, what was found, and the time it took. The seed is None if none did in time."""
+    with tempfile.TemporaryDirectory(prefix="penstock-flaw-") as folder:
+        for name in FOLDERS:
+            shutil.copytree(root / name, Path(folder) / name, symlinks=True)
+        path = Path(folder) / flaw.file
+        source = path.read_text()
+        if source.count(flaw.before) != 1:
+            raise SystemExit(f"{flaw.name}: its place is {source.count(flaw.before)} times in {flaw.file}")
+        path.write_text(source.replace(flaw.before, flaw.after))
+        paths = [folder, *(str(Path(folder) / name) for name in FOLDERS[:-1])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+        begun_s = time.monotonic()
+        command = [sys.executable, "-m", "sim.world", "--seeds", "1000000", "--until-found", "--max-s", str(seconds)]
+        told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        spent_s = time.monotonic() - begun_s
+    lines = told.stdout.splitlines()
+    seeds = [line for line in lines if line.startswith("seed ")]
+    if not seeds:
+        return None, (told.stderr.splitlines() or [""])[-1], spent_s
+    first = lines[lines.index(seeds[0]) + 1].strip()
+    return int(seeds[0].split()[1].rstrip(":")), first[:90], spent_s
+
+
+def main() -> None:
+    """Look for all flaws, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m sim.world.flaws")
+    parser.add_argument("names", nargs="*", help="parts of names; all if there are none")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    given = parser.parse_args()
+    root, table = Path(__file__).parents[2], Table("flaw", "seed", "s", "found")
+    for flaw in FLAWS:
+        if not given.names or any(name in flaw.name for name in given.names):
+            seed, found, spent_s = find_flaw(flaw, root, given.seconds)
+            table.add_row(flaw.name, "" if seed is None else str(seed), f"{spent_s:.0f}", found)
+            sys.stderr.write(f"{flaw.name}: {seed} {found} {spent_s:.0f} s\n")
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

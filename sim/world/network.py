@@ -1,0 +1,195 @@
+"""The way to the servers: record and bus are doubles in memory, and each call to them may be late, lost or unanswered.
+
+A call is executed at once at the server's moment, and whole. What is lost is the request, which then had no effect, or
+the reply: the caller learns in either case that the server did not answer.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import redis
+
+from penstock.bus.contract import Outgoing, Settlement
+from penstock.config.settings import RecordSettings
+from penstock.errors import BusUnavailable, PenstockError
+from penstock.messages import TokenEvent
+from penstock.names import WorkerKind
+from penstock.record import AppendOutcome, Claim
+from sim.memory.bus import MemoryBus, MemoryMember, MemoryPublisher
+from sim.memory.record import MemoryRecord, MemoryRecords
+from sim.world.runtime import EPOCH_S, World
+
+TIMEOUT_S = 2.0
+"""How long a caller waits for a reply."""
+
+
+@dataclass(eq=False)
+class Link:
+    """The way from a process to a server."""
+
+    world: World
+    chance: Random
+    make_error: Callable[[str], Exception]
+    loss: float = 0.0
+    """The share of calls that are lost, or whose replies are."""
+    delay_s: float = 0.001
+    """The mean time of a way."""
+    is_cut: Callable[[], bool] = lambda: False
+    """Whether nothing comes through now."""
+    stands_until_s: Callable[[], float] = lambda: 0.0
+    """Until when the server stands still. What it is asked meanwhile it does later, for whom that may be too late."""
+    is_busy: bool = False
+    """Whether a call is executed, whose own calls are part of it."""
+
+    def call(self, execute: Callable[[], Any], *, may_be_late: bool = False) -> Any:
+        """Execute something at the server. Raises if no reply comes; it may be executed all the same, also later."""
+        if self.is_busy:
+            return execute()
+        self.world.sleep(self.chance.expovariate(1 / self.delay_s))
+        fate = self.chance.random()
+        if self.is_cut() or fate < self.loss / 2:
+            self.world.sleep(TIMEOUT_S)
+            raise self.make_error("no answer: the request was lost")
+        stands_s = self.stands_until_s() - self.world.now_s
+        if stands_s > TIMEOUT_S:
+            if may_be_late:
+                outside = self.world.outside
+                self.world.start_thread(outside, "late", lambda: self._execute_late(execute, stands_s))
+            self.world.sleep(TIMEOUT_S)
+            raise self.make_error("no answer: the server stands still")
+        self.world.sleep(stands_s)
+        reply = self._execute(execute)
+        if fate < self.loss:
+            self.world.sleep(TIMEOUT_S)
+            raise self.make_error("no answer: the reply was lost")
+        self.world.sleep(self.chance.expovariate(1 / self.delay_s))
+        return reply
+
+    def _execute(self, execute: Callable[[], Any]) -> Any:
+        self.is_busy = True
+        try:
+            return execute()
+        finally:
+            self.is_busy = False
+
+    def _execute_late(self, execute: Callable[[], Any], after_s: float) -> None:
+        self.world.sleep(after_s)
+        with contextlib.suppress(PenstockError):
+            self._execute(execute)
+
+
+def make_redis_error(text: str) -> Exception:
+    """Return what Redis' client raises where the server does not answer."""
+    return redis.TimeoutError(text)
+
+
+REMOTE_METHODS = (
+    "claim_all", "park_messages", "take_over_free", "finish_all", "note_all_handed_off", "release_claim",
+    "release_all", "renew_session", "end_expired_sessions", "find_unnamed_partitions", "adopt_partitions",
+    "disown_partitions", "count_free", "cancel_request", "read_log", "read_status",
+)  # fmt: skip
+"""Methods of the record that ask its server."""
+
+
+def _make_remote(name: str) -> Callable[..., Any]:
+    inner = getattr(MemoryRecord, name)
+
+    @functools.wraps(inner)
+    def ask(self: "WorldRecord", *args: Any, **kwargs: Any) -> Any:
+        return self.link.call(lambda: inner(self, *args, **kwargs), may_be_late=True)
+
+    return ask
+
+
+class WorldRecords(MemoryRecords):
+    """The server of the records. It has a clock of its own, whoever asks."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def now_ms(self) -> int:
+        """Return the server's time."""
+        return int(1000 * (EPOCH_S + self._world.now_s))
+
+
+class WorldRecord(MemoryRecord):
+    """The record, over a link."""
+
+    def __init__(self, records: MemoryRecords, settings: RecordSettings, link: Link) -> None:
+        super().__init__(records, settings)
+        self.link = link
+        self._unsent: list[Sequence[tuple[Claim, TokenEvent]]] = []
+
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+        """Send tokens: they are written when the outcomes are collected at the latest."""
+        self._unsent.append(list(entries))
+
+    def collect_outcomes(self) -> list[AppendOutcome]:
+        """Wait for the outcomes. Tokens may be written although no reply comes."""
+        unsent, self._unsent = self._unsent, []
+        if not unsent:
+            return []
+
+        def write() -> list[AppendOutcome]:
+            for entries in unsent:
+                MemoryRecord.send_tokens(self, entries)
+            return MemoryRecord.collect_outcomes(self)
+
+        return list(self.link.call(write))
+
+    def forget_sent_tokens(self) -> None:
+        """Forget them: as after a lost connection, they may be written or not."""
+        unsent, self._unsent = self._unsent, []
+        if unsent and self.link.chance.random() < 0.5:
+            for entries in unsent:
+                MemoryRecord.send_tokens(self, entries)
+        super().forget_sent_tokens()
+
+
+for _name in REMOTE_METHODS:
+    setattr(WorldRecord, _name, _make_remote(_name))
+
+
+class WorldMember(MemoryMember):
+    """A member of a group, over a link."""
+
+    def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str, link: Link) -> None:
+        super().__init__(bus, stage, name)
+        self.link = link
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Settle, if the bus hears of it."""
+        self.link.call(lambda: MemoryMember.settle(self, settlements), may_be_late=True)
+
+
+class WorldPublisher(MemoryPublisher):
+    """A publisher, over a link."""
+
+    def __init__(self, bus: MemoryBus, link: Link) -> None:
+        super().__init__(bus)
+        self.link = link
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        """Publish, if the bus hears of it."""
+        self.link.call(lambda: MemoryPublisher.publish(self, messages))
+
+
+def join_over(bus: MemoryBus, stage: WorkerKind, name: str, link: Link) -> WorldMember:
+    """Join a group over a link, as `MemoryBus.join_group` does."""
+    with bus.changed:
+        older = bus.members.get((stage, name))
+        made = WorldMember(bus, stage, name, link)
+        bus.members[stage, name] = made
+        if older is not None:
+            older.give_back_all()
+        return made
+
+
+def make_bus_error(text: str) -> Exception:
+    """Return what a bus raises whose broker does not answer."""
+    return BusUnavailable(text)

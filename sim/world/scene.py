@@ -1,0 +1,415 @@
+"""One run: real workers under mishaps that follow from a seed, clients, and the judgement of what was seen."""
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock import failpoints
+from penstock.client.core import prepare_message
+from penstock.config.settings import RecordSettings
+from penstock.decode_worker.role import DecodeRole
+from penstock.errors import BusUnavailable
+from penstock.messages import EndEvent, Request, Result, Sampling, decode_message, encode_request, extract_request_id
+from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
+from penstock.prefill_worker.handoff import sampling_seed
+from penstock.prefill_worker.role import PrefillRole
+from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.worker import Worker
+from sim.chaos.checker import Entry, Finding, check_history
+from sim.memory.bus import MemoryBus
+from sim.world.engine import FormulaEngine, list_tokens, load_tokenizer
+from sim.world.network import (
+    Link,
+    WorldPublisher,
+    WorldRecord,
+    WorldRecords,
+    join_over,
+    make_bus_error,
+    make_redis_error,
+)
+from sim.world.runtime import Doubles, Process, World
+
+SIMULATED = ("penstock.", "sim.memory.")
+"""Modules that run by the world's clock and threads."""
+NOTICE_S = (1.0, 12.0)
+"""How long a bus takes to notice that a member is dead."""
+CALM_S = 300.0
+"""How long after the last mishap all requests must be answered."""
+MAX_TOKENS = 24
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often mishaps happen in a run. Each run draws its own."""
+
+    crash: float
+    """The chance of a crash at a failpoint."""
+    stall: float
+    """The chance that a process stands still at a failpoint."""
+    loss: float
+    """The share of calls that are lost."""
+    delay_s: float
+    cut_s: float
+    """The mean time between cuts of a process from a server; 0 for none."""
+    pause_s: float
+    """The mean time between pauses of a server; 0 for none."""
+    clocks_s: float
+    """How far wall clocks differ."""
+    double: float
+    """The chance that a client sends a request twice."""
+    cancel: float
+    leave_s: float
+    """The mean time until a worker is told to leave; 0 if none is."""
+    rebalance_s: float
+    """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
+
+    @classmethod
+    def draw(cls, chance: random.Random) -> "Rates":
+        """Draw the rates of a run: each mishap is left out in some."""
+
+        def maybe(most: float) -> float:
+            return 0.0 if chance.random() < 0.4 else most * chance.random() ** 2
+
+        return cls(
+            crash=maybe(0.01), stall=maybe(0.003), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
+            cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(600.0),
+            pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
+            double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
+            rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
+        )  # fmt: skip
+
+
+class QuietBeat:
+    """What the frame of a worker tells its heartbeat, which is not there."""
+
+    def update_status(self, **_: object) -> None:
+        """Do nothing."""
+
+    def write_beat(self) -> None:
+        """Do nothing."""
+
+    def raise_failure(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(eq=False)
+class Place:
+    """A worker's name, and the process that has it."""
+
+    stage: Stage
+    name: str
+    process: Process | None = None
+    stop: StopSignal | None = None
+    cuts: dict[str, float] = field(default_factory=dict)
+    """Until when the way to a server is cut."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run came to."""
+
+    findings: list[Finding]
+    requests: int
+    kills: int
+    virtual_s: float
+    history: list[Entry]
+
+
+class Scene:
+    """A pipeline of the world."""
+
+    def __init__(self, seed: int, requests: int) -> None:
+        self.seed, self.num_requests = seed, requests
+        self.world = World(seed)
+        self.doubles = Doubles(self.world)
+        self.chance = random.Random(f"{seed}/mishaps")
+        self.rates = Rates.draw(random.Random(f"{seed}/rates"))
+        self.pipeline = Pipeline("world")
+        self.history: list[Entry] = []
+        self.num_kills = 0
+        self.is_calm = False
+        self.accepted: set[str] = set()
+        self.failures: list[str] = []
+        self.num_clients_left = 0
+        self.pauses = {"redis": 0.0, "bus": 0.0}
+        """Until when a server stands still."""
+
+    def run(self) -> Verdict:
+        """Run the scene to its end, and judge it."""
+        load_tokenizer()
+        with self.doubles.install(lambda name: name.startswith(SIMULATED)), _quiet_logs():
+            try:
+                return self._run()
+            finally:
+                failpoints.disarm()
+
+    def _run(self) -> Verdict:
+        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
+        self.bus.create_topics()
+        for point in failpoints.POINTS:
+            failpoints.arm_action(point, lambda point=point: self._pass_failpoint(point))  # type: ignore[misc]
+        chance = random.Random(f"{self.seed}/size")
+        self.places = [Place(stage, f"{stage}-{number}") for stage in STAGES for number in range(chance.randint(1, 3))]
+        self.num_clients_left = self.num_requests
+        for number in range(self.num_requests):
+            self.world.start_thread(self.world.outside, f"client-{number}", lambda n=number: self._run_client(n))  # type: ignore[misc]
+        for place in self.places:
+            self._start_worker(place)
+            if self.rates.leave_s:
+                self.world.start_thread(self.world.outside, "leaving", lambda p=place: self._stop_workers(p))  # type: ignore[misc]
+            if self.rates.rebalance_s:
+                self.world.start_thread(self.world.outside, "balance", lambda p=place: self._rebalance(p))  # type: ignore[misc]
+            if self.rates.cut_s:
+                self.world.start_thread(self.world.outside, "cuts", lambda p=place: self._cut_ways(p))  # type: ignore[misc]
+        if self.rates.pause_s:
+            self.world.start_thread(self.world.outside, "pauses", self._pause_servers)
+        end_of_mishaps_s = 5.0 + 0.2 * self.num_requests
+        self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
+        self.is_calm = True
+        is_over = self.world.run(self._is_all_answered, CALM_S)
+        if is_over:
+            is_over = self.world.run(self._is_all_settled, CALM_S)
+        if not is_over:
+            self._note_what_is_left()
+        self._record_topics()
+        findings = check_history(self.history) + [Finding("failed", "", text) for text in self.failures]
+        return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
+
+    # Workers.
+
+    def _start_worker(self, place: Place) -> None:
+        ahead_s = self.chance.uniform(-1, 1) * self.rates.clocks_s
+        process = Process(place.name, clock_ahead_s=ahead_s, on_failure=self._note_failure)
+        place.process = process
+        self.world.start_thread(process, "main", lambda: self._run_worker(place))
+
+    def _run_worker(self, place: Place) -> None:
+        chance = random.Random(self.chance.random())
+        engine: Any = FormulaEngine(self.world, chance)
+        role: Any = (PrefillRole if place.stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        settings = RecordSettings(max_attempts=1000)
+
+        def make_worker() -> Worker:
+            member = join_over(self.bus, place.stage, place.name, self._make_link(place, "bus", chance))
+            record = WorldRecord(self.records, settings, self._make_link(place, "redis", chance))
+            try:
+                return Worker(role, self.pipeline, place.name, record, member)
+            except BaseException:
+                member.close()
+                raise
+
+        def ask_servers() -> None:
+            self._make_link(place, "redis", chance).call(lambda: None)
+            self._make_link(place, "bus", chance).call(lambda: None)
+
+        beat: Any = QuietBeat()
+        place.stop = StopSignal()
+        Reconnector(make_worker, ask_servers, beat).run_until_stopped(place.stop, 2.0)
+        self.history.append({"what": "left", "worker": place.name})
+        self._start_again(place)
+
+    def _make_link(self, place: Place, server: str, chance: random.Random) -> Link:
+        return Link(
+            self.world,
+            chance,
+            make_redis_error if server == "redis" else make_bus_error,
+            0.0 if self.is_calm else self.rates.loss,
+            self.rates.delay_s,
+            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
+            lambda: self.pauses[server],
+        )
+
+    def _note_failure(self, process: Process, error: BaseException) -> None:
+        """A process ends by an exception of a thread: that of the loop is a defect."""
+        self.failures.append(f"{process.name}: {type(error).__name__}: {error}")
+
+    def _pass_failpoint(self, point: str) -> None:
+        thread = self.world.current
+        if thread is None or thread.process is self.world.outside:
+            return
+        if not self.is_calm:
+            drawn = self.chance.random()
+            if drawn < self.rates.crash:
+                self._kill(thread.process, point)
+            elif drawn < self.rates.crash + self.rates.stall:
+                self._stall(thread.process, point)
+        self.world.yield_turn()
+
+    def _stall(self, process: Process, point: str) -> None:
+        """Let one thread stand still, or all of a process."""
+        seconds, is_whole = self.chance.uniform(0.1, 20.0), self.chance.random() < 0.5
+        self.history.append({"what": "stalled", "worker": process.name, "point": point, "whole": is_whole})
+        if is_whole:
+            process.stands_until_s = self.world.now_s + seconds
+        self.world.sleep(seconds)
+
+    def _kill(self, process: Process, point: str) -> None:
+        """Kill a process; another one takes its place, and the bus notices later that it is dead."""
+        self.num_kills += 1
+        place = next(place for place in self.places if place.process is process)
+        self.history.append({"what": "kill", "worker": place.name, "point": point, "at": round(self.world.now_s, 3)})
+        member = self.bus.members.get((place.stage, place.name))
+
+        def notice() -> None:
+            self.world.sleep(self.chance.uniform(*NOTICE_S))
+            if member is not None and self.bus.members.get((place.stage, place.name)) is member:
+                member.give_back_all()
+
+        self.world.start_thread(self.world.outside, "notice", notice)
+        self._start_again(place)
+        self.world.kill(process)
+
+    def _start_again(self, place: Place) -> None:
+        """Start another process in the place of one that has ended, after a while."""
+
+        def restart() -> None:
+            self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]))
+            self._start_worker(place)
+
+        self.world.start_thread(self.world.outside, "restart", restart)
+
+    def _stop_workers(self, place: Place) -> None:
+        """Tell the workers of a place to leave, again and again."""
+        while not self.is_calm:
+            self.world.sleep(self.chance.expovariate(1 / self.rates.leave_s))
+            if place.stop is not None and not self.is_calm:
+                place.stop.set()
+
+    def _pause_servers(self) -> None:
+        while not self.is_calm:
+            self.world.sleep(self.chance.expovariate(1 / self.rates.pause_s))
+            if not self.is_calm:
+                self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
+
+    def _rebalance(self, place: Place) -> None:
+        while not self.is_calm:
+            self.world.sleep(self.chance.expovariate(1 / self.rates.rebalance_s))
+            member = self.bus.members.get((place.stage, place.name))
+            if member is not None:
+                member.give_back_all()
+
+    def _cut_ways(self, place: Place) -> None:
+        while not self.is_calm:
+            self.world.sleep(self.chance.expovariate(1 / self.rates.cut_s))
+            place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
+
+    # Clients.
+
+    def _make_request(self, number: int, chance: random.Random) -> Request:
+        prompt = [300 + chance.randrange(600) for _ in range(chance.choice([1, 5, 16, 40, 200, 2500]))]
+        sampling = Sampling(max_tokens=chance.choice([1, 2, 8, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
+        klass: Any = chance.choice(["interactive", "interactive", "batch"])
+        return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass)
+
+    def _run_client(self, number: int) -> None:
+        chance = random.Random(f"{self.seed}/client/{number}")
+        self.world.sleep(chance.uniform(0.0, 0.2 * self.num_requests))
+        request = self._make_request(number, chance)
+        may = ["cancelled"] if chance.random() < self.rates.cancel else []
+        tokens = list(list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens))
+        text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.history.append(
+            {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",
+             "may": may}
+        )  # fmt: skip
+        for _ in range(2 if chance.random() < self.rates.double else 1):
+            self._send(request, chance)
+        self.accepted.add(request.id)
+        self.history.append({"what": "accepted", "id": request.id})
+        self._read(request, may, chance)
+        self.num_clients_left -= 1
+
+    def _send(self, request: Request, chance: random.Random) -> None:
+        link = Link(self.world, chance, make_bus_error, self.rates.loss, self.rates.delay_s)
+        publisher = WorldPublisher(self.bus, link)
+        while True:
+            with contextlib.suppress(BusUnavailable):
+                publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
+                return
+            link.loss = 0.0 if self.is_calm else self.rates.loss
+
+    def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
+        link = Link(self.world, chance, make_redis_error, 0.0, self.rates.delay_s)
+        record = WorldRecord(self.records, RecordSettings(), link)
+        seen, texts = 0, ""
+        cancel_after = chance.randrange(MAX_TOKENS) if may else None
+        while True:
+            for event in record.read_log(request.id, seen - 1):
+                texts += event.text
+                if isinstance(event, EndEvent):
+                    error = None if event.error is None else event.error.code
+                    end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": error}
+                    self.history.append(
+                        {"what": "end", "id": request.id, "reader": "first", **end, "text": texts, "calls": []}
+                    )
+                    return
+                entry = {"reader": "first", "event": event.id, "token": event.token}
+                self.history.append({"what": "token", "id": request.id, **entry})
+                seen += 1
+            if cancel_after is not None and seen >= cancel_after:
+                record.cancel_request(request.id)
+                cancel_after = None
+            self.world.sleep(POLL_S * chance.random())
+
+    # The judgement.
+
+    def _is_all_answered(self) -> bool:
+        if self.failures:
+            return True
+        if self.num_clients_left or self.world.num_turns % 64:
+            return False
+        results = {
+            extract_request_id(message.value, None) for message in self.bus.read_all(self.pipeline.results_topic)
+        }
+        return self.accepted <= results
+
+    def _is_all_settled(self) -> bool:
+        """Return whether nothing is left of the requests but their records."""
+        if self.failures:
+            return True
+        if self.world.num_turns % 64:
+            return False
+        return not any(self.bus.count_unsettled().values()) and not any(map(self._is_open, self.accepted))
+
+    def _is_open(self, request_id: str) -> bool:
+        """Return whether a session has a request, or it waits for one."""
+        status = self.records.find(request_id)
+        return status is not None and (status.end is None or bool(status.session))
+
+    def _note_what_is_left(self) -> None:
+        for topic, count in self.bus.count_unsettled().items():
+            if count:
+                self.failures.append(f"{count} messages of {topic} are left")
+        for request_id in sorted(filter(self._is_open, self.accepted)):
+            self.failures.append(f"{request_id} is open: {self.records.find(request_id)!r}"[:300])
+
+    def _record_topics(self) -> None:
+        for message in self.bus.read_all(self.pipeline.results_topic):
+            result = decode_message(Result, message.value)
+            error = result.error.code if result.error else None
+            fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+            self.history.append({"what": "result", "id": result.id, **fields})
+        for message in self.bus.read_all(self.pipeline.dead_letter_topic):
+            name = extract_request_id(message.value, message.key)
+            self.history.append({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Any:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def run_scene(seed: int, requests: int, look: Callable[[Scene], object] = lambda scene: None) -> Verdict:
+    """Run a scene."""
+    scene = Scene(seed, requests)
+    look(scene)
+    return scene.run()
