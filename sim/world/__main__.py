@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from sim.world.scene import run_scene
+from sim.world.scene import Plan, Scene, shorten_plan
 
 
 def main() -> None:
@@ -18,7 +18,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--until-found", action="store_true", help="end with the first seed that finds something")
     parser.add_argument("--max-s", type=float, default=1e9, help="begin no new seed after so many seconds")
-    parser.add_argument("--history", action="store_true")
+    parser.add_argument(
+        "--shorten", action="store_true", help="leave out mishaps and requests that a finding does not need"
+    )
+    parser.add_argument("--history", action="store_true", help="print what happened")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
         os.environ["PYTHONHASHSEED"] = "0"
@@ -27,7 +30,10 @@ def main() -> None:
     for seed in range(given.seed, given.seed + given.seeds):
         if time.monotonic() - begun_s > given.max_s or (given.until_found and found):
             break
-        verdict = run_scene(seed, given.requests)
+        plan = Plan.draw(seed, given.requests)
+        verdict = Scene(plan).run()
+        if verdict.findings and given.shorten:
+            verdict = Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()
         total, kills, found = total + verdict.requests, kills + verdict.kills, found + len(verdict.findings)
         told = hashlib.sha256(json.dumps(verdict.history, sort_keys=True).encode()).hexdigest()[:12]
         if verdict.findings or given.seeds == 1:

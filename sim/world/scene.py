@@ -4,7 +4,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock import failpoints
@@ -83,6 +83,23 @@ class Rates:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a run is made of. Equal plans give equal histories."""
+
+    seed: int
+    clients: tuple[int, ...]
+    """Their numbers; each sends a request that follows from seed and number."""
+    rates: Rates
+    span_s: float
+    """The time in which clients begin."""
+
+    @classmethod
+    def draw(cls, seed: int, requests: int) -> "Plan":
+        """Return the plan of a seed."""
+        return cls(seed, tuple(range(requests)), Rates.draw(random.Random(f"{seed}/rates")), 0.2 * requests)
+
+
 class QuietBeat:
     """What the frame of a worker tells its heartbeat, which is not there."""
 
@@ -122,12 +139,11 @@ class Verdict:
 class Scene:
     """A pipeline of the world."""
 
-    def __init__(self, seed: int, requests: int) -> None:
-        self.seed, self.num_requests = seed, requests
-        self.world = World(seed)
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.seed, self.rates = plan, plan.seed, plan.rates
+        self.world = World(plan.seed)
         self.doubles = Doubles(self.world)
-        self.chance = random.Random(f"{seed}/mishaps")
-        self.rates = Rates.draw(random.Random(f"{seed}/rates"))
+        self.chance = random.Random(f"{plan.seed}/mishaps")
         self.pipeline = Pipeline("world")
         self.history: list[Entry] = []
         self.num_kills = 0
@@ -154,8 +170,8 @@ class Scene:
             failpoints.arm_action(point, lambda point=point: self._pass_failpoint(point))  # type: ignore[misc]
         chance = random.Random(f"{self.seed}/size")
         self.places = [Place(stage, f"{stage}-{number}") for stage in STAGES for number in range(chance.randint(1, 3))]
-        self.num_clients_left = self.num_requests
-        for number in range(self.num_requests):
+        self.num_clients_left = len(self.plan.clients)
+        for number in self.plan.clients:
             self.world.start_thread(self.world.outside, f"client-{number}", lambda n=number: self._run_client(n))  # type: ignore[misc]
         for place in self.places:
             self._start_worker(place)
@@ -167,7 +183,7 @@ class Scene:
                 self.world.start_thread(self.world.outside, "cuts", lambda p=place: self._cut_ways(p))  # type: ignore[misc]
         if self.rates.pause_s:
             self.world.start_thread(self.world.outside, "pauses", self._pause_servers)
-        end_of_mishaps_s = 5.0 + 0.2 * self.num_requests
+        end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.is_calm = True
         is_over = self.world.run(self._is_all_answered, CALM_S)
@@ -178,6 +194,10 @@ class Scene:
         self._record_topics()
         findings = check_history(self.history) + [Finding("failed", "", text) for text in self.failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
+
+    def _note(self, entry: Entry) -> None:
+        """Add to the history what happens now."""
+        self.history.append({"at": round(self.world.now_s, 4), **entry})
 
     # Workers.
 
@@ -209,7 +229,7 @@ class Scene:
         beat: Any = QuietBeat()
         place.stop = StopSignal()
         Reconnector(make_worker, ask_servers, beat).run_until_stopped(place.stop, 2.0)
-        self.history.append({"what": "left", "worker": place.name})
+        self._note({"what": "left", "worker": place.name})
         self._start_again(place)
 
     def _make_link(self, place: Place, server: str, chance: random.Random) -> Link:
@@ -242,7 +262,7 @@ class Scene:
     def _stall(self, process: Process, point: str) -> None:
         """Let one thread stand still, or all of a process."""
         seconds, is_whole = self.chance.uniform(0.1, 20.0), self.chance.random() < 0.5
-        self.history.append({"what": "stalled", "worker": process.name, "point": point, "whole": is_whole})
+        self._note({"what": "stalled", "worker": process.name, "point": point, "whole": is_whole})
         if is_whole:
             process.stands_until_s = self.world.now_s + seconds
         self.world.sleep(seconds)
@@ -251,7 +271,7 @@ class Scene:
         """Kill a process; another one takes its place, and the bus notices later that it is dead."""
         self.num_kills += 1
         place = next(place for place in self.places if place.process is process)
-        self.history.append({"what": "kill", "worker": place.name, "point": point, "at": round(self.world.now_s, 3)})
+        self._note({"what": "kill", "worker": place.name, "point": point})
         member = self.bus.members.get((place.stage, place.name))
 
         def notice() -> None:
@@ -307,19 +327,19 @@ class Scene:
 
     def _run_client(self, number: int) -> None:
         chance = random.Random(f"{self.seed}/client/{number}")
-        self.world.sleep(chance.uniform(0.0, 0.2 * self.num_requests))
+        self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
         tokens = list(list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens))
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.history.append(
+        self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",
              "may": may}
         )  # fmt: skip
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request, chance)
         self.accepted.add(request.id)
-        self.history.append({"what": "accepted", "id": request.id})
+        self._note({"what": "accepted", "id": request.id})
         self._read(request, may, chance)
         self.num_clients_left -= 1
 
@@ -343,12 +363,10 @@ class Scene:
                 if isinstance(event, EndEvent):
                     error = None if event.error is None else event.error.code
                     end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": error}
-                    self.history.append(
-                        {"what": "end", "id": request.id, "reader": "first", **end, "text": texts, "calls": []}
-                    )
+                    self._note({"what": "end", "id": request.id, "reader": "first", **end, "text": texts, "calls": []})
                     return
                 entry = {"reader": "first", "event": event.id, "token": event.token}
-                self.history.append({"what": "token", "id": request.id, **entry})
+                self._note({"what": "token", "id": request.id, **entry})
                 seen += 1
             if cancel_after is not None and seen >= cancel_after:
                 record.cancel_request(request.id)
@@ -392,10 +410,10 @@ class Scene:
             result = decode_message(Result, message.value)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
-            self.history.append({"what": "result", "id": result.id, **fields})
+            self._note({"what": "result", "id": result.id, **fields})
         for message in self.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
-            self.history.append({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
+            self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
 
 
 @contextlib.contextmanager
@@ -408,8 +426,27 @@ def _quiet_logs() -> Any:
         logging.disable(before)
 
 
-def run_scene(seed: int, requests: int, look: Callable[[Scene], object] = lambda scene: None) -> Verdict:
-    """Run a scene."""
-    scene = Scene(seed, requests)
-    look(scene)
-    return scene.run()
+def shorten_plan(plan: Plan, tell: Callable[[str], object]) -> Plan:
+    """Return a plan that finds something as well, with as few mishaps and clients as can be left out one by one."""
+    best = plan
+
+    def try_plan(tried: Plan, what: str) -> bool:
+        nonlocal best
+        if not Scene(tried).run().findings:
+            return False
+        best = tried
+        tell(what)
+        return True
+
+    for mishap in fields(Rates):
+        if getattr(best.rates, mishap.name):
+            try_plan(replace(best, rates=replace(best.rates, **{mishap.name: 0.0})), f"without {mishap.name}")
+    size = len(best.clients) // 2
+    while size:
+        for start in range(0, len(best.clients), size):
+            left = best.clients[:start] + best.clients[start + size :]
+            if left and try_plan(replace(best, clients=left), f"{len(left)} requests"):
+                break
+        else:
+            size //= 2
+    return best
