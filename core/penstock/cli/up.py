@@ -74,7 +74,7 @@ def choose_gateway_port(given: int | None) -> int | None:
 def build_curl_body(model: str = "") -> dict[str, object]:
     """Return the body of a request to the gateway, for the model of the settings unless another one is given."""
     return {
-        "model": model or load_settings(EngineSettings).model,
+        "model": model or load_settings(EngineSettings).find_served_name(),
         "prompt": "In the beginning",
         "max_tokens": 40,
         "stream": True,

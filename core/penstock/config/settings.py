@@ -130,6 +130,9 @@ class EngineSettings(BaseSettings):
     model: str = "demo"
     """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
     the endpoints' name."""
+    served_name: str = Field(default="", max_length=256)
+    """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
+    or a directory's own name, without the path to it. Who asks by the path is answered, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
@@ -198,6 +201,13 @@ class EngineSettings(BaseSettings):
                 f"{self.max_step_tokens}, the tokens of a step: raise that, or lower the batch"
             )
         return self
+
+    def find_served_name(self) -> str:
+        """Return the name by which callers ask for the model."""
+        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).is_dir()
+        if self.served_name or self.model == "demo" or not is_directory:
+            return self.served_name or self.model
+        return Path(os.path.abspath(Path(self.model).expanduser())).name or self.model  # noqa: PTH100 - links stay
 
     def find_cache_directory(self) -> Path:
         """Return the directory of notes and packed weights, with the default and `~` resolved."""
