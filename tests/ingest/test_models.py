@@ -26,9 +26,7 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
 
 
-async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(
-    redis_url: str, pipeline: Pipeline
-) -> None:
+async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redis_url: str, pipeline: Pipeline) -> None:
     """Two directories of one name are two models: each is found by its path."""
     name, other = pipeline.name, Pipeline(f"{pipeline.name}-other")
     for served, source in ((pipeline, f"/a/{name}"), (other, f"/b/{name}")):

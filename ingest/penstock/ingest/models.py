@@ -100,9 +100,10 @@ class ServedModels:
         templates: dict[str, list[dict[str, Any] | None]] = {}
         names = {beat.get("model") for _, beat in beats}
         for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
-            name, since_s = beat.get("model"), float(beat["since"])
-            source = beat.get("model_source") or name
-            for asked in {name, *({source} - names)} - {None}:
+            if (name := beat.get("model")) is None:
+                continue
+            source, since_s = beat.get("model_source") or name, float(beat["since"])
+            for asked in {name, *({source} - names)}:
                 served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, now))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
