@@ -179,9 +179,11 @@ class Stack:
                 worker.failures = 0 if lived_s > MIN_STEADY_S else worker.failures + 1
                 worker.num_deaths += 1
                 delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
+                status = worker.child.returncode or 0
+                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # no signal's
                 died.append(
-                    f"{worker.name} ended with status {worker.child.returncode} and is started again; "
-                    f"its log: {self._log_path(worker)}, which ends: {self.read_log_tail(worker, 1)}"
+                    f"{worker.name} ended with status {status} and is started again; "
+                    f"its log: {self._log_path(worker)}{cause}"
                 )
                 worker.child, worker.start_at = None, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
