@@ -4,10 +4,12 @@ import io
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ from penstock.cli.generate import (
 )
 from penstock.cli.main import COMMANDS, load_command
 from penstock.cli.up import up
+from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
+from penstock.local.valkey import ValkeyServer
 from penstock.names import STAGES, Pipeline, Stage
 from penstock.ops.status import read_worker_status
 from penstock.worker.heartbeat import Heartbeat
@@ -113,18 +117,25 @@ def test_generate_follows_a_schema(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "said"),
     [
-        (["generate", ""], "invalid_request"),
-        (["generate", "x", "--max-tokens", "0"], "invalid_request"),
+        (["generate", ""], "invalid_request: prompt is empty"),
+        (["generate", "x", "--max-tokens", "0"], "invalid_request: sampling.max_tokens: must be greater than"),
         (["generate", "x", "--max-tokens", "100000"], "prompt_too_long"),
-        (["generate", "x", "--temperature", "nan"], "invalid_request"),
+        (["generate", "x", "--temperature", "nan"], "invalid_request: sampling.temperature: must be a finite number"),
     ],
 )
-def test_a_bad_request_is_one_line(terminal: Terminal, url: str, arguments: list[str], code: str) -> None:
+def test_a_bad_request_is_one_line_in_our_own_words(
+    terminal: Terminal, url: str, arguments: list[str], said: str
+) -> None:
     done = terminal(*arguments, PENSTOCK_STREAM_URL=url)
     assert done.returncode == 1
-    assert code in done.stderr
+    assert f"penstock: {said}" in done.stderr.splitlines()[-1]
+
+
+def test_the_version_is_told(terminal: Terminal) -> None:
+    done = terminal("--version")
+    assert (done.returncode, done.stdout) == (0, f"{version('penstock')}\n")
 
 
 def test_the_help_is_that_of_the_commands() -> None:
@@ -158,15 +169,83 @@ def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, red
 
 def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: Path) -> None:
     port = find_free_port()
-    done = penstock("up", "--redis", f"redis://127.0.0.1:{port}/0", "--data", str(tmp_path))
+    options = ("--data", str(tmp_path), "--gateway-port", str(find_free_port()))
+    done = penstock("up", "--redis", f"redis://127.0.0.1:{port}/0", *options)
     assert done.stderr.splitlines()[-1].startswith(f"penstock: Redis at 127.0.0.1:{port} does not answer")
 
 
-def test_redis_and_the_gateway_get_ports_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PENSTOCK_STREAM_URL", raising=False)
-    port = find_free_port()
-    with pytest.raises(SettingsError, match=f"--port {port} is for Redis, and the gateway has it"):
-        up(port=port, gateway_port=port, data=tmp_path)
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.create_server(("127.0.0.1", find_free_port())) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
+    terminal: Terminal, tmp_path: Path, taken_port: int
+) -> None:
+    options = ("--data", str(tmp_path), "--gateway-port", str(taken_port), "--decode", "0")
+    kafka = f"127.0.0.1:{find_free_port()}"
+    done = terminal(
+        "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port)
+    )
+    head, *found = done.stderr.splitlines()
+    assert (done.returncode, head) == (1, "penstock: nothing was started, for 5 reasons:")
+    for line, words in zip(found, (
+        f"port {taken_port} for the gateway is taken: ",
+        f"port {taken_port} is for the gateway and for the metrics of prefill-0: choose another --gateway-port or ",
+        "PENSTOCK_ENGINE_MODEL=/nope: there is no directory /nope; set PENSTOCK_ENGINE_MODEL to ",
+        "Redis at 127.0.0.1:",
+        "Kafka at 127.0.0.1:",
+    ), strict=True):  # fmt: skip
+        assert words in line
+    assert not list(tmp_path.iterdir())
+
+
+def find_up_obstacles(directory: Path, **given: Any) -> list[str]:
+    """What stands in the way of a stack, where Redis is started on a free port."""
+    return find_obstacles(Stack(directory, port=find_free_port(), **given), find_free_port(), None)
+
+
+def test_up_with_data_that_another_one_has_is_refused(tmp_path: Path) -> None:
+    assert find_up_obstacles(tmp_path) == []
+    with ValkeyServer(tmp_path / "valkey"):
+        (found,) = find_up_obstacles(tmp_path)
+    assert found.startswith(f"another `penstock up` has its data in {tmp_path}: ")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert f"{blocked}, for data and logs: " in find_up_obstacles(blocked)[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "asks", "said"),
+    [
+        ({"model": "demo", "kafka": ""}, False, ""),
+        ({"model": "other", "kafka": ""}, False, "workers that serve other, not demo, one on "),
+        ({"model": "demo", "kafka": "h:1"}, False, "read from Kafka at h:1, this command sends to Redis Streams"),
+        ({"model": "demo", "kafka": ""}, True, "workers that have an engine of their own, one on "),
+    ],
+)
+def test_up_beside_workers_that_it_cannot_join_is_refused(
+    status: dict[str, Any], asks: bool, said: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    beat = Heartbeat(redis_url, pipeline, "decode", "one", 60)
+    beat.update_status(**status)
+    beat.write_beat()
+    workers: dict[str, Any] = {"prefill": 0, "decode": 0, "endpoint": 1} if asks else {}
+    stack = Stack(tmp_path, redis=redis_url, pipeline=pipeline.name, **workers)
+    found = find_obstacles(stack, None, None)
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
+def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline: Pipeline) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    beat = Heartbeat(redis_url, pipeline, "decode", "one", 60)
+    beat.update_status(pid=gone.pid)
+    beat.write_beat()
+    assert list_running_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name)) == []
 
 
 IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
@@ -277,7 +356,10 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     wait_for(lambda: log.exists() and "Or:  curl" in log.read_text(), "penstock up", every_s=0.1)
     states = read_worker_status(addresses)
     assert {status["state"] for status in states} == {"ready"}
-    assert "prefill-0 starting, decode-0 starting, gateway starting\n" in log.read_text()
+    lines = log.read_text().splitlines()
+    assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
+    assert lines[1] == "prefill-0: starting, decode-0: starting, gateway: starting"
+    assert any("prefill-0: importing torch" in line for line in lines)
     hint = log.read_text().partition("Try: ")[2].partition("    (")[0]
     hint = hint.replace(
         "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"

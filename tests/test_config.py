@@ -129,6 +129,25 @@ def test_forms_of_weights_are_refused_for_other_engines(monkeypatch: pytest.Monk
         load_settings(EngineSettings)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "name"),
+    [
+        ("demo", "", "demo"),
+        ("org/model-7b", "", "org/model-7b"),
+        ("/models/model-7b/", "", "model-7b"),
+        ("~/model-7b", "", "model-7b"),
+        ("here/model-7b", "", "model-7b"),
+        ("/models/model-7b", "chat", "chat"),
+    ],
+)
+def test_a_model_from_a_directory_is_asked_for_by_the_directorys_own_name(
+    model: str, given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "model-7b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert EngineSettings(model=model, served_name=given).find_served_name() == name
+
+
 def test_the_instruction_set_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_ENGINE_ISA", "avx2")
     assert load_settings(EngineSettings).isa == "avx2"

@@ -4,17 +4,22 @@ import fcntl
 import math
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from penstock.errors import PenstockError
 from penstock.local import memory
 from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, WorkerSlot, split_cores
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
+from penstock.worker.heartbeat import Heartbeat
+from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
 
 OWNER = """
@@ -121,6 +126,45 @@ def kill_and_wait_for_restart(stack: Stack) -> None:
         return any(worker.child is not None and status["pid"] == worker.child.pid for status in found)
 
     wait_for(is_back, "it is back")
+
+
+def test_a_gateway_that_cannot_start_ends_the_waiting_with_the_cause(
+    tmp_path: Path, redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine that is so busy that it lived for long before it found out."""
+    monkeypatch.setattr("penstock.local.stack.MIN_STEADY_S", 0.0)
+    lines: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        stack = ForkedStack(tmp_path, pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0, gateway=port)
+        with stack, pytest.raises(PenstockError, match=f"cannot listen on 127.0.0.1:{port}"):
+            stack.wait_until_ready(PATIENCE_S, lines.append)
+    assert any("gateway ended with status 1" in line and "cannot listen" in line for line in lines)
+
+
+def test_what_a_worker_waits_for_is_told(shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:
+    stack, lines = a_stack(tmp_path, redis_url, pipeline), list[str]()
+    child = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="one")
+    stack.workers = [WorkerSlot("one", stage="decode", child=child)]
+    beat = Heartbeat(redis_url, pipeline, "decode", "one", 60)
+    told: list[tuple[dict[str, Any], str]] = [
+        ({}, "one: loading"),
+        ({"doing": "importing torch"}, "one: importing torch"),
+        ({"doing": "loading weights", "progress": 0.47}, "one: loading weights 40%"),
+        ({"doing": "loading weights", "progress": 0.49}, "one: loading weights 40%"),
+        ({"state": "ready"}, "one: ready"),
+    ]
+
+    def wait_for_line() -> None:
+        before = len(lines)
+        stack.wait_until_ready(PATIENCE_S, lines.append, lambda: len(lines) > before)
+
+    for status, _ in told:
+        beat.update_status(pid=child.pid, **status)
+        beat.write_beat()
+        wait_for_line()
+    assert lines == [line for _, line in told]
+    child.kill()
 
 
 def test_workers_of_two_stacks_have_names_of_their_own(tmp_path: Path, redis_url: str, pipeline: Pipeline) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.errors import PromptTooLong
+from penstock.errors import PromptTooLong, UnknownModel
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from sim.workload import load_demo_model
@@ -12,6 +12,14 @@ def refusal(request: Request) -> str:
     with pytest.raises(PromptTooLong) as refused:
         PromptTokenizer(load_demo_model()).tokenize_prompt(request)
     return str(refused.value)
+
+
+def test_a_model_answers_to_its_served_name_and_to_its_directory() -> None:
+    reader = PromptTokenizer(load_demo_model(), "psalms")
+    for model in (None, "psalms", "demo"):
+        assert reader.tokenize_prompt(Request(v=1, id="a", token_ids=[5], model=model)) == [5]
+    with pytest.raises(UnknownModel, match="serves 'psalms', not 'other'"):
+        reader.tokenize_prompt(Request(v=1, id="a", token_ids=[5], model="other"))
 
 
 def test_a_prompt_that_is_counted_is_told_exactly() -> None:

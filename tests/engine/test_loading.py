@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.files import check_model_here
 from penstock.engine.loading import load_model
 from penstock.engine.memory import count_available_bytes
 from penstock.engine.weights import MappedWeights
@@ -219,6 +221,43 @@ def test_a_config_that_is_none(copy: Path, content: str, message: str) -> None:
 def test_a_missing_file(copy: Path, missing: str, message: str) -> None:
     (copy / missing).unlink() if missing else shutil.rmtree(copy)
     _refused(copy, message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda copy: None, ""),
+        (shutil.rmtree, "there is no directory"),
+        (lambda copy: (copy / "config.json").unlink(), "no config.json"),
+        (lambda copy: (copy / WEIGHTS).unlink(), "no .safetensors"),
+        (lambda copy: _configure(copy, model_type="no_such_thing"), "transformers knows no model_type 'no_such_thing'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_seen_before_anything_is(
+    copy: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(copy)
+    if not message:
+        check_model_here(str(copy))
+        return
+    with pytest.raises(ModelLoadError, match=message):
+        check_model_here(str(copy))
+    _refused(copy, message.strip("'").rpartition("'")[2])
+
+
+def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name, message in (("org/absent", "the hub at 127.0.0.1 cannot be reached"), ("a b", "no name of the hub")):
+        with pytest.raises(ModelLoadError, match=message):
+            check_model_here(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="while HF_HUB_OFFLINE is set"):
+        check_model_here("org/absent")
 
 
 def test_a_gguf_file(copy: Path) -> None:

@@ -26,6 +26,22 @@ async def test_a_model_has_the_context_that_all_its_workers_take(
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
 
 
+async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redis_url: str, pipeline: Pipeline) -> None:
+    """Two directories of one name are two models: each is found by its path."""
+    name, other = pipeline.name, Pipeline(f"{pipeline.name}-other")
+    for served, source in ((pipeline, f"/a/{name}"), (other, f"/b/{name}")):
+        beat = Heartbeat(redis_url, served, "decode", "d-0", 60)
+        beat.update_status(model=name, model_source=source, state="ready")
+        beat.write_beat()
+    async with async_redis_client(redis_url) as client:
+        models = ServedModels(client, pipeline.name)
+        mine = [model for model in await models.list_models() if name in model.name]
+        assert [(model.name, model.source) for model in mine] == [(name, f"/a/{name}")]
+        for asked, found in ((name, pipeline), (f"/a/{name}", pipeline), (f"/b/{name}", other)):
+            assert (await models.find_model(asked)).pipeline == found.name
+        assert {name, f"/a/{name}", f"/b/{name}"} <= set(await models.read_names() or ())
+
+
 async def test_a_model_is_found_as_soon_as_its_first_worker_has_reported(redis_url: str, pipeline: Pipeline) -> None:
     async with async_redis_client(redis_url) as client:
         models = ServedModels(client, "")

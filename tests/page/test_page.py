@@ -138,7 +138,7 @@ def test_stations_begin_where_their_column_does_and_the_pipe_reaches_the_end(
 
 def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
-    ask(page, "Tell me of the beginning.", 60, temperature="0")
+    ask(page, "Tell me of the beginning.", 240, temperature="0")
     wait_for_state(page, "done")
     too_long = "word " * 3000
     ask(page, too_long, 60)
@@ -147,6 +147,9 @@ def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line
     why = failed.locator(".outcome").inner_text()
     assert "1,024" in why or "1024" in why, why
     assert page.input_value("#prompt") == too_long, "it can be sent again"
+    boxes = [page.locator(one).first.bounding_box() for one in ("#chat", ".turn .prompt", ".turn[data-state=failed]")]
+    whole, answered, after = (box for box in boxes if box is not None)
+    assert whole["y"] - 1 <= answered["y"] < after["y"], "the question before it, which was answered, is still seen"
     ask(page, "And what came then?", 60, temperature="0")
     wait_for_state(page, "done")
     expect(page.locator(".turn .prompt")).to_have_text(["Tell me of the beginning.", too_long, "And what came then?"])
@@ -170,6 +173,58 @@ def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line
 
     failed.get_by_role("button", name="Start a new chat").click()
     expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_a_call_is_shown_with_its_result_and_then_answered(tabs: Tabs, tool_line: Stack) -> None:
+    page = tabs.open(tool_line.gateway_url)
+    expect(page.locator("#model")).to_have_value("tool_model")
+    page.fill("#temperature", "0")
+    page.focus("#model")
+    offers = page.locator("#tools")
+    for _ in range(5):
+        page.keyboard.press("Tab")
+    expect(offers).to_be_focused()
+    page.keyboard.press("Space")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.input_value("#prompt") == "What is the temperature of Lisbon?"
+    page.keyboard.press("Enter")
+    wait_for_state(page, "done")
+    shown, returned = page.locator(".call code").all()
+    expect(shown).to_have_text('get_temperature({"city": "Lisbon"})')
+    assert str(json.loads(returned.inner_text())["temperature"]) in page.locator(".turn .piece").last.inner_text()
+    expect(page.locator(".turn .outcome")).to_have_text(re.compile(r"^Complete after 1 call: \d+ tokens in "))
+    ask(page, "What is 12 times 7?", 60)
+    wait_for_state(page, "done")
+    assert '{"result": 84}' in page.locator(".turn:last-child .call .result").all_inner_texts()
+
+
+def test_tools_are_offered_to_models_that_can_call_them_alone(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("#tools")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 820, 1360, 2560])
+def test_a_long_name_and_the_offered_tools_fit_any_screen(
+    tabs: Tabs, tool_line: Stack, width: int, scheme: str
+) -> None:
+    page = tabs.open(tool_line.gateway_url, {"width": width, "height": 1000}, scheme=scheme)
+    name = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    models = {"object": "list", "data": [{"id": name, "supports_tools": True}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
+    page.check("#tools")
+    expect(page.locator("#model")).to_have_value(name)
+    given, needed = page.locator("#model").evaluate(
+        """(list) => [list, Object.assign(list.cloneNode(true), { style: "width: max-content" })].map((one) => {
+            list.parentElement.append(one);
+            return one.getBoundingClientRect().width;
+        })"""
+    )
+    assert given >= needed - 1, "the name is not cut"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:

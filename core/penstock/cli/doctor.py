@@ -23,9 +23,11 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, WebhookSettings, load_settings
+from penstock.engine.files import MODEL_ADVICE, check_model_here
 from penstock.errors import (
     BusUnavailable,
     DependencyMissing,
+    ModelLoadError,
     PenstockError,
     ServersDiffer,
     SettingsError,
@@ -194,17 +196,15 @@ def _check_native_copying() -> Iterator[Finding]:
 
 
 def _check_model() -> Iterator[Finding]:
-    name = load_settings(EngineSettings).model
-    if name == "demo":
-        there = (Path(__file__).parents[1] / "engine/demo/model/model.safetensors").exists()
-        advice = "" if there else "install the project again, or make the model: python -m tools.train_demo"
-        yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
-    elif Path(name).is_dir():
-        there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()
-        advice = "" if there else "the directory needs config.json, a tokenizer and *.safetensors"
-        yield Finding("ok" if there else "fail", "model", name, advice)
+    settings = load_settings(EngineSettings)
+    if settings.kind == "openai":
+        return
+    try:
+        check_model_here(settings.model)
+    except ModelLoadError as error:
+        yield Finding("fail", "model", f"{settings.model}: {error}", MODEL_ADVICE)
     else:
-        yield Finding("note", "model", f"{name}: no directory here, would be fetched from the hub")
+        yield Finding("ok", "model", f"{settings.model}, which callers ask for as {settings.find_served_name()!r}")
 
 
 def _check_packed_weights() -> Iterator[Finding]:

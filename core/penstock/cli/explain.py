@@ -14,6 +14,8 @@ from penstock.ops.access import check_access
 from penstock.redis.client import REDIS_TIMEOUT_S, is_away, redis_client
 from penstock.redis.urls import hide_password, split_urls
 
+START_KAFKA = "does not answer: start it, or set PENSTOCK_KAFKA to where it is"
+
 
 def explain_error(error: BaseException, addresses: Addresses | None = None) -> str | None:
     """Return one line for an error of Penstock or Redis, None for any other.
@@ -47,22 +49,33 @@ def explain_server_errors(addresses: Addresses) -> Iterator[None]:
 def describe_silent_server(addresses: Addresses) -> str:
     """Return which server does not answer now and what to do about it; empty if all of them answer."""
     for url in split_urls(addresses.stream_url):
-        try:
-            with closing(redis_client(url)) as client:
-                client.ping()
-        except redis.RedisError as error:
-            if is_away(error):
-                advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
-                return f"Redis at {_format_address(url)} does not answer: {advice}"
+        if is_redis_silent(url):
+            advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
+            return f"Redis at {format_address(url)} does not answer: {advice}"
+    return f"Kafka at {addresses.kafka} {START_KAFKA}" if is_kafka_silent(addresses) else ""
+
+
+def is_redis_silent(url: str) -> bool:
+    """Return whether a server does not answer now."""
+    try:
+        with closing(redis_client(url)) as client:
+            client.ping()
+    except redis.RedisError as error:
+        return is_away(error)
+    return False
+
+
+def is_kafka_silent(addresses: Addresses) -> bool:
+    """Return whether there is a Kafka that does not answer now."""
     if addresses.kafka:
         try:
             connect_bus(addresses, load_settings(BusSettings)).check_connection(REDIS_TIMEOUT_S)
         except BusUnavailable:
-            return f"Kafka at {addresses.kafka} does not answer: start it, or set PENSTOCK_KAFKA to where it is"
-    return ""
+            return True
+    return False
 
 
-def _format_address(url: str) -> str:
+def format_address(url: str) -> str:
     """Return host and port of an address, or the whole address without its password if it has neither."""
     parts = urlsplit(url)
     is_plain = parts.scheme in ("redis", "rediss") and parts.hostname

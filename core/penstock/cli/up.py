@@ -13,10 +13,11 @@ from rich.console import Console
 
 from penstock.cli.explain import explain_server_errors
 from penstock.cli.generate import format_shell_command
+from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.endpoint_worker.endpoints import parse_urls
-from penstock.errors import SettingsError
+from penstock.errors import PenstockError, SettingsError
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.ops.status import read_worker_status
 from penstock.worker.loop import StopSignal
@@ -74,7 +75,7 @@ def choose_gateway_port(given: int | None) -> int | None:
 def build_curl_body(model: str = "") -> dict[str, object]:
     """Return the body of a request to the gateway, for the model of the settings unless another one is given."""
     return {
-        "model": model or load_settings(EngineSettings).model,
+        "model": model or load_settings(EngineSettings).find_served_name(),
         "prompt": "In the beginning",
         "max_tokens": 40,
         "stream": True,
@@ -119,6 +120,15 @@ def refuse_idle_ports(port: int | None, redis_source: str, gateway_port: int | N
         )
 
 
+def refuse_obstacles(obstacles: Sequence[str]) -> None:
+    """Raise `PenstockError` with all of them, if there are any."""
+    if len(obstacles) > 1:
+        listed = "".join(f"\n  {number}. {obstacle}" for number, obstacle in enumerate(obstacles, 1))
+        raise PenstockError(f"nothing was started, for {len(obstacles)} reasons:{listed}")
+    if obstacles:
+        raise PenstockError(obstacles[0])
+
+
 def up(
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
@@ -145,8 +155,6 @@ def up(
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
     refuse_idle_options({"--prefill": prefill, "--decode": decode}, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
-    if not redis and port == gateway:
-        raise SettingsError(f"--port {port} is for Redis, and the gateway has it: choose another, or a --gateway-port")
     asks_endpoints = bool(endpoint_source)
     if asks_endpoints:
         workers = {"prefill": 0, "decode": 0, "endpoint": 1}
@@ -164,7 +172,11 @@ def up(
         gateway=gateway,
         environment=environment,
     )
+    refuse_obstacles(find_obstacles(stack, None if redis else port, gateway))
     stop = StopSignal().install()
+    console.print(f"pipeline {stack.addresses.pipeline}; the logs of all processes are in {directory}")
+    if redis and (running := list_running_workers(stack.addresses)):
+        console.print(f"workers that run already, and that these join: {describe_workers(running)}")
     shared_memory = nullcontext() if asks_endpoints else free_shared_memory(stack.addresses.pipeline)
     with explain_server_errors(stack.addresses), shared_memory, stack:
         wait_until_ready(stack, console, stop)
@@ -188,7 +200,7 @@ def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
 
 def print_hints(stack: Stack, console: Console) -> None:
     """Print what can be done now, as commands that work from another shell."""
-    console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}, logs in {stack.directory}")
+    console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}")
     generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
     if stack.gateway is not None:

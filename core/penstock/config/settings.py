@@ -31,7 +31,7 @@ from penstock.config.sources import (
     read_given_values,
     variable_name,
 )
-from penstock.errors import SettingsError
+from penstock.errors import SettingsError, reword_validation
 
 
 class BusSettings(BaseSettings):
@@ -130,6 +130,9 @@ class EngineSettings(BaseSettings):
     model: str = "demo"
     """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
     the endpoints' name."""
+    served_name: str = Field(default="", max_length=256)
+    """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
+    or a directory's own name, without the path to it. Who asks by the path is answered, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
@@ -198,6 +201,14 @@ class EngineSettings(BaseSettings):
                 f"{self.max_step_tokens}, the tokens of a step: raise that, or lower the batch"
             )
         return self
+
+    def find_served_name(self) -> str:
+        """Return the name by which callers ask for the model."""
+        # Links are not followed: a name that an operator gave by a link stays.
+        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).is_dir()
+        if self.served_name or self.model == "demo" or not is_directory:
+            return self.served_name or self.model
+        return Path(os.path.abspath(Path(self.model).expanduser())).name or self.model
 
     def find_cache_directory(self) -> Path:
         """Return the directory of notes and packed weights, with the default and `~` resolved."""
@@ -508,7 +519,7 @@ def describe_problems(kind: type[BaseSettings], error: ValidationError) -> list[
     """Return a line for each problem with the settings of one class, without any secret."""
     lines = []
     for line in error.errors(include_url=False):
-        message = line["msg"].removeprefix("Value error, ")
+        message = reword_validation(line["msg"])
         if not line["loc"]:  # it concerns several settings, which the message names
             lines += message.split("; ")
             continue

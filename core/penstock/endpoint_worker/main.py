@@ -29,7 +29,7 @@ def run_endpoint_worker() -> None:
         if model is None:
             return
         given = process.settings.engine
-        name = given.model if "model" in given.model_fields_set else model
+        name = given.served_name or (given.model if "model" in given.model_fields_set else model)
         metrics = process.make_metrics(name)
         asked = settings.model_copy(update={"model": model})
         engine = EndpointEngine(endpoints, asked, process.settings.record, metrics.count_retry)

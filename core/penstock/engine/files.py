@@ -1,28 +1,85 @@
 """Find a model's files in a directory or on the hub."""
 
 import json
+import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from penstock.errors import ModelLoadError
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+MODEL_ADVICE = (
+    "set PENSTOCK_ENGINE_MODEL to `demo`, a directory with config.json, a tokenizer and *.safetensors, or a name of "
+    "the hub"
+)
+HUB_TIMEOUT_S = 2.0
+"""How long the hub may take to take a connection, where it is only asked whether it is there."""
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
 
 
 def find_model(name: str, report: Progress) -> Path:
-    """Return the model's directory, downloaded from the hub if there is none on disk."""
+    """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`."""
+    directory = _find_directory(name) or _download_model(name, report)
+    _check_config(directory)
+    return directory
+
+
+def check_model_here(name: str) -> None:
+    """Raise `ModelLoadError` if it can be seen that the model cannot be loaded, without loading or downloading it."""
+    if (directory := _find_directory(name)) is None:
+        _check_hub(name)
+        return
+    model_type = _check_config(directory)
+    find_weight_files(directory)
+    transformers = find_spec("transformers")
+    if transformers is None or transformers.origin is None:
+        return
+    # Its registry is read as text: to import it takes seconds.
+    registry = (Path(transformers.origin).parent / "models" / "auto").glob("*.py")
+    if not any(f'"{model_type}"' in file.read_text() for file in registry):
+        raise ModelLoadError(f"transformers knows no model_type {model_type!r}, which {directory / 'config.json'} has")
+
+
+def _find_directory(name: str) -> Path | None:
+    """Return the model's directory on disk; None for a name of the hub. Raises `ModelLoadError`."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
     if directory.suffix == ".gguf" or (any(directory.glob("*.gguf")) and not any(directory.glob("*.safetensors"))):
         raise ModelLoadError("GGUF files are not read: use a checkpoint of the model in safetensors")
-    if not directory.is_dir():
-        if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
-            raise ModelLoadError(f"there is no directory {directory}")
-        directory = _download_model(name, report)
-    _check_config(directory)
-    return directory
+    if directory.is_dir():
+        return directory
+    if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
+        raise ModelLoadError(f"there is no directory {directory}")
+    return None
+
+
+def _check_hub(name: str) -> None:
+    """Raise `ModelLoadError` if a model of the hub is neither in its cache nor to be had."""
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return  # the worker says what is to be installed
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    except HFValidationError as error:
+        raise ModelLoadError(f"no such directory, and no name of the hub: {to_one_line(error)}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise ModelLoadError("no such directory, and not in the hub's cache, while HF_HUB_OFFLINE is set")
+    hub = urlsplit(constants.ENDPOINT)
+    if getproxies():
+        return  # whether they reach it is not known here
+    try:
+        socket.create_connection(
+            (hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), HUB_TIMEOUT_S
+        ).close()
+    except OSError as error:
+        raise ModelLoadError(f"no such directory, and the hub at {hub.hostname} cannot be reached: {error}") from None
 
 
 def _download_model(name: str, report: Progress) -> Path:
@@ -39,7 +96,8 @@ def _download_model(name: str, report: Progress) -> Path:
     return Path(path)
 
 
-def _check_config(directory: Path) -> None:
+def _check_config(directory: Path) -> str:
+    """Return the model's type. Raises `ModelLoadError` for a directory without one."""
     path = directory / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no config.json")
@@ -49,6 +107,7 @@ def _check_config(directory: Path) -> None:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} has no model_type")
+    return str(config["model_type"])
 
 
 def find_weight_files(directory: Path) -> list[Path]:

@@ -52,6 +52,7 @@ class ProcessSlot:
     name: str
     child: Child | None = None
     failures: int = 0
+    num_deaths: int = 0
     start_at: float = 0.0
     started_at: float = 0.0
     was_ready: bool = field(default=False)
@@ -123,6 +124,11 @@ class Stack:
         """The address of the gateway, if there is one."""
         return f"http://127.0.0.1:{self._gateway_port}"
 
+    @property
+    def is_served_elsewhere(self) -> bool:
+        """Whether another process's server has the data of the server that would be started."""
+        return self._server is not None and self._server.is_served_elsewhere
+
     def start(self) -> Self:
         """Start the server, create the topics, start the workers and the gateway."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -171,10 +177,13 @@ class Stack:
             if worker.child is not None and not worker.child.is_alive():
                 lived_s = time.monotonic() - worker.started_at
                 worker.failures = 0 if lived_s > MIN_STEADY_S else worker.failures + 1
+                worker.num_deaths += 1
                 delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
+                status = worker.child.returncode or 0
+                cause = f", which ends: {self.read_log_tail(worker, 1)}" if status > 0 else ""  # no signal's
                 died.append(
-                    f"{worker.name} ended with status {worker.child.returncode} and is started again; "
-                    f"its log: {self._log_path(worker)}"
+                    f"{worker.name} ended with status {status} and is started again; "
+                    f"its log: {self._log_path(worker)}{cause}"
                 )
                 worker.child, worker.start_at = None, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
@@ -194,7 +203,8 @@ class Stack:
         Raises `PenstockError` with the end of its log when one cannot start.
         """
         end, last_line = time.monotonic() + timeout_s, ""
-        failures_before = {worker.name: worker.failures for worker in self._all_slots()}
+        # Not its failures in a row: on a busy machine one that cannot start lives for long before it says so.
+        deaths_before = {worker.name: worker.num_deaths for worker in self._all_slots()}
         with redis_client(self.addresses.first_url) as client:
             while not stop() and not all(worker.was_ready for worker in self._all_slots()):
                 line = self._describe_states(client)
@@ -203,7 +213,7 @@ class Stack:
                     last_line = line
                 for died in self.restart_dead():
                     progress(died)
-                for failed in (w for w in self._all_slots() if w.failures >= failures_before[w.name] + 2):
+                for failed in (w for w in self._all_slots() if w.num_deaths >= deaths_before[w.name] + 2):
                     raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.read_log_tail(failed)}")
                 if time.monotonic() > end:
                     raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
@@ -225,11 +235,14 @@ class Stack:
             state = str(status.get("state", "starting"))
             worker.was_ready = worker.was_ready or state == "ready"
             if state == "loading" and "doing" in status:
-                state = f"{status['doing']} {float(status['progress']):.0%}"
-            parts.append(f"{worker.taken_name or worker.name} {state}")
+                share = int(float(status["progress"]) * 10)
+                state = f"{status['doing']} {share}0%" if 0 < share < 10 else str(status["doing"])
+            parts.append(f"{worker.taken_name or worker.name}: {state}")
         if self.gateway is not None:
             self.gateway.was_ready = self.gateway.was_ready or self._is_gateway_answering()
-            parts.append(f"gateway {'ready' if self.gateway.was_ready else 'starting'}")
+            is_served = not self.workers or any(worker.was_ready for worker in self.workers)
+            answering = "ready" if is_served else "waits for a worker"
+            parts.append(f"gateway: {answering if self.gateway.was_ready else 'starting'}")
         return ", ".join(parts)
 
     def _is_gateway_answering(self) -> bool:

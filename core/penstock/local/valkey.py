@@ -12,6 +12,7 @@ import redis
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import (
     Child,
+    describe_port_problem,
     find_free_port,
     is_container_engine_running,
     start_child,
@@ -68,7 +69,10 @@ class ValkeyServer:
         """Start, and wait until the server answers. Raises `DependencyMissing`."""
         if self._child is not None and self._child.is_alive():
             return self
-        self._check_port()
+        if describe_port_problem("127.0.0.1", self.port):
+            raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?")
+        if self.is_served_elsewhere:
+            raise PenstockError(f"another server has its data in {self.directory}; is it a `penstock up`?")
         self.directory.mkdir(parents=True, exist_ok=True)
         command = self._build_command()
         self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
@@ -94,14 +98,13 @@ class ValkeyServer:
         words = (word for name, value in options.items() for word in (f"--{name}", value))
         return [str(find_binary()), *words]
 
-    def _check_port(self) -> None:
-        """Raise `PenstockError` if the port is taken: another server would answer in this one's place."""
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", self.port))
-            except OSError:
-                raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?") from None
+    @property
+    def is_served_elsewhere(self) -> bool:
+        """Whether a server that was not started here has the directory: two would write into one append-only file."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # also where its path is too long
+            probe.connect(str(self.directory.resolve() / SOCKET_NAME))
+            return self._child is None
+        return False
 
     def stop(self) -> None:
         """Stop the server in an orderly way: all data is on disk afterwards."""

@@ -55,7 +55,8 @@ def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings
     Heartbeats do not say how the rate of decode depends on the batch. The measured rate is taken for the mean batch
     that runs now, or for a full one if none runs.
     """
-    wrong = sorted({str(one.get("model")) for one in workers} - {model}) if model else []
+    others = [one for one in workers if model not in (None, one.get("model"), one.get("model_source"))]
+    wrong = sorted({str(one.get("model")) for one in others})
     if wrong:
         raise PlanError(
             f"the workers of this pipeline serve {', '.join(wrong)}, not {model}: measure it with --measure"

@@ -62,7 +62,7 @@ class GrammarCompiler:
     def _vocabulary(self) -> Vocabulary:
         model = self._model
         if not getattr(model.tokenizer, "is_fast", False):
-            raise InvalidRequest(f"{model.name!r} has no fast tokenizer: grammars cannot be used with it")
+            raise InvalidRequest("the model has no fast tokenizer: grammars cannot be used with it")
         return Vocabulary(
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
             vocab_size=model.vocab_size,

@@ -44,8 +44,9 @@ class Heartbeat:
     A beat that is due about when the session's renewal is goes with it in one round trip.
 
     The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
-    id), model, max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it
-    has one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
+    id), model (the name by which callers ask for it), model_source (its directory or hub name, where its tokenizer is
+    found), max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it has
+    one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
     `draining`), reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see
     `load.py`), pool and kv (blocks), recent (see `penstock.telemetry.recent`), since (seconds since the epoch by the
     clock of Redis, as hosts' clocks may be changed).

@@ -15,18 +15,15 @@ class ModelRole:
 
     writes_pieces = False
 
-    def __init__(self, pipeline: Pipeline, engine: InferenceEngine) -> None:
-        self.pipeline, self.engine = pipeline, engine
+    def __init__(self, pipeline: Pipeline, engine: InferenceEngine, served_name: str = "") -> None:
+        """`served_name` is the name by which callers ask for the model, if it is another than the engine's."""
+        self.pipeline, self.engine, self.model_name = pipeline, engine, served_name or engine.model.name
         self.grammars = GrammarCompiler(engine.model)
-
-    @property
-    def model_name(self) -> str:
-        """The name that requests have for the model."""
-        return self.engine.model.name
 
     def describe_model(self) -> dict[str, Any]:
         """Return what the heartbeat says of the model beside its name."""
         return {
+            "model_source": self.engine.model.name,
             "max_model_len": self.engine.limits.max_length,
             "response_template": self.engine.model.response_template,
         }

@@ -126,10 +126,15 @@ class WorkerProcess:
 
         Raise `DependencyMissing` where the libraries are not installed.
         """
-        settings, open_core = self.settings, self._find_opening(only_prompts=only_prompts)
+        settings = self.settings
+        library = "vLLM" if settings.engine.kind == "vllm" else "torch"
+        self.beat.update_status(now=True, doing=f"importing {library}")
+        open_core = self._find_opening(only_prompts=only_prompts)
         with require_libraries():
             from penstock.engine.serving import open_serving_engine
+        self.beat.update_status(now=True, doing="loading the model")
         core = open_core(settings.engine, self.beat.report_progress)
+        self.beat.update_status(now=True, doing="opening the KV store")
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
 
@@ -176,7 +181,9 @@ class WorkerProcess:
             self.beat.set_load_source(report_status)
             return worker
 
-        self.beat.update_status(progress=1.0, model=role.model_name, kafka=self.addresses.kafka, **card)
+        self.beat.update_status(
+            doing="joining the group", progress=1.0, model=role.model_name, kafka=self.addresses.kafka, **card
+        )
         log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
         Reconnector(make_worker, check_bus, self.beat).run_until_stopped(stop, settings.worker.drain_s)

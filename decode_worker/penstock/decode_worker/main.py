@@ -9,6 +9,6 @@ def run_decode_worker() -> None:
         engine = process.open_engine()
         with require_libraries():
             from penstock.decode_worker.role import DecodeRole
-        role = DecodeRole(process.pipeline, engine)
+        role = DecodeRole(process.pipeline, engine, process.settings.engine.find_served_name())
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

@@ -26,6 +26,8 @@ class ServedModel:
     """A model that is served."""
 
     name: str
+    source: str
+    """Where its files are, `demo`, a directory or a name of the hub. Callers may ask for it by this, too."""
     pipeline: str
     since_s: float
     """Since when, as far as its workers know."""
@@ -43,6 +45,7 @@ class ServedModels:
     def __init__(self, client: "redis.asyncio.Redis", preferred: str) -> None:
         self._client, self._preferred = client, preferred
         self._known: dict[str, ServedModel] = {}
+        """By what callers may ask for: names, and sources that are no name. Two models of one name differ in source."""
         self._read_at = -MODELS_TTL_S
         self._refresh_task: asyncio.Task[None] | None = None
 
@@ -57,10 +60,10 @@ class ServedModels:
         await self._refresh_models()
         if not self._known:  # the first worker may have reported since
             await self._refresh_models(max_age_s=0.0)
-        return [self._known[name] for name in sorted(self._known)]
+        return [model for asked, model in sorted(self._known.items()) if asked == model.name]
 
     async def read_names(self) -> list[str] | None:
-        """Return the names of all models, read now; None if none is known, so that it is open which exist."""
+        """Return all names and sources of models, read now; None if none is known, so that it is open which exist."""
         with suppress(BusUnavailable):
             await self._refresh_models(max_age_s=0.0)
         return sorted(self._known) or None
@@ -95,21 +98,24 @@ class ServedModels:
             return  # what is known is good enough: publishing will tell
         found: dict[str, ServedModel] = {}
         templates: dict[str, list[dict[str, Any] | None]] = {}
+        names = {beat.get("model") for _, beat in beats}
         for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
-            name, since_s = beat.get("model"), float(beat["since"])
-            if name is not None:
-                served = found.setdefault(name, ServedModel(name, pipeline, since_s, now))
+            if (name := beat.get("model")) is None:
+                continue
+            source, since_s = beat.get("model_source") or name, float(beat["since"])
+            for asked in {name, *({source} - names)}:
+                served = found.setdefault(asked, ServedModel(name, source, pipeline, since_s, now))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
                     lengths = [
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]
                     served.max_model_len = min(lengths, default=None)
-                    templates.setdefault(name, []).append(beat.get("response_template"))
-        for name, reported in templates.items():
+                    templates.setdefault(asked, []).append(beat.get("response_template"))
+        for asked, reported in templates.items():
             # While workers are replaced one after the other, they may report different ones.
             same = all(one == reported[0] for one in reported)
-            found[name].response_template = reported[0] if same else None
+            found[asked].response_template = reported[0] if same else None
         if any(one.response_template for one in found.values()):
             await asyncio.to_thread(import_response_parser)  # now, as it would hold up the first answer for a second
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}

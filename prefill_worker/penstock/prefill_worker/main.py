@@ -13,6 +13,6 @@ def run_prefill_worker() -> None:
             from penstock.prefill_worker.role import PrefillRole
         watch = LagWatch(process.addresses, process.settings.bus)
         backpressure = process.exits.enter_context(DecodeBackpressure(watch.read_latest))
-        role = PrefillRole(process.pipeline, engine, backpressure)
+        role = PrefillRole(process.pipeline, engine, backpressure, process.settings.engine.find_served_name())
         process.exits.callback(role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), **role.describe_model())

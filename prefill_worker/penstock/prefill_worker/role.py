@@ -68,11 +68,15 @@ class PrefillRole(ModelRole):
     settle_span_name = "hand_off"
 
     def __init__(
-        self, pipeline: Pipeline, engine: InferenceEngine, backpressure: DecodeBackpressure | None = None
+        self,
+        pipeline: Pipeline,
+        engine: InferenceEngine,
+        backpressure: DecodeBackpressure | None = None,
+        served_name: str = "",
     ) -> None:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
-        super().__init__(pipeline, engine)
-        self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model)
+        super().__init__(pipeline, engine, served_name)
+        self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
     # 2. Claim.
 

@@ -15,14 +15,15 @@ MAX_START_TOKENS = 64
 class PromptTokenizer:
     """Turns the prompts of requests into token ids for one model."""
 
-    def __init__(self, model: ModelCard) -> None:
-        self._model = model
+    def __init__(self, model: ModelCard, served_name: str = "") -> None:
+        """`served_name` is the name by which callers ask for the model, if it is another than its own."""
+        self._model, self._name = model, served_name or model.name
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
 
     def tokenize_prompt(self, request: Request) -> list[int]:
         """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
-        if request.model not in (None, self._model.name):
-            raise UnknownModel(f"this pipeline serves {self._model.name!r}, not {request.model!r}")
+        if request.model not in (None, self._name, self._model.name):
+            raise UnknownModel(f"this pipeline serves {self._name!r}, not {request.model!r}")
         if request.token_ids is not None:
             token_ids = self._check_token_ids(request)
         elif request.prompt is not None:
@@ -30,7 +31,7 @@ class PromptTokenizer:
         else:
             # The template writes its special tokens itself.
             text = render_chat(
-                self._model.tokenizer, self._model.name, request.messages or (), request.chat_template_kwargs or {}
+                self._model.tokenizer, self._name, request.messages or (), request.chat_template_kwargs or {}
             )
             token_ids = self._encode_text(text, request.sampling.min_new_tokens, special=False)
         if not token_ids:

@@ -157,6 +157,8 @@ class Model(BaseModel):
     owned_by: str = "penstock"
     max_model_len: int | None = None
     """The most tokens of prompt and answer together, under vLLM's name for it."""
+    supports_tools: bool = False
+    """Whether calls and reasoning can be told from its text, so that tools may be offered to it."""
 
 
 class ModelList(BaseModel):
@@ -167,7 +169,12 @@ class ModelList(BaseModel):
 
 
 def _describe_model(served: ServedModel) -> Model:
-    return Model(id=served.name, created=int(served.since_s), max_model_len=served.max_model_len)
+    return Model(
+        id=served.name,
+        created=int(served.since_s),
+        max_model_len=served.max_model_len,
+        supports_tools=served.response_template is not None,
+    )
 
 
 @router.get("/v1/models", summary="All models", responses=error_responses(401, 503))

@@ -96,7 +96,7 @@ async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
         chat = CHAT.parse_body({"model": served.name, "messages": body.messages})
         turns = [dict(turn) for turn in CHAT.make_requests(chat, "tokenize")[0]["messages"] or ()]
         tokens = await gateway.tokenizers.encode_chat(
-            served.name,
+            served.source,
             turns,
             special=bool(body.add_special_tokens),
             generation_prompt=body.add_generation_prompt,
@@ -105,7 +105,7 @@ async def tokenize(request: Request, caller: CallerDep) -> TokenizeAnswer:
     else:
         special = body.add_special_tokens is not False
         tokens = await gateway.tokenizers.encode_text(
-            served.name, body.prompt or "", special=special, with_strs=with_strs
+            served.source, body.prompt or "", special=special, with_strs=with_strs
         )
     return TokenizeAnswer(
         count=len(tokens.token_ids),
@@ -123,7 +123,7 @@ async def detokenize(request: Request, caller: CallerDep) -> DetokenizeAnswer:
     gateway, body = get_gateway(request), parse_body(DetokenizeBody, await request.body())
     await gateway.admission.take_request(caller)
     served = await _find_served(gateway, body.model)
-    return DetokenizeAnswer(prompt=await gateway.tokenizers.decode_tokens(served.name, body.tokens))
+    return DetokenizeAnswer(prompt=await gateway.tokenizers.decode_tokens(served.source, body.tokens))
 
 
 @router.post(
@@ -139,7 +139,7 @@ async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTo
     served = await gateway.models.find_model(body.model)
     (args,) = MESSAGES.make_requests(body.make_chat(), "count")
     turns = [dict(turn) for turn in args["messages"] or ()]
-    tokens = await gateway.tokenizers.encode_chat(served.name, turns, args.get("chat_template_kwargs"))
+    tokens = await gateway.tokenizers.encode_chat(served.source, turns, args.get("chat_template_kwargs"))
     return MessageTokenCount(input_tokens=len(tokens.token_ids))
 
 

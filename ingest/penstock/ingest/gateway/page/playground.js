@@ -1,11 +1,13 @@
-// The playground: a chat, whose answers come as streams.
+// The playground: a chat, whose answers come as streams. Where a model can call tools, it may be offered some to try.
 
 import { askJson } from "./api.js";
 import { byId, count, make, rate, say, seconds } from "./draw.js";
 import { Stream } from "./stream.js";
+import { runTool, TOOLS } from "./tools.js";
 
 const SENTENCE = /[.!?:;\n]\s/g;
 const TOO_LONG = "context_length_exceeded";
+const MAX_ROUNDS = 4; // of calls, within one turn
 const NEAR_PX = 40; // what is so near to the end of the chat, or of the window, counts as there
 
 export class Playground {
@@ -22,6 +24,10 @@ export class Playground {
     });
     byId("stop").addEventListener("click", () => this._stop());
     byId("clear").addEventListener("click", () => this._clear());
+    for (const id of ["model", "tools"]) byId(id).addEventListener("change", showTools);
+    for (const example of document.querySelectorAll("[data-example]")) {
+      example.addEventListener("click", () => { byId("prompt").value = example.textContent; byId("prompt").focus(); });
+    }
   }
 
   /** Fill the list of models, and say why nothing can be sent while there is none. Throws as `ask`. */
@@ -30,9 +36,10 @@ export class Playground {
     say(byId("no-model"), data.length ? "" : "No worker serves a model yet. A prompt can be sent as soon as one is ready.");
     const list = byId("model");
     const chosen = list.value;
-    const served = data.length ? data.map(({ id }) => [id, id]) : [["none yet", ""]];
-    list.replaceChildren(...served.map(([name, value]) => new Option(name, value)));
+    list.replaceChildren(...(data.length ? data.map(({ id }) => new Option(id, id)) : [new Option("none yet", "")]));
+    data.forEach(({ supports_tools: can }, index) => { list.options[index].dataset.tools = can; });
     if (data.some(({ id }) => id === chosen)) list.value = chosen;
+    showTools();
     this._enable();
     return data.length;
   }
@@ -44,15 +51,12 @@ export class Playground {
     growChat(() => byId("chat").append(turn.element), true);
     byId("prompt").value = "";
     const messages = [...this._messages, { role: "user", content: prompt }];
-    this._stream = new Stream({ ...parameters(), messages }, {
-      begun: (id) => turn.begun(id),
-      piece: (text, tokens) => turn.piece(text, tokens),
-      broken: (tokens, waitMs) => turn.broken(tokens, waitMs),
-      resumed: (tokens, awayMs) => turn.resumed(tokens, awayMs),
-    });
-    this._enable();
+    const given = parameters();
     try {
-      await this._stream.read();
+      for (let rounds = 0; !(await this._read(turn, { ...given, messages })); rounds += 1) {
+        if (rounds === MAX_ROUNDS) throw new Error(`the model called tools ${MAX_ROUNDS + 1} times and did not answer.`);
+        messages.push(...turn.answerCalls(this._stream.calls));
+      }
       turn.ended(this._stream);
       this._messages = [...messages, { role: "assistant", content: turn.text }];
       if (!this._stream.isStopped) this._onAnswered(this._stream.id, turn.latencyS, turn.ttftS);
@@ -64,6 +68,20 @@ export class Playground {
       this._stream = null;
       this._enable();
     }
+  }
+
+  /** Read one answer. Returns whether it is the last, and no calls whose results the model waits for. */
+  async _read(turn, body) {
+    this._stream = new Stream(body, {
+      begun: (id) => turn.begun(id),
+      piece: (text, tokens) => turn.piece(text, tokens),
+      called: (calls) => turn.called(calls),
+      broken: (tokens, waitMs) => turn.broken(tokens, waitMs),
+      resumed: (tokens, awayMs) => turn.resumed(tokens, awayMs),
+    });
+    this._enable();
+    await this._stream.read();
+    return this._stream.isStopped || this._stream.finishReason !== "tool_calls";
   }
 
   /** The buttons that make sense now. */
@@ -88,6 +106,14 @@ export class Playground {
   }
 }
 
+const canCall = () => byId("model").selectedOptions[0]?.dataset.tools === "true";
+
+/** The switch, where the model can call tools; and what is offered, where it is on. */
+function showTools() {
+  byId("tools").closest("label").hidden = !canCall();
+  byId("offered").hidden = !canCall() || !byId("tools").checked;
+}
+
 function parameters() {
   const optional = (id, name) => (byId(id).value === "" ? {} : { [name]: Number(byId(id).value) });
   return {
@@ -96,6 +122,7 @@ function parameters() {
     service_tier: byId("class").value === "batch" ? "flex" : "default",
     ...optional("temperature", "temperature"),
     ...optional("seed", "seed"),
+    ...(byId("offered").hidden ? {} : { tools: TOOLS }),
   };
 }
 
@@ -121,11 +148,9 @@ function growChat(change, isAsked = false) {
 /** A prompt and its answer, as they are shown. */
 class Turn {
   constructor(prompt) {
-    this.text = "";
-    this.ttftS = this.latencyS = null;
-    this._begunAt = performance.now();
-    this._lastAt = null;
-    this._spoken = 0;
+    this.latencyS = null;
+    this._numCalls = 0;
+    this._begin();
     this._id = make("code", "id", "");
     this._piece = make("span", "piece");
     this._answer = make("div", "answer", this._piece);
@@ -134,6 +159,15 @@ class Turn {
     byId("spoken").replaceChildren();
     for (const id of ["ttft", "tokens", "speed"]) say(byId(id), "–");
     state("waiting", "Sent; waiting for the first token.");
+  }
+
+  /** An answer begins: the first one, or the one after the results of calls. */
+  _begin() {
+    this.text = "";
+    this._begunAt = performance.now();
+    this.ttftS = this._lastAt = null;
+    this._spoken = 0;
+    this._calls = []; // {shown, result} of the calls of this answer
   }
 
   get _sinceS() {
@@ -155,6 +189,40 @@ class Turn {
     this._measure(tokens);
   }
 
+  /** Show calls as far as they came. */
+  called(calls) {
+    growChat(() => calls.forEach((call, index) => {
+      this._calls[index] ??= this._addCall();
+      say(this._calls[index].shown, `${call.name}(${call.arguments})`);
+    }));
+  }
+
+  _addCall() {
+    const call = { shown: make("code"), result: make("code", "result") };
+    this._answer.append(make("div", "call", call.shown, call.result));
+    this._numCalls += 1;
+    return call;
+  }
+
+  /** Make the calls and show what they return. Returns the messages that the next answer follows. */
+  answerCalls(calls) {
+    const results = calls.map(runTool);
+    const made = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+    const messages = [{ role: "assistant", content: this.text || null, tool_calls: made }];
+    results.forEach((content, index) => messages.push({ role: "tool", tool_call_id: calls[index].id, content }));
+    this._speak(true);
+    const told = calls.map((call, index) => `${call.name} returned ${results[index]}.`).join(" ");
+    byId("spoken").append(make("p", "", told));
+    this._piece = make("span", "piece");
+    growChat(() => {
+      results.forEach((content, index) => say(this._calls[index].result, content));
+      this._answer.append(this._piece);
+    });
+    this._begin();
+    state("waiting", "The results were sent; waiting for the answer.");
+    return messages;
+  }
+
   broken(tokens, waitMs) {
     const when = waitMs < 1000 ? "at once" : `in ${seconds(waitMs / 1000)}`;
     const where = tokens ? `after token ${count(tokens)}` : "before the first token";
@@ -173,11 +241,12 @@ class Turn {
     this.latencyS = this._sinceS;
     this._speak(true);
     this._measure(stream.usage?.completion_tokens ?? stream.tokens);
+    const after = this._numCalls ? ` after ${this._numCalls} call${this._numCalls === 1 ? "" : "s"}` : "";
     const tokens = `${count(stream.tokens)} token${stream.tokens === 1 ? "" : "s"}`;
     const done = "Answered. Ask on, or start a new chat.";
     if (stream.isStopped) this._end("stopped", `Stopped after ${tokens}.`, "Stopped.");
     else if (stream.finishReason === "length") this._end("done", `Ended at the token limit: ${tokens} in ${seconds(this.latencyS)}.`, done);
-    else this._end("done", `Complete: ${tokens} in ${seconds(this.latencyS)}.`, done);
+    else this._end("done", `Complete${after}: ${tokens} in ${seconds(this.latencyS)}.`, done);
   }
 
   failed(error) {

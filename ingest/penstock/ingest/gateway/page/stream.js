@@ -9,12 +9,13 @@ import { ask, backoffMs, events, pause, Refused } from "./api.js";
 const POSITION = /^(\d+)-/;
 
 export class Stream {
-  /** `on`: begun(id), piece(text, tokens), broken(tokens, waitMs), resumed(tokens, awayMs). */
+  /** `on`: begun(id), piece(text, tokens), called(calls), broken(tokens, waitMs), resumed(tokens, awayMs). */
   constructor(body, on) {
     this.id = null;
     this.tokens = 0;
     this.usage = null;
     this.finishReason = null;
+    this.calls = []; // {id, name, arguments} as far as they came
     this.isStopped = false;
     this._body = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
     this._on = on;
@@ -91,6 +92,12 @@ export class Stream {
     if (position) this.tokens = Number(position[1]) + 1;
     if (choice) {
       this.finishReason = choice.finish_reason ?? this.finishReason;
+      for (const { index, id: callId, function: part } of choice.delta.tool_calls ?? []) {
+        const call = (this.calls[index] ??= { id: callId, name: "", arguments: "" });
+        call.name += part.name ?? "";
+        call.arguments += part.arguments ?? "";
+      }
+      if (choice.delta.tool_calls) this._on.called(this.calls);
       if (position || choice.delta.content) this._on.piece(choice.delta.content ?? "", this.tokens);
     }
   }
