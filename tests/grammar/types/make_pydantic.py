@@ -68,22 +68,6 @@ class Dog(pydantic.BaseModel):
     tricks: list[str]
 
 
-class Encoder(pydantic.EncoderProtocol):
-    """An encoder of one's own, as the page shows it."""
-
-    @classmethod
-    def decode(cls, data: bytes) -> bytes:
-        return data[::-1]
-
-    @classmethod
-    def encode(cls, value: bytes) -> bytes:
-        return value[::-1]
-
-    @classmethod
-    def get_json_format(cls) -> str:
-        return "my-encoder"
-
-
 Free = typing.TypeVar("Free")
 Bound = typing.TypeVar("Bound", bound=float)
 Constrained = typing.TypeVar("Constrained", int, str)
@@ -212,8 +196,8 @@ PYDANTIC: dict[str, Any] = {
     "AwareDatetime": pydantic.AwareDatetime,
     "NaiveDatetime": pydantic.NaiveDatetime,
     "AllowInfNan": Annotated[float, pydantic.AllowInfNan(False)],
-    "EncodedBytes": Annotated[bytes, pydantic.EncodedBytes(encoder=Encoder)],
-    "EncodedStr": Annotated[str, pydantic.EncodedStr(encoder=Encoder)],
+    "EncodedBytes": Annotated[bytes, pydantic.EncodedBytes(encoder=pydantic.Base64Encoder)],
+    "EncodedStr": Annotated[str, pydantic.EncodedStr(encoder=pydantic.types.Base64UrlEncoder)],
     "Base64Bytes": pydantic.Base64Bytes,
     "Base64Str": pydantic.Base64Str,
     "Base64UrlBytes": pydantic.Base64UrlBytes,
