@@ -1,5 +1,6 @@
 """Constrained answers of a random model through the engine, each held against an independent validator."""
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from penstock.messages import FinishReason, Sampling
-from sim.schemas import Schema, find_violation, make_refused_schemas, make_schemas
+from sim.schemas import Schema, find_violation, load_type_schemas, make_refused_schemas, make_schemas
 from sim.workload import load_demo_model
 
 BATCH = 32
@@ -75,11 +76,15 @@ def open_grammar_tokenizer(model: LoadedModel) -> GrammarTokenizer:
 
 
 def generate_answers(
-    model: LoadedModel, schemas: list[Schema], num_answers: int, check_answer: Callable[[ConstrainedAnswer], None]
+    model: LoadedModel,
+    schemas: list[Schema],
+    num_answers: int,
+    check_answer: Callable[[ConstrainedAnswer], None],
+    temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> None:
     """Generate answers to the schemas in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
     engine = Engine(model, EngineSettings(device="cpu", threads=2, pool_mb=64, max_batch=BATCH))
-    waiting, running = _begin_answers(model, schemas, num_answers), dict[str, _RunningAnswer]()
+    waiting, running = _begin_answers(model, schemas, num_answers, temperatures), dict[str, _RunningAnswer]()
     while True:
         while len(running) < BATCH and (answer := next(waiting, None)) is not None:
             running[answer.seq.id] = answer
@@ -98,7 +103,9 @@ def generate_answers(
                 check_answer(ConstrainedAnswer(answer.schema, answer.grammar, tokens, answer.text, reason))
 
 
-def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) -> Iterator[_RunningAnswer]:
+def _begin_answers(
+    model: LoadedModel, schemas: list[Schema], num_answers: int, temperatures: tuple[float, ...]
+) -> Iterator[_RunningAnswer]:
     tokenizer = open_grammar_tokenizer(model)
     grammars: dict[int, CompiledGrammar] = {}
     for number in range(num_answers):
@@ -106,7 +113,7 @@ def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) 
         if place not in grammars:
             grammars[place] = CompiledGrammar(make_schema_spec(schemas[place], "schema"), tokenizer)
         grammar = grammars[place]
-        temperature = TEMPERATURES[number // len(schemas) % len(TEMPERATURES)]
+        temperature = temperatures[number // len(schemas) % len(temperatures)]
         sampling = Sampling(temperature=temperature, seed=number, max_tokens=MAX_TOKENS)
         prompt = [2 + (number * 7 + place) % (model.vocab_size - 2) for place in range(1 + number % 9)]
         seq = Sequence(
@@ -124,7 +131,9 @@ def _begin_answers(model: LoadedModel, schemas: list[Schema], num_answers: int) 
 class AnswerChecker:
     """Counts the answers that break a promise."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, completes_cut: bool = True) -> None:
+        """With `completes_cut` false what `max_tokens` cut is not looked at."""
+        self._completes_cut = completes_cut
         self.num_answers = self.num_ended = self.num_violations = self.num_not_prefixes = 0
 
     def check_answer(self, answer: ConstrainedAnswer) -> None:
@@ -135,7 +144,7 @@ class AnswerChecker:
             if (found := find_violation(answer.schema, answer.text)) is not None:
                 self.num_violations += 1
                 print(f"violation: {json.dumps(answer.schema)}: {answer.text}: {found}", flush=True)
-        elif not _is_prefix(answer):
+        elif self._completes_cut and not _is_prefix(answer):
             self.num_not_prefixes += 1
             print(f"no prefix: {json.dumps(answer.schema)}: {answer.text}", flush=True)
 
@@ -191,15 +200,32 @@ def count_refusals(count: int) -> dict[str, float]:
     }
 
 
+def list_enforced_types() -> list[Schema]:
+    """Return the schemas of the types of pydantic and Zod, without those that are refused."""
+    tokenizer = GrammarTokenizer.make_bytes()
+    found: list[Schema] = []
+    for library in ("pydantic", "zod"):
+        for schema in load_type_schemas(library).values():
+            with contextlib.suppress(UnsupportedSchema):
+                CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer)
+                found.append(schema)
+    return found
+
+
 def measure_answers(num_schemas: int, num_answers: int, num_refused: int) -> dict[str, float]:
     """Return the figures of all answers and refusals."""
-    checker = AnswerChecker()
-    generate_answers(load_random_model(), make_schemas(num_schemas, seed=11), num_answers, checker.check_answer)
+    # Nobody who draws tokens at random completes a text that must end in "zzz".
+    model, checker, of_types = load_random_model(), AnswerChecker(), AnswerChecker(completes_cut=False)
+    generate_answers(model, make_schemas(num_schemas, seed=11), num_answers, checker.check_answer)
+    generate_answers(model, list_enforced_types(), num_answers, of_types.check_answer, (1.0,))
     figures = {
         "schemas": num_schemas,
         "answers": checker.num_answers,
         "ended_share": checker.num_ended / checker.num_answers,
         "violations": checker.num_violations,
         "cut_not_prefix": checker.num_not_prefixes,
+        "type_answers": of_types.num_answers,
+        "type_ended": of_types.num_ended,
+        "type_violations": of_types.num_violations,
     }
     return figures | count_refusals(num_refused)

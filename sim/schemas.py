@@ -8,14 +8,17 @@ out, so that answers of a model that chooses at random come to an end.
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import regex
 
 Schema = dict[str, Any]
+_TYPES = Path(__file__).parents[1] / "tests" / "grammar" / "types"
 _WORDS = (
     "name",
     "id",
@@ -102,17 +105,37 @@ def make_refused_schemas(count: int, seed: int = 0) -> list[RefusedSchema]:
     return [_hide_schema(draw, *_REFUSED[number % len(_REFUSED)]) for number in range(count)]
 
 
+def load_type_schemas(library: str) -> dict[str, Schema]:
+    """Return the schemas of all types of a library, `pydantic` or `zod`, by their names."""
+    schemas = json.loads((_TYPES / f"{library}.json").read_text())["schemas"]
+    return {name: schema for name, schema in schemas.items() if schema is not None}
+
+
 def find_violation(schema: Schema, text: str) -> str | None:
     """Return what an independent validator says of an answer; None if it is valid. Numbers are exact decimals."""
     kind = jsonschema.Draft202012Validator
     if "draft-07" in schema.get("$schema", ""):
         kind = jsonschema.Draft7Validator
-    validator = kind(json.loads(json.dumps(schema), parse_float=Decimal), format_checker=kind.FORMAT_CHECKER)
+    # The package's own expressions know no properties of characters, `\\p{...}`.
+    extended = jsonschema.validators.extend(kind, {"pattern": _check_pattern})
+    validator = extended(json.loads(json.dumps(schema), parse_float=Decimal), format_checker=kind.FORMAT_CHECKER)
     try:
-        answer = json.loads(text, parse_float=Decimal)
+        answer = json.loads(text, parse_float=_read_number)
     except ValueError as error:
         return f"it is no JSON: {error}"
     return next((str(error) for error in validator.iter_errors(answer)), None)
+
+
+def _read_number(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of 20 digits
+        return float(text)
+
+
+def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(value, str) and not regex.search(pattern, value):
+        yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
 
 def _hide_schema(draw: random.Random, inner: Schema, keyword: str) -> RefusedSchema:
@@ -351,8 +374,11 @@ _REFUSED: tuple[tuple[Schema, str], ...] = (
     ({"not": {"type": "string"}}, "not"),
     ({"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"minimum": 1}}, "if"),
     ({"type": "array", "contains": {"type": "null"}}, "contains"),
-    ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3]}}, "uniqueItems"),
-    (_OBJECT | {"propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    ({"type": "array", "uniqueItems": True, "items": _TEXT}, "uniqueItems"),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 4, 5, 6]}}, "uniqueItems"),
+    (_OBJECT | {"propertyNames": {"pattern": "^a"}, "properties": {"a": {}}}, "propertyNames"),
+    (_OBJECT | {"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
+    (_OBJECT | {"propertyNames": {"enum": ["a"]}, "patternProperties": {"^a$": {}}}, "propertyNames"),
     (_OBJECT | {"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     (_OBJECT | {"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
     (_OBJECT | {"dependencies": {"a": ["b"]}}, "dependencies"),
@@ -363,8 +389,11 @@ _REFUSED: tuple[tuple[Schema, str], ...] = (
     ({"$ref": "#anchor"}, "$ref"),
     ({"$dynamicRef": "#node"}, "$dynamicRef"),
     (_TEXT | {"format": "iri"}, "format"),
-    (_TEXT | {"format": "binary"}, "format"),
-    (_TEXT | {"pattern": "^(?=a)b"}, "pattern"),
+    (_TEXT | {"format": "iri", "pattern": "^a"}, "format"),
+    (_TEXT | {"format": "of-my-own"}, "format"),
+    (_TEXT | {"pattern": "^(?!a)b"}, "pattern"),
+    (_TEXT | {"pattern": "^(?=a)b|c"}, "pattern"),
+    (_TEXT | {"pattern": "^(?=a){2}a"}, "pattern"),
     (_TEXT | {"pattern": "(a)\\1"}, "pattern"),
     (_TEXT | {"pattern": "a\\b"}, "pattern"),
     (_TEXT | {"pattern": "^(a{1000}){1000}$"}, "pattern"),

@@ -96,6 +96,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(refused: RefusedSchema) -> N
         compile_schema(refused.schema)
     assert (raised.value.keyword, raised.value.path) == (refused.keyword, refused.path)
     assert refused.keyword in str(raised.value)
+    advice = raised.value.reason.partition(": ")[2]
+    assert advice.startswith(("use ", "write ", "leave ", "list ", "say ")), "it does not say what to do"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,11 @@ def test_what_is_free_stays_free_but_for_the_mark_as_text(tokenizer: GrammarToke
 def test_a_gateway_without_the_models_words_can_check_it() -> None:
     with GrammarChecker() as checker:
         assert checker.check_grammar(hold()).kind == "tools"
-        deep: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": False}
+        deep: dict[str, Any] = {
+            "type": "object",
+            "properties": {"a": {"not": {"type": "null"}}},
+            "additionalProperties": False,
+        }
         wrong = constrain_calls(TEMPLATE, [TOOLS[0], ConstrainedTool("f", deep)], is_required=False, is_parallel=True)
         with pytest.raises(UnsupportedSchema, match="'not' at #/tools/1/function/parameters/properties/a/not"):
             checker.check_grammar(wrong)

@@ -47,6 +47,12 @@ _SCHEMA_OPTIONS: "JsonCompileOptions" = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _ANY_OBJECT = {"type": "object"}
+_ADVICE = {
+    "oneOf": "use 'anyOf', or give each alternative a required property with a 'const' of its own",
+    "patternProperties": "write patterns of which a name matches only one",
+    "maxProperties": "leave it out, or write the allowed combinations as 'anyOf'",
+}
+"""What to write instead of keywords that the engine refuses."""
 _REFUSED_IN_LARK = ("%json", "%llguidance", "temperature=")
 """Schemas that would not be checked, options of the engine, and what it ignores."""
 
@@ -222,6 +228,7 @@ def _locate_refusal(prepared: PreparedSchema, reason: str, tokenizer: LLTokenize
                 {name: value for name, value in node.items() if name != keyword}
             ):
                 why = "its alternatives are not known to exclude each other" if keyword == "oneOf" else reason
+                why = f"{why}: {_ADVICE.get(keyword, 'write it otherwise, or leave it out')}"
                 return UnsupportedSchema.at_keyword(keyword, f"{path}/{escape_pointer(keyword)}", why)
         return UnsupportedSchema.at_keyword("schema", path, reason)
 

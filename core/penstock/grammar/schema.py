@@ -6,22 +6,34 @@
 - `oneOf` becomes `anyOf` where the alternatives exclude each other: by their types, by constants, or by a property
   that all of them require and give different constants, also behind a `$ref`.
 - Older drafts' `items` and `additionalItems` for tuples become `prefixItems` and `items`.
-- `format` of dates, times and host names becomes a pattern that is exact about leap years and lengths.
+- `format` becomes a pattern where the engine does not know it, or is not exact about leap years and lengths. One that
+  restricts nothing, and one that no specification knows beside a `pattern`, is an annotation.
 - Patterns are translated (`pattern.py`).
+- `propertyNames` becomes `properties` or `patternProperties`, and `uniqueItems` the orders in which the items can come.
 - Annotations, and keywords that no draft knows, are left out, as the specification says.
 """
 
+import itertools
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from penstock.errors import UnsupportedSchema
-from penstock.grammar.pattern import PatternRefused, check_text, translate_pattern
+from penstock.grammar.formats import (
+    ENCODINGS,
+    ENGINE_FORMATS,
+    FORMAT_PATTERNS,
+    FREE_FORMATS,
+    MAX_HOSTNAME_CHARS,
+    UNENFORCED_FORMATS,
+)
+from penstock.grammar.pattern import PatternRefused, check_text, translate_pattern, translate_patterns
 
+T = TypeVar("T")
 MAX_DEPTH = 96
 """The most schemas inside of each other, `$ref`s followed. The engine's compiler recurses; at 600 its stack ends."""
 MAX_SCHEMAS = 5000
@@ -31,6 +43,8 @@ MAX_OPTIONAL_PROPERTIES = 256
 MAX_ENUM_VALUES = 5000
 MAX_PATTERN_PROPERTIES = 16
 """Of one object. Each pair of them is checked for names that match both."""
+MAX_ITEM_ORDERS = 120
+"""Of different items in one array: any order of 5 values, or of 2 among 11."""
 MAX_COMPARED_ALTERNATIVES = 64
 """Of one `oneOf`: each is compared with each."""
 _MAX_MEETINGS = 50
@@ -52,34 +66,25 @@ _LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("not", "if", "then", "else"), "conditions cannot be enforced"),
-    **dict.fromkeys(("contains", "minContains", "maxContains"), "items cannot be counted by what they are"),
-    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), "dependencies cannot be enforced"),
-    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), "it cannot be enforced"),
-    **dict.fromkeys(("$dynamicRef", "$dynamicAnchor"), "only '$ref' is supported"),
-    **dict.fromkeys(("$recursiveRef", "$recursiveAnchor"), "only '$ref' is supported"),
-    **dict.fromkeys(("extends", "disallow", "divisibleBy"), "keywords of draft 3 are not supported"),
-    "x-guidance": "options of the engine cannot be given",
+    **dict.fromkeys(("not", "if", "then", "else"), "it cannot be enforced: write what is allowed as 'anyOf'"),
+    **dict.fromkeys(
+        ("contains", "minContains", "maxContains"),
+        "items cannot be counted by what they are: use 'prefixItems' for those that must be there",
+    ),
+    **dict.fromkeys(
+        ("dependentRequired", "dependentSchemas", "dependencies"),
+        "dependencies cannot be enforced: write the allowed combinations as 'anyOf'",
+    ),
+    "unevaluatedItems": "it cannot be enforced: use 'items' beside 'prefixItems'",
+    "unevaluatedProperties": "it cannot be enforced: use 'additionalProperties' beside all 'properties'",
+    **dict.fromkeys(
+        ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"), "it is not followed: use '$ref'"
+    ),
+    **dict.fromkeys(
+        ("extends", "disallow", "divisibleBy"), "keywords of draft 3 are not supported: use those of draft 2020-12"
+    ),
+    "x-guidance": "options of the engine cannot be given: leave it out",
 }
-_FORMATS = frozenset({"duration", "email", "ipv4", "ipv6", "uuid", "uri"})
-"""Those which the engine enforces itself."""
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
-_COMMON_DAY = (
-    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
-)
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-_DATE = f"(?:{_YEAR}-(?:{_COMMON_DAY})|{_LEAP})"
-_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMAT_PATTERNS: Mapping[str, tuple[str, ...]] = {
-    "date": (f"^{_DATE}$",),
-    "time": (f"^{_TIME}$",),
-    "date-time": (f"^{_DATE}[tT]{_TIME}$",),
-    "hostname": (f"^{_LABEL}(?:\\.{_LABEL})*$", "^[A-Za-z0-9]+(?:[.-][A-Za-z0-9]+)*$"),
-}
-"""Formats of which the engine also allows texts that are not valid: 29 February in any year, leap seconds in any
-minute, and host names that are too long or have two hyphens where an encoded name has them."""
-_MAX_HOSTNAME_CHARS = 253
 
 
 @dataclass(frozen=True)
@@ -146,38 +151,47 @@ class _Preparation:
             return node
         if not isinstance(node, dict):
             raise UnsupportedSchema.at_keyword("schema", path, "it must be an object or a boolean")
-        self._num_schemas += 1
-        if self._num_schemas > MAX_SCHEMAS:
-            raise UnsupportedSchema.at_keyword("schema", path, f"there are more than {MAX_SCHEMAS:,} schemas")
+        if depth > 0 and (node.get("not") is True or node.get("not") == {}):
+            return False
+        self._count_schemas(1, path)
         if depth > MAX_DEPTH:
             raise UnsupportedSchema.at_keyword("schema", path, f"it is more than {MAX_DEPTH} schemas deep")
         for keyword, value in node.items():
             self._check_keyword(keyword, value, f"{path}/{escape_pointer(keyword)}")
         plain: dict[str, Any] = {}
         applied: dict[str, Any] = {}
+        more: list[Node] = []
         for keyword, value in node.items():
-            made = self._prepare_keyword(node, keyword, value, f"{path}/{escape_pointer(keyword)}", depth)
-            if made is not None:
-                (applied if keyword in _APPLICATORS else plain).update(made)
-        if "allOf" in plain:  # of a format
-            applied["allOf"] = [*applied.get("allOf", ()), *plain.pop("allOf")]
+            made = self._prepare_keyword(node, keyword, value, f"{path}/{escape_pointer(keyword)}", depth) or {}
+            if keyword in _APPLICATORS:
+                applied |= made
+            else:
+                more += made.pop("allOf", ())  # of a format or a pattern
+                plain |= made
+        self._replace_property_names(plain, path)
+        more += self._replace_unique_items(plain, path)
+        if more:
+            applied["allOf"] = [*applied.get("allOf", ()), *more]
         self._check_object(plain, path)
         # The engine takes `additionalProperties` for what the keywords before it, up to an applicator, leave over.
-        first = next((keyword for keyword in node if keyword in (*_APPLICATORS, "properties")), "")
+        first = next((keyword for keyword in node if keyword in (*_APPLICATORS, "properties", "propertyNames")), "")
         found = {**applied, **plain} if first in _APPLICATORS else {**plain, **applied}
         self._paths[id(found)] = path
         return found
+
+    def _count_schemas(self, count: int, path: str) -> None:
+        self._num_schemas += count
+        if self._num_schemas > MAX_SCHEMAS:
+            raise UnsupportedSchema.at_keyword(
+                "schema", path, f"there are more than {MAX_SCHEMAS:,} schemas: use fewer"
+            )
 
     def _check_keyword(self, keyword: str, value: Any, path: str) -> None:
         if keyword in _REFUSED:
             raise UnsupportedSchema.at_keyword(keyword, path, _REFUSED[keyword])
         if keyword == "$id" and path != "#/$id":
-            raise UnsupportedSchema.at_keyword(keyword, path, "only the root may have one")
-        if keyword == "uniqueItems" and value is not False:
-            raise UnsupportedSchema.at_keyword(keyword, path, "items cannot be compared")
-        if keyword == "propertyNames" and value not in (True, {}, {"type": "string"}):
             raise UnsupportedSchema.at_keyword(
-                keyword, path, "use 'patternProperties' and 'additionalProperties': false"
+                keyword, path, "only the root may have one: use '$ref' with a JSON pointer"
             )
 
     def _prepare_keyword(
@@ -186,8 +200,8 @@ class _Preparation:
         """Return what a keyword becomes; None for an annotation."""
         if keyword in _VALUE_CHECKS:
             return {keyword: _VALUE_CHECKS[keyword](value, keyword, path)}
-        if keyword == "format":
-            return _prepare_format(node, value, path)
+        if keyword in {"format", "pattern"}:
+            return _prepare_format(node, value, path) if keyword == "format" else _prepare_pattern(value, path)
         if keyword in {"items", "additionalItems"}:
             return self._prepare_items(node, keyword, value, path, depth)
         made: Any = None
@@ -202,7 +216,7 @@ class _Preparation:
                 made = self._prepare_list(value, keyword, path, depth)
             case "properties" | "patternProperties":
                 made = self._prepare_map(value, keyword, path, depth)
-            case "additionalProperties":
+            case "additionalProperties" | "propertyNames":
                 made = self._prepare(value, path, depth + 1)
             case _:
                 return None
@@ -219,11 +233,78 @@ class _Preparation:
             return None
         return {"items": self._prepare(value, path, depth + 1)}
 
+    def _replace_property_names(self, plain: dict[str, Any], path: str) -> None:
+        """Write `propertyNames` as the properties that it allows."""
+        allowed = plain.pop("propertyNames", True)
+        if allowed is True or (allowed is not False and allowed.keys() <= {"type"} and "string" in _types_of(allowed)):
+            return
+        names, known = self._list_values(allowed), plain.get("properties", {})
+        pattern = None if known else _find_pattern_of_names(allowed)
+        if "patternProperties" in plain or (names is None and pattern is None):
+            reason = (
+                "names cannot be held to it here: use 'properties' or 'patternProperties' "
+                "with 'additionalProperties': false"
+            )
+            raise UnsupportedSchema.at_keyword("propertyNames", f"{path}/propertyNames", reason)
+        others = plain.get("additionalProperties", True)
+        if names is None:
+            plain["patternProperties"] = {pattern: others}
+        else:
+            texts = [one for one in names if isinstance(one, str)]
+            plain["properties"] = {name: one for name, one in known.items() if name in texts}
+            plain["properties"] |= {name: others for name in texts if name not in known}
+        plain["additionalProperties"] = False
+
+    def _replace_unique_items(self, plain: dict[str, Any], path: str) -> list[Node]:
+        """Return what demands that the items of an array differ, if `uniqueItems` is there, and leave it out."""
+        prefix, items = plain.get("prefixItems", []), plain.get("items", True)
+        most = min(plain.get("maxItems", MAX_LENGTH), MAX_LENGTH if items is not False else len(prefix))
+        if not plain.pop("uniqueItems", False) or most <= 1 or "array" not in _types_of(plain):
+            return []
+        values = None if prefix else self._list_values(items)
+        distinct = list(
+            {_write_constant(one): one for one in reversed(values or [])}.values()
+        )  # of equal ones the first
+        most = min(most, len(distinct))
+        if values is None or math.perm(len(distinct), most) > MAX_ITEM_ORDERS:
+            reason = (
+                "items cannot be compared: leave it out, or list up to 5 values as an 'enum' in 'items', "
+                f"or more with a 'maxItems' for which there are at most {MAX_ITEM_ORDERS} orders"
+            )
+            raise UnsupportedSchema.at_keyword("uniqueItems", f"{path}/uniqueItems", reason)
+        constants = [{"const": one} for one in distinct]
+        orders = list(itertools.permutations(constants, most))
+        self._count_schemas(len(orders) * most, path)
+        plain.pop("items", None)
+        plain.pop("maxItems", None)
+        others = [one for one in _types_of(plain) if one != "array"]
+        found: list[Node] = [{"type": "array", "prefixItems": list(order), "items": False} for order in orders]
+        return [{"anyOf": [*found, *([{"type": others}] if others else [])]}]
+
+    def _list_values(self, node: Node) -> list[Any] | None:
+        """Return the values that a prepared schema allows, if it lists them; None for another one."""
+        for _ in range(16):
+            if isinstance(node, bool) or set(node) != {"$ref"}:
+                break
+            node = self._follow(node)
+        if isinstance(node, bool):
+            return None if node else []
+        match sorted(node.keys() - {"type"}):
+            case ["enum"] | ["const"]:
+                values = node["enum"] if "enum" in node else [node["const"]]
+                return [one for one in values if _is_of_type(one, _types_of(node))]
+            case ["anyOf"] if "type" not in node:
+                found = [self._list_values(one) for one in node["anyOf"]]
+                return None if None in found else [value for one in found for value in one or ()]
+            case [] if set(_types_of(node)) <= {"null", "boolean"}:
+                return [one for one in (None, False, True) if _type_of_value(one) in _types_of(node)]
+        return None
+
     def _prepare_ref(self, value: Any, path: str, depth: int) -> str:
         if not isinstance(value, str):
             raise UnsupportedSchema.at_keyword("$ref", path, "it must be a text")
         if value != "#" and not value.startswith("#/"):
-            raise UnsupportedSchema.at_keyword("$ref", path, "only '#' and JSON pointers, '#/...', are followed")
+            raise UnsupportedSchema.at_keyword("$ref", path, "no other document is read: use '#/$defs/...'")
         return self._prepare_target(value, depth + 1)
 
     def _prepare_list(self, value: Any, keyword: str, path: str, depth: int) -> list[Node]:
@@ -240,7 +321,7 @@ class _Preparation:
         for name, one in value.items():
             where = f"{path}/{escape_pointer(name)}"
             if keyword == "patternProperties":
-                found[_translate(name, keyword, where)] = self._prepare(one, where, depth + 1)
+                found[_translate(name, keyword, where, translate_pattern)] = self._prepare(one, where, depth + 1)
             else:
                 _check_writable(name, keyword, where)
                 found[name] = self._prepare(one, where, depth + 1)
@@ -280,7 +361,9 @@ class _Preparation:
         free = plain.get("additionalProperties", True) is not False or plain.get("patternProperties")
         if free and plain.get("minProperties", 0) > len(set(required)) + 1:
             raise UnsupportedSchema.at_keyword(
-                "minProperties", f"{path}/minProperties", "names that are not listed might come twice"
+                "minProperties",
+                f"{path}/minProperties",
+                "names that are not listed might come twice: list them as 'required'",
             )
 
     def _check_ends(self) -> None:
@@ -311,7 +394,9 @@ class _Preparation:
             if (found := _find_near_bound(group)) is not None:
                 keyword, node = found
                 path = f"{self._paths.get(id(node), '#')}/{keyword}"
-                raise UnsupportedSchema.at_keyword(keyword, path, "it is less than 1 from an opposite bound")
+                raise UnsupportedSchema.at_keyword(
+                    keyword, path, "it is less than 1 from an opposite bound: use a bound that is allowed itself"
+                )
 
     def _reach(self, start: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a schema with all those inside of it, `$ref`s followed."""
@@ -490,8 +575,39 @@ def _constants_of(node: dict[str, Any]) -> set[str] | None:
     values = [node["const"]] if "const" in node else node.get("enum")
     if values is None:
         return None
-    # 1 and 1.0 are the same value.
-    return {f"{float(one)}" if _type_of_value(one) == "number" else json.dumps(one, sort_keys=True) for one in values}
+    return {_write_constant(one) for one in values}
+
+
+def _write_constant(value: Any) -> str:
+    """Return a text that equal values have in common: 1 and 1.0 are the same value."""
+    match value:
+        case bool() | str() | None:
+            return json.dumps(value)
+        case list():
+            return f"[{','.join(map(_write_constant, value))}]"
+        case dict():
+            return f"{{{','.join(f'{json.dumps(name)}:{_write_constant(value[name])}' for name in sorted(value))}}}"
+    return str(float(value) + 0.0)  # -0.0 is 0.0
+
+
+def _is_of_type(value: Any, types: Sequence[str]) -> bool:
+    kind = _type_of_value(value)
+    return kind in types or (kind == "number" and "integer" in types and value == int(value))
+
+
+def _find_pattern_of_names(node: Node) -> str | None:
+    """Return the pattern that says all that a prepared schema demands of a text; None if there is no such pattern."""
+    if isinstance(node, bool) or "string" not in _types_of(node):
+        return None
+    demands = {keyword: value for keyword, value in node.items() if keyword != "type"}
+    match demands:
+        case {"pattern": str(pattern)} if len(demands) == 1:
+            return pattern
+        case {"allOf": [only]} if len(demands) == 1:
+            return _find_pattern_of_names(only)
+    if demands and demands.keys() <= {"minLength", "maxLength"}:
+        return f"^[^\\x{{0}}]{{{demands.get('minLength', 0)},{demands.get('maxLength', '')}}}$"
+    return None
 
 
 def _check_type(value: Any, keyword: str, path: str) -> str | list[str]:
@@ -499,7 +615,7 @@ def _check_type(value: Any, keyword: str, path: str) -> str | list[str]:
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise UnsupportedSchema.at_keyword(keyword, path, "it must be a name, or a list of names")
     if unknown := [one for one in names if one not in _TYPES]:
-        raise UnsupportedSchema.at_keyword(keyword, path, f"there is no type {unknown[0]!r}")
+        raise UnsupportedSchema.at_keyword(keyword, path, f"there is no type {unknown[0]!r}: use {', '.join(_TYPES)}")
     return value if isinstance(value, str) else list(names)
 
 
@@ -520,26 +636,48 @@ def _check_writable(text: str, keyword: str, path: str) -> None:
         raise UnsupportedSchema.at_keyword(keyword, path, str(error)) from None
 
 
-def _translate(value: Any, keyword: str, path: str) -> str:
+def _translate(value: Any, keyword: str, path: str, translate: Callable[[str], T]) -> T:
     if not isinstance(value, str):
         raise UnsupportedSchema.at_keyword(keyword, path, "it must be a text")
     try:
-        return translate_pattern(value)
+        return translate(value)
     except PatternRefused as error:
         raise UnsupportedSchema.at_keyword(keyword, path, str(error)) from None
+
+
+def _prepare_pattern(value: Any, path: str) -> dict[str, Any]:
+    parts = _translate(value, "pattern", path, translate_patterns)
+    return {"pattern": parts[-1], "allOf": [{"pattern": one} for one in parts[:-1]]}
 
 
 def _prepare_format(node: dict[str, Any], value: Any, path: str) -> dict[str, Any] | None:
     if "string" not in _types_of(node):
         return None
-    if value in _FORMATS:
+    if not isinstance(value, str):
+        raise UnsupportedSchema.at_keyword("format", path, "it must be a text")
+    if value in ENGINE_FORMATS:
         return {"format": value}
-    if not isinstance(value, str) or value not in _FORMAT_PATTERNS:
-        raise UnsupportedSchema.at_keyword("format", path, f"the format {value!r} cannot be enforced")
-    more: list[Node] = [{"pattern": pattern} for pattern in _FORMAT_PATTERNS[value]]
+    is_known = (value in FORMAT_PATTERNS and value not in ENCODINGS) or value in UNENFORCED_FORMATS
+    if value in FREE_FORMATS or (_has_pattern(node) and not is_known):
+        return None
+    if value not in FORMAT_PATTERNS:
+        reason = f"the format {value!r} cannot be enforced: say it as a 'pattern' instead, or leave it out"
+        raise UnsupportedSchema.at_keyword("format", path, reason)
+    more: list[Node] = [{"pattern": pattern} for pattern in FORMAT_PATTERNS[value]]
     if value == "hostname":
-        more.append({"maxLength": _MAX_HOSTNAME_CHARS})
+        more.append({"maxLength": MAX_HOSTNAME_CHARS})
     return {"allOf": more}
+
+
+def _has_pattern(node: dict[str, Any]) -> bool:
+    parts = node.get("allOf")
+    return "pattern" in node or any(isinstance(one, dict) and "pattern" in one for one in parts or ())
+
+
+def _check_flag(value: Any, keyword: str, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be true or false")
+    return value
 
 
 def _check_length(value: Any, keyword: str, path: str) -> int:
@@ -552,9 +690,9 @@ def _check_length(value: Any, keyword: str, path: str) -> int:
 
 def _check_number(value: Any, keyword: str, path: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UnsupportedSchema.at_keyword(keyword, path, "it must be a number")
+        raise UnsupportedSchema.at_keyword(keyword, path, "it must be another value: use a number")
     if abs(value) > MAX_EXACT_INT:
-        raise UnsupportedSchema.at_keyword(keyword, path, "numbers beyond 2^53 are not exact")
+        raise UnsupportedSchema.at_keyword(keyword, path, "numbers beyond 2^53 are not exact: use texts")
     return value
 
 
@@ -565,7 +703,7 @@ def _check_divisor(value: Any, keyword: str, path: str) -> int | float:
     digits = f"{number:.9f}".rstrip("0").replace(".", "").lstrip("0")
     if float(f"{number:.9f}") != number or int(digits or 0) > MAX_INT_DIVISOR:
         raise UnsupportedSchema.at_keyword(
-            keyword, path, f"it may have the digits of a number up to {MAX_INT_DIVISOR:,}"
+            keyword, path, f"it has too many digits: use at most those of {MAX_INT_DIVISOR:,}"
         )
     return number
 
@@ -578,8 +716,8 @@ def escape_pointer(name: str) -> str:
 _VALUE_CHECKS: Mapping[str, Callable[[Any, str, str], Any]] = {
     "type": _check_type,
     "required": _check_names,
-    "pattern": _translate,
     "multipleOf": _check_divisor,
+    "uniqueItems": _check_flag,
     **dict.fromkeys(_LENGTHS, _check_length),
     **dict.fromkeys(_BOUNDS, _check_number),
 }
