@@ -77,7 +77,7 @@ class ChaosRound:
     seconds: float
     """How long faults are injected at most. The requests under way then end undisturbed."""
     kills: int = 10**9
-    """After how many kills no more faults are injected."""
+    """After how many kills, of workers of each kind, no more faults are injected."""
     prefill: int = 3
     decode: int = 4
     num_in_flight: int = 16
@@ -188,7 +188,7 @@ def _inject_faults(
     coming = heapq.merge(*plans, key=lambda fault: fault.at_s)
     with FaultInjector(stack, servers, clients, history, endpoints, plan.load) as injector:
         fault = next(coming)
-        while (at_s := time.monotonic() - begun) < plan.seconds and stack.counts.kills.total() < plan.kills:
+        while (at_s := time.monotonic() - begun) < plan.seconds and not _has_killed_enough(stack, plan.kills):
             stack.restart_dead()
             clients.raise_failure()
             injector.raise_failure()
@@ -198,6 +198,12 @@ def _inject_faults(
             progress(f"{at_s:4.0f} s, {clients.num_done} of {clients.num_begun} answered", stack.counts.kills.total())
             time.sleep(POLL_S)
     stack.is_killing = False
+
+
+def _has_killed_enough(stack: ChaosStack, num_kills: int) -> bool:
+    """Return whether there were as many kills, and workers of each kind were killed, at their steps too."""
+    at_steps = {kind for kind, step in stack.counts.kills if step != ANY_TIME}
+    return stack.counts.kills.total() >= num_kills and at_steps >= {worker.stage for worker in stack.workers}
 
 
 def wait_until_calm(stack: Stack, clients: Clients, patience_s: float, progress: WriteLine) -> None:

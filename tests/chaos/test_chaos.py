@@ -47,9 +47,7 @@ def needs(bus: Bus) -> None:
 )
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, fork_server: ForkServer, tmp_path: Path) -> None:
     needs(bus)
-    plan = ChaosRound(
-        seed=7, bus=bus, seconds=PATIENCE_S / 2, kills=12, prefill=2, decode=3, num_in_flight=12, load=load
-    )
+    plan = ChaosRound(seed=7, bus=bus, seconds=PATIENCE_S, kills=12, prefill=2, decode=3, num_in_flight=12, load=load)
     outcome = run_round(plan, tmp_path / "round", fork_server)
     assert outcome.findings == []
     assert {process for process, _ in outcome.counts.kills} >= ({"endpoint"} if load == "endpoint" else set(STAGES))

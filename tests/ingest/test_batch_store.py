@@ -34,6 +34,17 @@ CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
 
 
+ONE_BY_ONE = """
+import sys
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import run_simple
+
+application = DomainDispatcherApplication(create_backend_app)
+run_simple("127.0.0.1", int(sys.argv[1]), application, request_handler=MotoRequestHandler)
+"""
+"""moto's server with one thread: with several, two creators of an object may both succeed, as S3 lets none do."""
+
+
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a bucket, and the environment in which it can be reached."""
@@ -42,7 +53,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     port = find_free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", ONE_BY_ONE, str(port)]
     server = start_child(command, name="S3", log=tmp_path_factory.mktemp("s3") / "log")
     try:
         wait_until_serving(server, lambda: _made(f"{endpoint}/bucket"), PATIENCE_S)
