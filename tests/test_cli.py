@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,25 @@ def test_generate_follows_a_schema(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "said"),
     [
-        (["generate", ""], "invalid_request"),
-        (["generate", "x", "--max-tokens", "0"], "invalid_request"),
+        (["generate", ""], "invalid_request: prompt is empty"),
+        (["generate", "x", "--max-tokens", "0"], "invalid_request: sampling.max_tokens: must be greater than"),
         (["generate", "x", "--max-tokens", "100000"], "prompt_too_long"),
-        (["generate", "x", "--temperature", "nan"], "invalid_request"),
+        (["generate", "x", "--temperature", "nan"], "invalid_request: sampling.temperature: must be a finite number"),
     ],
 )
-def test_a_bad_request_is_one_line(terminal: Terminal, url: str, arguments: list[str], code: str) -> None:
+def test_a_bad_request_is_one_line_in_our_own_words(
+    terminal: Terminal, url: str, arguments: list[str], said: str
+) -> None:
     done = terminal(*arguments, PENSTOCK_STREAM_URL=url)
     assert done.returncode == 1
-    assert code in done.stderr
+    assert f"penstock: {said}" in done.stderr.splitlines()[-1]
+
+
+def test_the_version_is_told(terminal: Terminal) -> None:
+    done = terminal("--version")
+    assert (done.returncode, done.stdout) == (0, f"{version('penstock')}\n")
 
 
 def test_the_help_is_that_of_the_commands() -> None:

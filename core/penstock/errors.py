@@ -42,8 +42,25 @@ PenstockError
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
+
+_VALIDATION_WORDS = (
+    (re.compile(r"^(Value error, |Assertion failed, )"), ""),
+    (re.compile(r"^Extra inputs are not permitted$"), "unknown field"),
+    (re.compile(r"^Field required$"), "it is missing"),
+    (re.compile(r"^\w+ should "), "must "),
+    (re.compile(r" after validation(, not more)?"), ""),
+)
+"""How pydantic says what is wrong with a value, and how we say it to users."""
+
+
+def reword_validation(message: str) -> str:
+    """Return a message of pydantic's in this project's words."""
+    for pattern, words in _VALIDATION_WORDS:
+        message = pattern.sub(words, message)
+    return message
 
 
 class PenstockError(Exception):

@@ -21,6 +21,7 @@ from penstock.errors import (
     RequestError,
     RequestTooLarge,
     UnsupportedVersion,
+    reword_validation,
 )
 from penstock.names import CANONICAL_FORM, FORM_HEADER, MAX_ID_CHARS, PriorityClass, event_id, is_request_id
 
@@ -564,8 +565,8 @@ def _refuse_prefix(value: bytes) -> None:
 
 
 def _describe_validation_error(line: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in line["loc"])
-    return f"{where}: {line['msg']}" if where else str(line["msg"])
+    where, message = ".".join(str(part) for part in line["loc"]), reword_validation(line["msg"])
+    return f"{where}: {message}" if where else message
 
 
 def extract_request_id(value: bytes, key: str | None) -> str | None:

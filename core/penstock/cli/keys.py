@@ -17,7 +17,7 @@ from rich.table import Table
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import AdmissionSettings, WebhookSettings, load_settings
-from penstock.errors import SettingsError
+from penstock.errors import SettingsError, reword_validation
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
 from penstock.redis.client import redis_client
@@ -120,7 +120,7 @@ def set_tenant(
     try:
         entry = TenantEntry.model_validate(_read_book().tenants.get(tenant, TenantEntry()).model_dump() | given)
     except ValidationError as error:
-        raise typer.BadParameter("; ".join(str(line["msg"]) for line in error.errors())) from None
+        raise typer.BadParameter("; ".join(reword_validation(line["msg"]) for line in error.errors())) from None
 
     def set_entry(book: "KeyBook") -> None:
         book.tenants[tenant] = entry

@@ -3,7 +3,7 @@
 import logging
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -71,8 +71,21 @@ app = typer.Typer(
 )
 
 
+def print_version(is_asked: bool) -> None:  # noqa: FBT001 - the option's value
+    """Print the version and end, if that is asked for."""
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(version("penstock"))
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md)."""
 
 

@@ -31,7 +31,7 @@ from penstock.config.sources import (
     read_given_values,
     variable_name,
 )
-from penstock.errors import SettingsError
+from penstock.errors import SettingsError, reword_validation
 
 
 class BusSettings(BaseSettings):
@@ -508,7 +508,7 @@ def describe_problems(kind: type[BaseSettings], error: ValidationError) -> list[
     """Return a line for each problem with the settings of one class, without any secret."""
     lines = []
     for line in error.errors(include_url=False):
-        message = line["msg"].removeprefix("Value error, ")
+        message = reword_validation(line["msg"])
         if not line["loc"]:  # it concerns several settings, which the message names
             lines += message.split("; ")
             continue
