@@ -71,7 +71,7 @@ app = typer.Typer(
 )
 
 
-def print_version(is_asked: bool) -> None:  # noqa: FBT001 - the option's value
+def print_version(is_asked: bool) -> None:
     """Print the version and end, if that is asked for."""
     if is_asked:
         from importlib.metadata import version
