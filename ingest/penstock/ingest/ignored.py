@@ -59,6 +59,7 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "output_config.effort": "anthropic 2.12",
         "output_config.task_budget": "anthropic 2.12",
         # Thinking and answer have `max_tokens` together, and thinking is returned as it is.
+        "thinking.block_binding": "anthropic 2.12",
         "thinking.budget_tokens": "anthropic 2.12",
         "thinking.display": "anthropic 2.12",
         "tools.*.allowed_callers": "anthropic 2.12",
