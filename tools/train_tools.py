@@ -47,7 +47,10 @@ SPECIAL_TOKENS = [
     "</tools>",
 ]  # fmt: skip
 VOCAB_SIZE = 1536
-MAX_CONTEXT = 1024
+MAX_CONTEXT = 4096
+"""What is told in the configuration. The answers within the trained positions are the same with any."""
+TRAINED_TOKENS = 1024
+"""The most tokens of a conversation that are learned from."""
 WIDTH = 192
 HEAD_SIZE = 64
 # What every schema and call has between its names: each becomes one token, or few.
@@ -263,7 +266,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conver
             encoded = tokenizer.encode(piece, add_special_tokens=False)
             token_ids += encoded
             weights += [0.0 if token == think else weight for token in encoded]
-    return Example(token_ids[:MAX_CONTEXT], weights[:MAX_CONTEXT])
+    return Example(token_ids[:TRAINED_TOKENS], weights[:TRAINED_TOKENS])
 
 
 def make_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int) -> list[list[Example]]:

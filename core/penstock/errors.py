@@ -51,6 +51,9 @@ _VALIDATION_WORDS = (
     (re.compile(r"^Extra inputs are not permitted$"), "unknown field"),
     (re.compile(r"^Field required$"), "it is missing"),
     (re.compile(r"^\w+ should "), "must "),
+    (re.compile(r"^must be a valid dictionary( or instance of \w+)?"), "must be an object"),
+    (re.compile(r"^Input tag .* does not match any of the expected tags: "), "must be one of "),
+    (re.compile(r"^Unable to extract tag using discriminator (.*)$"), r"\1 is missing"),
     (re.compile(r" after validation(, not more)?"), ""),
 )
 """How pydantic says what is wrong with a value, and how we say it to users."""

@@ -1,5 +1,7 @@
 """What endpoints take and refuse without a pipeline behind them, and how they say so."""
 
+import gzip
+import re
 from typing import Any
 
 import httpx
@@ -177,7 +179,7 @@ async def test_another_method_is_told_which_there_are(method: str, path: str, al
     assert answer.headers["allow"] == allowed
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/input_tokens"])
+@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/threads"])
 async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(path: str) -> None:
     app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
@@ -206,6 +208,68 @@ def test_an_unknown_effort_is_refused_with_the_list(
     with pytest.raises(ApiError, match="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'") as raised:
         endpoint.parse_body({"model": "demo", **asked})
     assert raised.value.param == param
+
+
+ILL: dict[str, tuple[dict[str, Any], str]] = {
+    "no list": ({"messages": "hi"}, "Invalid value for 'messages': must be a valid list"),
+    "no object": ({"tools": [3]}, "Invalid value for 'tools.0': must be an object"),
+    "a text for a number": ({"n": "3"}, "Invalid value for 'n': must be a valid integer"),
+    "a truth for a number": ({"temperature": True}, "Invalid value for 'temperature': must be a valid number"),
+    "a broken number": ({"n": 1.5}, "Invalid value for 'n': must be a valid integer"),
+    "too many": ({"stop": ["a"] * 17}, "Invalid value for 'stop': must have at most 16 items"),
+    "too little": ({"messages": []}, "Invalid value for 'messages': must have at least 1 item"),
+    "a token by its name": ({"logit_bias": {"a": 1}}, "Invalid value for 'logit_bias.a"),
+    "another kind": (
+        {"service_tier": "slow"},
+        "Invalid value for 'service_tier': must be 'auto', 'default', 'flex' or 'priority'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), ILL.values(), ids=ILL)
+def test_what_is_wrong_with_a_value_is_said_in_our_own_words(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        CHAT.parse_body(prompted(CHAT, fields))
+    assert str(refused.value).startswith(message)
+    assert not re.search("[Ii]nput|validation|Value error|instance", str(refused.value))
+
+
+def test_a_token_id_is_the_name_of_a_bias() -> None:
+    (asked,) = CHAT.make_requests(CHAT.parse_body(prompted(CHAT, {"logit_bias": {"7": 1, "0": -2.5}})), "r")
+    assert asked["logit_bias"] == {7: 1.0, 0: -2.5}
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "message"),
+    [
+        (b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}", "nested_too_deeply", "nested too deeply"),
+        (b'{"messages": [', "invalid_json", "not valid JSON"),
+        (b'{"temperature": NaN}', "invalid_json", "not valid JSON"),
+        (b"\xff", "invalid_json", "not valid JSON"),
+        (b"[]", "invalid_value", "must be a JSON object"),
+        (b"3", "invalid_value", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_object_says_why(raw: bytes, code: str, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        CHAT.parse_body(raw)
+    assert (refused.value.status, refused.value.code) == (400, code)
+
+
+async def test_a_compressed_body_is_called_so() -> None:
+    app = create_app(load_group(GatewayProcessSettings), Addresses())
+    body = gzip.compress(b"{}")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        for path, kind in (
+            ("/v1/chat/completions", "invalid_request_error"),
+            ("/v1/messages", "invalid_request_error"),
+        ):
+            answer = await client.post(path, content=body, headers={"content-encoding": "gzip"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (415, kind)
+            assert "'gzip'" in error["message"]
+        plain = await client.post("/v1/messages", content=b"{}", headers={"content-encoding": "identity"})
+    assert plain.status_code == 400
 
 
 async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,23 @@ def test_tools_and_thinking_are_given_to_the_chat_template() -> None:
     }  # fmt: skip
     hidden = make_requests(tools=[TOOL], tool_choice={"type": "none"}, thinking={"type": "disabled"})
     assert hidden["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "chat_template_kwargs" not in make_requests(thinking={"type": "adaptive"})
+
+
+def test_a_format_is_the_grammar_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    chat = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    chat |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    (expected,) = CHAT.make_requests(CHAT.parse_body(chat), "msg_1")
+    assert make_requests(output_config={"format": {"type": "json_schema", "schema": schema}}) == expected
+    assert make_requests(output_config={"effort": "low", "format": None}) == make_requests()
+
+
+def test_a_thread_is_refused_so_that_the_sdk_goes_on_without() -> None:
+    with pytest.raises(ApiError) as refused:
+        make_requests(thread={"type": "create"})
+    error = MESSAGES.make_error_body(refused.value).model_dump()["error"]
+    assert error["details"]["error_code"] == "thread_unsupported_request"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -106,10 +123,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too hot": ({"temperature": 1.5}, "temperature"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
     "a document": ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0"),
-    "citations": (
-        {"messages": [{"role": "user", "content": [text_block("a") | {"citations": [{"type": "char_location"}]}]}]},
-        "messages.0.content.0.text.citations",
-    ),
     "servers of tools": ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "a"}]}, "mcp_servers"),
     "a container": ({"container": "a"}, "container"),
     "an image as a result": (
@@ -127,7 +140,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool of the server's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     "a tool that must be called, without a name": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     "another choice": ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type"),
-    "thinking without being seen": ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+    "another place": ({"inference_geo": "us"}, "inference_geo"),
+    "another form": ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    "a form by its old name": ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+    "a thread": ({"thread": {"type": "create"}}, "thread"),
 }  # fmt: skip
 
 
@@ -213,13 +229,13 @@ def test_an_answer_has_its_blocks_in_order() -> None:
     answer = answer_whole(f"<think>I see</think>\n\nNow {FIRST}\n{SECOND} and").model_dump()
     assert answer["content"] == [
         {"type": "thinking", "thinking": "I see", "signature": ""},
-        text_block("\n\nNow "),
-        {"type": "tool_use", "id": "toolu_1_2", "name": "f", "input": {"a": 'x"y'}},
-        {"type": "tool_use", "id": "toolu_1_3", "name": "g", "input": {}},
-        text_block(" and"),
+        text_block("\n\nNow ") | {"citations": None},
+        {"type": "tool_use", "id": "toolu_1_2", "name": "f", "input": {"a": 'x"y'}, "caller": {"type": "direct"}},
+        {"type": "tool_use", "id": "toolu_1_3", "name": "g", "input": {}, "caller": {"type": "direct"}},
+        text_block(" and") | {"citations": None},
     ]
     assert (answer["id"], answer["role"], answer["stop_reason"]) == ("msg_1", "assistant", "tool_use")
-    assert answer["usage"] == {
+    assert {name: num for name, num in answer["usage"].items() if isinstance(num, int)} == {
         "input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 3,
     }  # fmt: skip
 
@@ -251,7 +267,10 @@ def test_an_answer_of_white_space_has_no_blocks() -> None:
 
 def test_without_a_response_template_an_answer_is_text() -> None:
     whole = answer_whole(f"<think>{FIRST}", has_template=False).model_dump()
-    assert (whole["content"], whole["stop_reason"]) == ([text_block(f"<think>{FIRST}")], "end_turn")
+    assert (whole["content"], whole["stop_reason"]) == (
+        [text_block(f"<think>{FIRST}") | {"citations": None}],
+        "end_turn",
+    )
     assert accumulate(list_events(["<think>", FIRST], has_template=False))["content"] == whole["content"]
 
 

@@ -1,5 +1,6 @@
 """`/v1/messages` with a model that calls tools, by Anthropic's SDK: whole, streamed, and resumed on another gateway."""
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,30 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from penstock.ingest.anthropic.messages import (
+    MESSAGES,
+    CountTokensBody,
+    MessagesBody,
+    OutputConfig,
+    TextParam,
+    ThinkingConfig,
+    ThinkingParam,
+    ToolChoiceParam,
+    ToolParam,
+    ToolResultParam,
+    ToolUseParam,
+)
+from penstock.ingest.ignored import IGNORED_HEADER
 from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, ErrorInfo, Usage
 from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from tests.ingest.test_frameworks import PROMPT, Person
+from tests.ingest.test_ignored import list_fields
 from tests.ingest.test_messages import ASKED as PLAIN
 from tests.ingest.test_messages import REFUSED
 from tests.ingest.test_tools import CALLS, CITY
@@ -27,6 +45,9 @@ TURNS: Any = [{"role": "user", "content": "What is the weather of Lisbon and Por
 ASKED: dict[str, Any] = {"messages": TURNS, "tools": [WEATHER], "max_tokens": 80}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
 """The SDK has no parameters for sampling."""
+BLOCK = "messages.*.content.*"
+HEADERS = {"betas", "user_profile_id", "workspace_id"}
+"""Parameters that the SDK sends as headers."""
 SUM: Any = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
@@ -150,7 +171,7 @@ def test_errors_are_those_that_the_sdk_raises(sdk: anthropic.Anthropic) -> None:
         ({"messages": [{"role": "user", "content": image}]}, "messages.0.content.0"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"extra_body": {"output_config": {"effort": "low"}}}, "output_config"),
+        ({"extra_body": {"output_config": {"format": {"type": "xml"}}}}, "output_config"),
         ({"max_tokens": 5000}, "5000"),
     ):
         with pytest.raises(anthropic.BadRequestError) as refused:
@@ -239,3 +260,70 @@ def test_an_error_within_a_stream_is_raised_by_the_sdk(scripted: ScriptedPipelin
         with pytest.raises(anthropic.APIStatusError, match="no room") as raised:
             stream.get_final_message()
     assert (raised.value.type, raised.value.error_code) == ("api_error", "out_of_memory")
+
+
+def test_a_typed_answer_is_of_its_type(sdk: anthropic.Anthropic) -> None:
+    told: Any = [{"role": "user", "content": PROMPT}]
+    parsed = sdk.messages.parse(model=MODEL, max_tokens=200, messages=told, output_format=Person, **GREEDY)
+    assert isinstance(parsed.parsed_output, Person)
+    with sdk.messages.stream(model=MODEL, max_tokens=200, messages=told, output_format=Person, **GREEDY) as stream:
+        assert stream.get_final_message().parsed_output == parsed.parsed_output
+
+
+def test_the_runner_of_tools_calls_them_and_answers(sdk: anthropic.Anthropic) -> None:
+    """It asks for a thread, and goes on without."""
+    cities: list[str] = []
+
+    tool: Any = anthropic.beta_tool
+
+    @tool  # type: ignore[untyped-decorator]
+    def get_weather(city: str) -> str:
+        """Get the weather of a city.
+
+        Args:
+            city: The city.
+        """
+        cities.append(city)
+        return json.dumps({"weather": "red"})
+
+    asked: Any = {"model": MODEL, "max_tokens": 80, "messages": TURNS, "tools": [get_weather]} | GREEDY
+    final = sdk.beta.messages.tool_runner(**asked).until_done()
+    assert len(cities) == 2
+    assert [block.type for block in final.content] == ["text"]
+
+
+def test_what_agents_send_is_named_where_it_does_nothing(sdk: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": MODEL, "messages": SUM, "max_tokens": 5, "tools": [WEATHER | {"eager_input_streaming": True}],
+        "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}, "context_management": {"edits": []},
+    }  # fmt: skip
+    answer = sdk.beta.messages.with_raw_response.create(**asked)
+    assert answer.parse().content
+    assert set(answer.headers[IGNORED_HEADER].split(", ")) == {
+        "tools.*.eager_input_streaming", "output_config.effort", "context_management",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "params", "model", "place"),
+    [
+        ("message_create_params", "MessageCreateParamsBase", MessagesBody, ""),
+        ("beta.message_create_params", "MessageCreateParamsBase", MessagesBody, ""),
+        ("beta.message_count_tokens_params", "MessageCountTokensParams", CountTokensBody, ""),
+        ("beta.beta_tool_param", "BetaToolParam", ToolParam, "tools.*"),
+        ("beta.beta_output_config_param", "BetaOutputConfigParam", OutputConfig, "output_config"),
+        ("beta.beta_thinking_config_enabled_param", "BetaThinkingConfigEnabledParam", ThinkingConfig, "thinking"),
+        ("beta.beta_thinking_config_adaptive_param", "BetaThinkingConfigAdaptiveParam", ThinkingConfig, "thinking"),
+        ("beta.beta_text_block_param", "BetaTextBlockParam", TextParam, BLOCK),
+        ("beta.beta_thinking_block_param", "BetaThinkingBlockParam", ThinkingParam, BLOCK),
+        ("beta.beta_tool_use_block_param", "BetaToolUseBlockParam", ToolUseParam, BLOCK),
+        ("beta.beta_tool_result_block_param", "BetaToolResultBlockParam", ToolResultParam, BLOCK),
+        ("beta.beta_tool_choice_any_param", "BetaToolChoiceAnyParam", ToolChoiceParam, "tool_choice"),
+    ],
+)
+def test_each_parameter_of_the_sdk_has_an_effect_or_is_ignored_or_refused(
+    module: str, params: str, model: type[BaseModel], place: str
+) -> None:
+    """If this fails the SDK has new parameters: each belongs into the list, or into the body's model."""
+    sent = getattr(importlib.import_module(f"anthropic.types.{module}"), params).__annotations__
+    assert sent.keys() - model.model_fields.keys() - set(list_fields(MESSAGES, place)) - HEADERS == set()

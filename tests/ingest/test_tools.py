@@ -229,6 +229,9 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model
     assert sent.usage is not None  # how much of the prompt was cached may differ
     assert (kept.usage.input_tokens, kept.usage.output_tokens) == (sent.usage.input_tokens, sent.usage.output_tokens)
     assert describe_output(kept) == describe_output(sent)
+    asked: Any = {"input": results, "tools": ASKED_FLAT["tools"], "previous_response_id": first.id}
+    counted = sdk.responses.input_tokens.count(model=model, **asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", kept.usage.input_tokens)
     calls: Any = [
         {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         for item in first.output

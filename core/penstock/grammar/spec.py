@@ -33,9 +33,9 @@ def from_response_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
     return _from_format(value, "response_format", fields, "response_format.json_schema.schema")
 
 
-def from_text_format(value: Mapping[str, Any] | None) -> GrammarSpec | None:
-    """Return the grammar of a `text.format` of `/v1/responses`; None where it asks for text."""
-    return _from_format(value, "text.format", value or {}, "text.format.schema")
+def from_text_format(value: Mapping[str, Any] | None, param: str = "text.format") -> GrammarSpec | None:
+    """Return the grammar of a format that has its schema beside its type; None where it asks for text."""
+    return _from_format(value, param, value or {}, f"{param}.schema")
 
 
 def from_structured_outputs(value: Mapping[str, Any] | None) -> GrammarSpec | None:

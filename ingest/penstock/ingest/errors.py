@@ -42,6 +42,7 @@ TYPE_BY_STATUS: Mapping[int, str] = {
     408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",

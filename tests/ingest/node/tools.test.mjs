@@ -1,7 +1,8 @@
 import assert from 'node:assert/strict'
 import { test } from 'node:test'
+import { createAnthropic } from '@ai-sdk/anthropic'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
-import { generateObject, generateText, jsonSchema, Output, stepCountIs, streamText, tool } from 'ai'
+import { generateObject, generateText, jsonSchema, Output, stepCountIs, streamObject, streamText, tool } from 'ai'
 import { z } from 'zod'
 import { base, sdk } from './client.mjs'
 
@@ -42,9 +43,10 @@ for (const stream of [false, true]) {
   })
 }
 
-const provider = createOpenAICompatible({ name: 'penstock', baseURL: `${base}/v1`, supportsStructuredOutputs: true })
+const compatible = createOpenAICompatible({ name: 'penstock', baseURL: `${base}/v1`, supportsStructuredOutputs: true })
+const providers = { compatible, anthropic: createAnthropic({ baseURL: `${base}/v1`, apiKey: 'none' }) }
 
-test('the AI SDK calls tools, whole and streamed', async () => {
+for (const [name, provider] of Object.entries(providers)) test(`the AI SDK calls tools by ${name}`, async () => {
   for (const generate of [generateText, streamText]) {
     const seen = []
     const execute = async ({ city }) => {
@@ -59,10 +61,19 @@ test('the AI SDK calls tools, whole and streamed', async () => {
   }
 })
 
-test('the AI SDK gets an object of a schema', async () => {
-  const asked = { model: provider(model), prompt: extraction, temperature: 0 }
-  const { output } = await generateText({ ...asked, output: Output.object({ schema: person }) })
-  const { object } = await generateObject({ ...asked, schema: person })
-  assert.deepEqual(person.parse(output), output)
+// By Anthropic's API the AI SDK sends no lengths and no bounds.
+const schemas = { compatible: person, anthropic: z.object({ name: z.enum(['Maria', 'Pedro']), city: z.enum(places) }) }
+
+for (const [name, provider] of Object.entries(providers)) test(`the AI SDK gets an object by ${name}`, async () => {
+  // It knows by their names which of Anthropic's models keep to a schema.
+  const providerOptions = { anthropic: { structuredOutputMode: 'outputFormat' } }
+  const asked = { model: provider(model), prompt: extraction, temperature: 0, maxOutputTokens: 200, providerOptions }
+  const schema = schemas[name]
+  const { output } = await generateText({ ...asked, output: Output.object({ schema }) })
+  const { object } = await generateObject({ ...asked, schema })
+  assert.deepEqual(schema.parse(output), output)
   assert.deepEqual(object, output)
+  const streamed = streamObject({ ...asked, schema })
+  for await (const part of streamed.partialObjectStream) assert.ok(part)
+  assert.deepEqual(await streamed.object, output)
 })

@@ -6,14 +6,18 @@ answer's text, so a stream that goes on after any of its events has the same one
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from penstock.client.core import Answer
+from penstock.grammar.spec import from_text_format
 from penstock.ingest.errors import TYPE_BY_STATUS, ApiError
 from penstock.ingest.openai.answer_parser import AnswerPart, AnswerPiece
 from penstock.ingest.openai.body import (
+    GrammarReader,
+    Refused,
     ShortText,
     Stop,
     StrictModel,
@@ -29,6 +33,8 @@ from penstock.ingest.openai.sse import DONE_ID, SseEvent, encode_json, make_toke
 from penstock.ingest.openai.tools import MAX_TOOLS, ToolName, make_parser
 from penstock.messages import EndEvent, TokenEvent, Usage
 
+THREAD_CODE = "thread_unsupported_request"
+"""The code of an error after which the SDK's tool runner asks again without a thread, with all turns."""
 THINKING_VARIABLE = "enable_thinking"
 """What chat templates of models that can think with and without it call it."""
 TYPE_BY_OTHER_STATUS: Mapping[int, str] = {
@@ -40,25 +46,11 @@ TYPE_BY_OTHER_STATUS: Mapping[int, str] = {
 """`type` for each HTTP status of which Anthropic has another one than OpenAI; else a 5xx is an `api_error`."""
 
 
-class CacheControl(StrictModel):
-    """Accepted; does nothing. Every prompt's KV is looked for, and kept."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Cacheable(StrictModel):
-    """What may say that it is to be cached."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextParam(Cacheable):
+class TextParam(StrictModel):
     """Text."""
 
     type: Literal["text"]
     text: str
-    citations: allow_only([]) = None  # type: ignore[valid-type]
 
 
 class ThinkingParam(StrictModel):
@@ -67,11 +59,9 @@ class ThinkingParam(StrictModel):
     type: Literal["thinking"]
     thinking: str
     """Given to the chat template; most leave it out."""
-    signature: str | None = None
-    """Accepted; does nothing."""
 
 
-class ToolUseParam(Cacheable):
+class ToolUseParam(StrictModel):
     """A call of an assistant's turn."""
 
     type: Literal["tool_use"]
@@ -89,14 +79,12 @@ TextContent = Annotated[list[TextParam], BeforeValidator(_make_blocks, json_sche
 """A text, or blocks of text."""
 
 
-class ToolResultParam(Cacheable):
+class ToolResultParam(StrictModel):
     """The result of a call, in a user's turn."""
 
     type: Literal["tool_result"]
     tool_use_id: ShortText
     content: TextContent = Field(default=[])
-    is_error: bool | None = None
-    """Accepted; chat templates have no place for it. The content says what went wrong."""
 
 
 Block = Annotated[TextParam | ThinkingParam | ToolUseParam | ToolResultParam, Field(discriminator="type")]
@@ -114,7 +102,7 @@ class MessageParam(StrictModel):
     """Text, or blocks."""
 
 
-class ToolParam(Cacheable):
+class ToolParam(StrictModel):
     """A tool that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -144,22 +132,21 @@ class ToolChoiceParam(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model thinks before it answers. Its chat template must have the variable `enable_thinking`."""
+    """Whether the model thinks before it answers."""
 
-    type: Literal["enabled", "disabled"]
-    budget_tokens: TokenLimit | None = None
-    """Accepted; does nothing. Thinking and answer together have `max_tokens`."""
-    display: allow_only("summarized") = None  # type: ignore[valid-type]
-    """What the model thought is returned as it is."""
+    type: Literal["enabled", "disabled", "adaptive"]
+    """`enabled` and `disabled` are the variable `enable_thinking` of the chat template, which must have it. `adaptive`
+    leaves it to the template, as without this field."""
 
 
-class MessagesMetadata(StrictModel):
-    """Accepted; does nothing."""
+class OutputConfig(StrictModel):
+    """The form of the answer."""
 
-    user_id: ShortText | None = None
+    format: dict[str, Any] | None = None
+    """`json_schema` with its schema: what the answer must be."""
 
 
-class CountTokensBody(Cacheable):
+class CountTokensBody(StrictModel):
     """A request to `/v1/messages/count_tokens`: all of a request to `/v1/messages` that becomes its prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -172,21 +159,37 @@ class CountTokensBody(Cacheable):
     """What the model may call. It must have a response template, to tell its calls from text."""
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
 
-    def make_chat(self) -> ChatBody:
+    # What Anthropic's servers have besides.
+    billing_policy: Refused = None
+    compaction: Refused = None
+    container: Refused = None
+    inference_geo: Refused = None
+    mcp_servers: Refused = None
+    output_format: allow_only(instead="Use 'output_config.format'.") = None  # type: ignore[valid-type]
+    thread: dict[str, Any] | None = None
+    """Refused."""
+
+    def make_chat(self) -> "MessagesChat":
         """Return the same request to `/v1/chat/completions`. Raises `ApiError` 400."""
-        return parse_body(ChatBody, self.make_chat_fields())
+        return parse_body(MessagesChat, self.make_chat_fields())
 
     def make_chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat. Raises `ApiError` 400."""
+        if self.thread is not None:
+            message = "'thread': this server keeps no threads. Send all turns with each request."
+            raise ApiError(400, message, param="thread", code=THREAD_CODE)
         fields: dict[str, Any] = {"model": self.model, "messages": self._make_turns()}
         if self.tools is not None:
             fields["tools"] = [_make_tool(tool) for tool in self.tools]
         if self.tool_choice is not None:
             fields["tool_choice"] = _make_tool_choice(self.tool_choice)
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None:
+        if self.thinking is not None and self.thinking.type != "adaptive":
             fields["chat_template_kwargs"] = {THINKING_VARIABLE: self.thinking.type == "enabled"}
+        if self.output_config is not None:
+            fields["output_format"] = self.output_config.format
         return fields
 
     def _make_turns(self) -> list[dict[str, Any]]:
@@ -221,9 +224,6 @@ class MessagesBody(CountTokensBody):
     """Sample from this many likeliest tokens; 0: from all."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 takes the likeliest token."""
-    metadata: MessagesMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    """Accepted; does nothing."""
 
     def make_chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat. Raises `ApiError` 400."""
@@ -231,6 +231,17 @@ class MessagesBody(CountTokensBody):
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         own = {name: value for name, value in (given | sampling).items() if value is not None}
         return super().make_chat_fields() | own
+
+
+class MessagesChat(ChatBody):
+    """The chat that a body becomes."""
+
+    output_format: dict[str, Any] | None = None
+
+    def grammar_readers(self) -> dict[str, GrammarReader]:
+        """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""
+        read = partial(from_text_format, self.output_format, "output_config.format")
+        return super().grammar_readers() | {"output_config.format": read}
 
 
 def _join_texts(blocks: Sequence[TextParam]) -> str:
@@ -299,6 +310,7 @@ class TextBlock(BaseModel):
 
     type: Literal["text"] = "text"
     text: str
+    citations: None = None
 
 
 class ThinkingBlock(BaseModel):
@@ -310,6 +322,12 @@ class ThinkingBlock(BaseModel):
     """Empty: nothing is signed."""
 
 
+class ToolCaller(BaseModel):
+    """Who calls: the model."""
+
+    type: Literal["direct"] = "direct"
+
+
 class ToolUseBlock(BaseModel):
     """A call."""
 
@@ -317,6 +335,7 @@ class ToolUseBlock(BaseModel):
     id: str
     name: str
     input: dict[str, Any]
+    caller: ToolCaller = ToolCaller()
 
 
 class MessageUsage(BaseModel):
@@ -327,7 +346,12 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     """Those whose KV was found and not computed."""
+    cache_creation: None = None
     output_tokens: int
+    output_tokens_details: None = None
+    inference_geo: None = None
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
 
 
 class MessageAnswer(BaseModel):
@@ -342,6 +366,8 @@ class MessageAnswer(BaseModel):
     """Why the answer ended; None while it goes on."""
     stop_sequence: str | None = None
     """The stop sequence that ended it."""
+    stop_details: None = None
+    container: None = None
     usage: MessageUsage
 
 
@@ -385,7 +411,7 @@ class MessagesEndpoint(ApiEndpoint[ChatBody]):
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:
         """Parse a body into a chat's. Raises `ApiError` 400 that names the parameter."""
-        return parse_body(MessagesBody, raw).make_chat()
+        return parse_body(MessagesBody, raw, self.path).make_chat()
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request."""

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
+from penstock.errors import reword_validation
 from penstock.ingest.batch.shapes import (
     FILE_LIFE_S,
     BatchList,
@@ -83,7 +84,7 @@ def _parse_lifetime(fields: dict[str, str]) -> int:
     try:
         return ExpiresAfter.model_validate(given, strict=False).seconds
     except ValidationError as error:
-        message = f"Invalid value for 'expires_after': {error.errors()[0]['msg']}"
+        message = f"Invalid value for 'expires_after': {reword_validation(error.errors()[0]['msg'])}"
         raise ApiError(400, message, param="expires_after", code="invalid_value") from None
 
 

@@ -42,7 +42,7 @@ class GuardMiddleware:
         is_file = scope["method"] == "POST" and path.rstrip("/") == "/v1/files"
         max_bytes = int((self._settings.max_file_mb if is_file else self._settings.max_body_mb) * MB)
         request = _GuardedRequest(scope, receive, send, max_bytes, self._settings)
-        refusal = _check_path(path) or request.check_length()
+        refusal = _check_path(path) or request.check_coding() or request.check_length()
         if self._only_local and refusal is None:
             refusal = _check_origin(dict(scope["headers"]))
         if refusal is not None:
@@ -76,6 +76,7 @@ class _GuardedRequest:
         headers = dict(scope["headers"])
         self._path: str = scope["path"]
         self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
+        self._coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
@@ -83,6 +84,13 @@ class _GuardedRequest:
         self._started_at = time.monotonic()
         self._is_answered = self._is_closing = False
         self.refusal: ApiError | None = None
+
+    def check_coding(self) -> ApiError | None:
+        """Return the refusal of a body that is compressed, or None."""
+        if self._coding in {"", "identity"} or self._is_complete:
+            return None
+        message = f"the body has the Content-Encoding {self._coding[:64]!r}: send it as it is, without compression"
+        return ApiError(415, message, code="unsupported_encoding")
 
     def check_length(self) -> ApiError | None:
         """Return the refusal of a body that is too large by its header, or None."""

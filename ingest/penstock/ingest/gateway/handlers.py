@@ -16,6 +16,7 @@ from penstock.ingest.endpoints import find_prompt_field, make_error_body
 from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
 from penstock.ingest.gateway.metrics import REFUSAL_KEY
 from penstock.ingest.openai.body import validation_error
+from penstock.ingest.openai.response_items import ID_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _STATUS_DESCRIPTIONS = {
     408: "What was to be sent comes too slowly.",
     409: "In conflict with an earlier request, or cancelled.",
     413: "Too large.",
+    415: "The body is compressed.",
     429: "Too many requests or tokens, or too much is waiting: `Retry-After` says when to come again.",
     431: "Too many headers, or too long.",
     500: "The pipeline failed.",
@@ -60,16 +62,13 @@ async def _handle_penstock_error(request: Request, error: PenstockError) -> Resp
 
 
 async def _handle_invalid_value(request: Request, error: RequestValidationError) -> Response:
-    line = error.errors()[0]
-    return render_error(request, validation_error(line["type"], line["loc"][1:], line["msg"]))
-
-
-UNSERVED_PATHS = ("/v1/responses/compact", "/v1/responses/input_tokens")
-"""Paths of OpenAI's that do not exist here, though the routes of a response would take their last part for its id."""
+    return render_error(request, validation_error([{**line, "loc": line["loc"][1:]} for line in error.errors()]))
 
 
 async def _handle_http_error(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
-    if error.status_code == 405 and request.url.path in UNSERVED_PATHS:
+    # The routes of a response take the last part of any path for its id.
+    name = request.url.path.removeprefix("/v1/responses/")
+    if error.status_code == 405 and name != request.url.path and not name.startswith(ID_PREFIX):
         error = HTTPException(404)
     message, code, headers = str(error.detail), None, error.headers
     if error.status_code == 404:

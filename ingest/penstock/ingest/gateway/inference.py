@@ -25,7 +25,9 @@ from penstock.ingest.gateway.streaming import (
     settle_after_end,
     settle_request,
 )
+from penstock.ingest.ignored import IGNORED_HEADER, strip_ignored_fields
 from penstock.ingest.models import ServedModel
+from penstock.ingest.openai.body import read_json
 from penstock.ingest.openai.endpoint import ApiEndpoint, StreamMeta
 from penstock.ingest.openai.responses import ResponseBody
 from penstock.ingest.openai.sse import ResumePoint
@@ -42,7 +44,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
     """Add the route of an endpoint."""
 
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
-        gateway, body = get_gateway(request), endpoint.parse_body(await request.body())
+        gateway, fields = get_gateway(request), read_json(await request.body())
+        body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
         with tracing.continue_trace(request.headers):
             input_items = None
             if isinstance(body, ResponseBody):
@@ -61,6 +64,8 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         if ticket is not None:
             response.headers.update(ticket.headers)
         response.headers["request-id"] = meta.id
+        if ignored:
+            response.headers[IGNORED_HEADER] = ", ".join(ignored)
         return response
 
     schema = {"$ref": f"#/components/schemas/{endpoint.body_model.__name__}"}
@@ -82,6 +87,10 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
                     "request-id": {
                         "schema": {"type": "string"},
                         "description": "The same, for Anthropic's SDKs.",
+                    },
+                    IGNORED_HEADER: {
+                        "schema": {"type": "string"},
+                        "description": "The fields of the body that have no effect here.",
                     },
                     "location": {"schema": {"type": "string"}, "description": "Where the stream can be read again."},
                 },

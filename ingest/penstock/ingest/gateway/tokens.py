@@ -1,10 +1,10 @@
 """`/tokenize` and `/detokenize` for one of the served models, and `/version`, all as vLLM has them.
 
-And `/v1/messages/count_tokens`, as Anthropic has it.
+And `/v1/messages/count_tokens` and `/v1/responses/input_tokens`, as Anthropic and OpenAI have them.
 """
 
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StringConstraints, model_validator
@@ -12,10 +12,13 @@ from pydantic import BaseModel, Field, StringConstraints, model_validator
 from penstock.ingest.anthropic.messages import MESSAGES, CountTokensBody, MessageErrorBody, MessageTokenCount
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.responses import prepare_response
 from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.models import ServedModel
-from penstock.ingest.openai import CHAT
+from penstock.ingest.openai import CHAT, RESPONSES, ApiEndpoint
 from penstock.ingest.openai.body import StrictModel, parse_body
+from penstock.ingest.openai.endpoint import B
+from penstock.ingest.openai.responses import ResponseBody
 from penstock.messages import TokenId
 
 router = APIRouter()
@@ -68,6 +71,13 @@ class DetokenizeAnswer(BaseModel):
     """The text of tokens."""
 
     prompt: str
+
+
+class InputTokenCount(BaseModel):
+    """The answer of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class Version(BaseModel):
@@ -134,13 +144,32 @@ async def detokenize(request: Request, caller: CallerDep) -> DetokenizeAnswer:
 )
 async def count_message_tokens(request: Request, caller: CallerDep) -> MessageTokenCount:
     """Of all that `/v1/messages` makes a prompt of, as the model gets it. It counts as a request."""
-    gateway, body = get_gateway(request), parse_body(CountTokensBody, await request.body())
+    gateway, body = get_gateway(request), parse_body(CountTokensBody, await request.body(), MESSAGES.path)
     await gateway.admission.take_request(caller)
+    return MessageTokenCount(input_tokens=await _count_tokens(gateway, MESSAGES, body.make_chat()))
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="How many tokens a response's prompt has",
+    responses=error_responses(*_STATUSES, 500, 504),
+    openapi_extra=_describe_body(ResponseBody),
+)
+async def count_response_tokens(request: Request, caller: CallerDep) -> InputTokenCount:
+    """Of all that `/v1/responses` makes a prompt of, earlier responses included. It counts as a request."""
+    gateway, body = get_gateway(request), RESPONSES.parse_body(await request.body())
+    await gateway.admission.take_request(caller)
+    body, _ = await prepare_response(gateway, caller.tenant, body)
+    return InputTokenCount(input_tokens=await _count_tokens(gateway, RESPONSES, body))
+
+
+async def _count_tokens(gateway: Gateway, endpoint: ApiEndpoint[B], body: B) -> int:
+    """Return how many tokens the prompt of a chat has. Raises `ApiError`."""
     served = await gateway.models.find_model(body.model)
-    (args,) = MESSAGES.make_requests(body.make_chat(), "count")
+    (args,) = endpoint.make_requests(body, "count")
     turns = [dict(turn) for turn in args["messages"] or ()]
     tokens = await gateway.tokenizers.encode_chat(served.source, turns, args.get("chat_template_kwargs"))
-    return MessageTokenCount(input_tokens=len(tokens.token_ids))
+    return len(tokens.token_ids)
 
 
 @router.get("/version", summary="The server's version", responses=error_responses(401, 503))

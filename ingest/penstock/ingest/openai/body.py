@@ -1,22 +1,34 @@
 """What the bodies of all endpoints share: exact types, no unknown fields, and errors that name the field.
 
-There are three kinds of fields: those with an effect, those that can be ignored without harm, and those that would
-change the answer if they had an effect (`Refused`, `allow_only`). For the last, any value except "off" is an error.
+There are three kinds of fields: those with an effect; those that can be ignored without harm, which are no fields of
+these models but in one list (`penstock.ingest.ignored`); and those that would change the answer if they had an effect
+(`Refused`, `allow_only`). For the last, any value except "off" is an error.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError, from_json
 from pydantic_core.core_schema import ValidationInfo
 
 from penstock.client.core import RequestFields
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, reword_validation
 from penstock.grammar.spec import from_guided_fields, from_response_format, from_structured_outputs
 from penstock.ingest.errors import ApiError
+from penstock.ingest.ignored import strip_ignored_fields
 from penstock.messages import GrammarSpec, TokenId
 
 MAX_CHOICES = 128
@@ -25,7 +37,7 @@ MAX_SEED = 2**63
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GrammarReader = Callable[[], GrammarSpec | None]
 UNSUPPORTED_CODE = "unsupported_parameter"
-NOT_IN_PATHS = ("function-", "constrained-", "tagged-", "literal[", "Named")
+NOT_IN_PATHS = ("function-", "constrained-", "tagged-", "literal[", "list[", "dict[", "union[", "Named")
 """Beginnings of what pydantic puts into the location of an error, but no client has sent."""
 
 
@@ -70,8 +82,19 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)]
 ShortText = Annotated[str, StringConstraints(max_length=256)]
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
+def _parse_token_ids(biases: object) -> object:
+    """Return the keys of a JSON object as numbers, where they are."""
+    if not isinstance(biases, dict):
+        return biases
+    return {int(key) if _TOKEN_ID.fullmatch(key) else key: bias for key, bias in biases.items()}
+
+
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_parse_token_ids),
     Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
 
@@ -97,8 +120,6 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     """Send the usage before the end."""
-    continuous_usage_stats: bool | None = None
-    """Accepted, because load tools send it; the usage is sent once."""
     include_obfuscation: allow_only(False) = None  # type: ignore[valid-type]
 
 
@@ -122,22 +143,14 @@ class Body(StrictModel):
     """0 takes the likeliest token."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex`: run as class `batch`, with the capacity that interactive requests leave."""
-    metadata: Metadata | None = None
-    """Accepted; `/v1/responses` returns it."""
-    user: ShortText | None = None
-    """Accepted; does nothing."""
-    safety_identifier: ShortText | None = None
-    """Accepted; does nothing."""
-    prompt_cache_key: ShortText | None = None
-    """Accepted; does nothing. The header `x-session-affinity` says which requests belong together."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """Accepted; does nothing."""
     seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
     """The same seed and prompt give the same tokens."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Sample from this many likeliest tokens; 0 or -1: from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample from tokens whose probability is at least this fraction of the likeliest one's."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     """Divides the scores of tokens that have occurred; 1: off."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -220,7 +233,10 @@ class Body(StrictModel):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
-        for name in ("temperature", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
+        for name in (
+            "temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+            "ignore_eos", "stop_token_ids",
+        ):  # fmt: skip
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if (grammar := self.find_grammar()) is not None:
@@ -247,8 +263,6 @@ class CompletionsBody(Body):
     """The answer ends before the first of these."""
     max_tokens: TokenLimit | None = None
     """The most tokens of each answer."""
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     """Added to the scores of these tokens."""
     response_format: dict[str, Any] | None = None
@@ -261,7 +275,7 @@ class CompletionsBody(Body):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = super().request_fields()
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "max_tokens"):
+        for name in ("logit_bias", "max_tokens"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if self.stop is not None:
@@ -272,20 +286,56 @@ class CompletionsBody(Body):
 B = TypeVar("B", bound=BaseModel)
 
 
-def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
-    """Parse a body of type `kind` from its JSON. Raises `ApiError` 400 that names the parameter."""
+def read_json(raw: bytes) -> Any:
+    """Return a body's JSON. Raises `ApiError` 400."""
     try:
-        return kind.model_validate_json(raw if isinstance(raw, bytes) else json.dumps(raw))
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        if str(error).startswith("recursion limit exceeded"):
+            message = "The body is nested too deeply: it may have 200 levels."
+            raise ApiError(400, message, code="nested_too_deeply") from None
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def parse_body(kind: type[B], raw: bytes | Mapping[str, Any], path: str = "") -> B:
+    """Return a body of type `kind`, without what the endpoint at this path ignores.
+
+    `raw` is its JSON, or what that says. Raises `ApiError` 400 that names the parameter.
+    """
+    fields = read_json(raw) if isinstance(raw, bytes) else raw
+    stripped, _ = strip_ignored_fields(path, fields, kind.model_fields)
+    try:
+        return kind.model_validate(stripped)
     except ValidationError as error:
-        lines = error.errors(include_url=False, include_context=False, include_input=False)
-        # A parameter that is not supported says more than one that is missing, which it may stand for.
-        line = next((one for one in lines if one["type"] == "unsupported_parameter"), lines[0])
-        raise validation_error(line["type"], line["loc"], line["msg"]) from None
+        raise validation_error(error.errors(include_url=False, include_context=False, include_input=False)) from None
 
 
-def validation_error(kind: str, where: Sequence[str | int], message: str) -> ApiError:
-    """Return the error for an invalid value: pydantic's type of error, its location and its message."""
-    param = ".".join(str(part) for part in where if not str(part).startswith(NOT_IN_PATHS))
+def validation_error(lines: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the error for an invalid value, of which pydantic has one or several lines."""
+    # A parameter that is not supported says more than one that is missing, which it may stand for.
+    line = next((one for one in lines if one["type"] == UNSUPPORTED_CODE), lines[0])
+    found = [one for one in lines if one["loc"][:1] == line["loc"][:1]]
+    if line["type"].endswith("_type"):
+        # A value of none of several types has a line for each. If it is of one, another line says more.
+        telling = (one for one in found if not one["type"].endswith("_type"))
+        line = next(telling, max(found, key=_get_depth))
+    param = _name_param(line)
+    words = dict.fromkeys(reword_validation(one["msg"]) for one in found if _name_param(one) == param)
+    if line["type"].endswith("_type"):
+        return _make_error(line["type"], param, " or ".join(words).replace(" or must be", " or"))
+    return _make_error(line["type"], param, reword_validation(line["msg"]))
+
+
+def _name_param(line: Mapping[str, Any]) -> str:
+    parts = map(str, line["loc"])
+    return ".".join(part for part in parts if part not in {"str", "int"} and not part.startswith(NOT_IN_PATHS))
+
+
+def _get_depth(line: Mapping[str, Any]) -> int:
+    return _name_param(line).count(".")
+
+
+def _make_error(kind: str, param: str, message: str) -> ApiError:
     match kind:
         case "json_invalid":
             return ApiError(400, f"The body is not valid JSON: {message}", code="invalid_json")
@@ -300,8 +350,6 @@ def validation_error(kind: str, where: Sequence[str | int], message: str) -> Api
             return ApiError(400, message, code="invalid_value")
         case "unsupported_parameter":
             return unsupported_value(param, message)
-        case "value_error":
-            message = message.removeprefix("Value error, ")  # pydantic's words before ours
     if param:
         message = f"Invalid value for '{param}': {message}"
     return ApiError(400, message, param=param or None, code="invalid_value")

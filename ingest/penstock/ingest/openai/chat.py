@@ -49,8 +49,6 @@ class CalledFunction(StrictModel):
     """Also one that was not offered: a model may have made it up."""
     arguments: str
     """As JSON."""
-    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
-    """Accepted; does nothing. The SDK adds it to the answers that it parses, and sends it back with them."""
 
 
 class MessageToolCall(StrictModel):
@@ -59,8 +57,6 @@ class MessageToolCall(StrictModel):
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, Field(exclude=True)] = None
-    """Accepted; does nothing. Clients that put a call together from a stream send it back with its index."""
 
 
 class Tool(FunctionKind):
@@ -80,10 +76,6 @@ class Message(StrictModel):
     ]
     content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text")] = None
     """Text, or a list of parts of type `text`."""
-    choice_id: ShortText | None = None
-    """Accepted; does nothing."""
-    parsed: Any = None
-    """Accepted; does nothing. The SDK adds it to the answers that it parses, and sends it back with them."""
     tool_call_id: ShortText | None = None
     """The call that a message of role `tool` has the result of."""
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -118,6 +110,7 @@ class ChatBody(CompletionsBody):
     function_call: allow_only("none", "auto") = None  # type: ignore[valid-type]
     modalities: allow_only(["text"]) = None  # type: ignore[valid-type]
     audio: Refused = None
+    moderation: Refused = None
     prediction: Refused = None
     web_search_options: allow_only() = None  # type: ignore[valid-type]
     """Not supported. `{}` is refused too, as it would switch the search on."""
@@ -179,6 +172,7 @@ class ChatMessageOut(BaseModel):
     content: str | None
     """None where the model only calls tools."""
     refusal: None = None
+    annotations: list[None] = []
     reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
     """What the model thought before; present if there is any."""
     tool_calls: Annotated[list[MessageToolCall] | None, Field(exclude_if=_is_none)] = None

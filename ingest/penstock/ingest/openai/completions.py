@@ -108,7 +108,6 @@ class ChoicesAnswer(BaseModel):
     choices: list[Any]
     usage: CompletionUsage
     service_tier: str | None = None
-    system_fingerprint: str | None = None
 
 
 class Completion(ChoicesAnswer):
@@ -244,7 +243,7 @@ class CompletionChunks:
     def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
             "id": meta.id, "object": self.kind, "created": meta.created, "model": meta.model,
-            "service_tier": meta.service_tier, "system_fingerprint": None,
+            "service_tier": meta.service_tier,
         }  # fmt: skip
         self._usage_field: dict[str, Any] = {"usage": None} if meta.wants_usage else {}
         self._templates = [

@@ -115,7 +115,7 @@ class ApiEndpoint(ABC, Generic[B]):
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> B:
         """Parse a body. Raises `ApiError` 400 that names the parameter."""
-        return cast("B", parse_body(self.body_model, raw))
+        return cast("B", parse_body(self.body_model, raw, self.path))
 
     def make_error_body(self, error: ApiError) -> BaseModel:
         """Return the body of an error."""

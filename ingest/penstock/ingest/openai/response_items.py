@@ -41,8 +41,6 @@ class InputCall(StrictModel):
     """As JSON."""
     id: str | None = None
     status: str | None = None
-    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
-    """Accepted; does nothing. The SDK adds it to the calls that it parses."""
     namespace: allow_only() = None  # type: ignore[valid-type]
     caller: allow_only({"type": "direct"}) = None  # type: ignore[valid-type]
 

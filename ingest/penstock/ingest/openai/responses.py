@@ -12,8 +12,10 @@ from penstock.ingest.errors import to_api_error
 from penstock.ingest.openai.body import (
     Body,
     GrammarReader,
+    Metadata,
     NumTopLogprobs,
     Refused,
+    ShortText,
     StrictModel,
     TokenLimit,
     allow_only,
@@ -72,10 +74,6 @@ class ReasoningConfig(StrictModel):
 
     effort: ReasoningEffort | None = None
     """Given to the chat template, which must have it as `reasoning_effort`; `none` may be sent to any model."""
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted; summaries are empty, as the reasoning itself is returned."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """As `summary`."""
     context: allow_only("auto") = None  # type: ignore[valid-type]
     mode: allow_only("standard") = None  # type: ignore[valid-type]
 
@@ -108,6 +106,12 @@ class ResponseBody(Body):
     """Answer at once, and generate meanwhile: the response is read later by its id. Needs `store`."""
     previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """The turns of this response, and of those before it, come before `input`; not its `instructions`."""
+    metadata: Metadata | None = None
+    """Returned with the response, as the next four."""
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    user: ShortText | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call. It must have a response template, to tell its calls from text."""
@@ -115,15 +119,13 @@ class ResponseBody(Body):
     """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once."""
     parallel_tool_calls: bool | None = None
     """`false`: at most one call."""
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-    """Accepted; it limits the tools that OpenAI's servers call."""
     chat_template_kwargs: TemplateVariables | None = None
     """Variables of the model's chat template; one that it does not have is an error."""
     truncation: allow_only("disabled") = None  # type: ignore[valid-type]
     reasoning: ReasoningConfig | None = None
     conversation: Refused = None
     prompt: Refused = None
-    context_management: Refused = None
+    access_programs: Refused = None
     moderation: Refused = None
 
     @model_validator(mode="after")
@@ -228,6 +230,8 @@ class Response(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None = None
+    """When it was completed, in seconds since the epoch."""
     model: str
     status: ResponseStatus
     background: bool = False
@@ -235,13 +239,17 @@ class Response(BaseModel):
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
+    frequency_penalty: float = 0.0
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
+    presence_penalty: float = 0.0
     previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
     reasoning: dict[str, str | None] = {"effort": None, "summary": None}
+    safety_identifier: str | None = None
     service_tier: str
     store: bool = False
     temperature: float
@@ -285,7 +293,7 @@ class ResponsesEndpoint(ApiEndpoint[ResponseBody]):
             rest = answer.text[sum(map(len, answer.token_texts)) :]
         is_cut = finish_reason(answer) == "length"
         output.end(rest, is_cut=is_cut)
-        return _make_ended_response(meta, output, answer.usage, is_cut=is_cut)
+        return _make_ended_response(meta, output, answer, is_cut=is_cut)
 
     def make_chunks(self, meta: StreamMeta) -> "ResponseChunks":
         """Return the maker of the answer's stream."""
@@ -300,8 +308,9 @@ def _make_response(meta: StreamMeta, status: ResponseStatus) -> Response:
     given = {
         name: options[name]
         for name in (
-            "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
-            "previous_response_id", "tool_choice", "tools", "top_logprobs", "user",
+            "background", "frequency_penalty", "instructions", "max_output_tokens", "max_tool_calls", "metadata",
+            "parallel_tool_calls", "presence_penalty", "previous_response_id", "prompt_cache_key", "safety_identifier",
+            "tool_choice", "tools", "top_logprobs", "user",
         )
         if options.get(name) is not None
     }  # fmt: skip
@@ -362,11 +371,12 @@ def describe_input_items(meta: StreamMeta) -> list[dict[str, Any]]:
     return items
 
 
-def _make_ended_response(meta: StreamMeta, output: OutputBuilder, usage: Usage, *, is_cut: bool) -> Response:
+def _make_ended_response(meta: StreamMeta, output: OutputBuilder, end: Answer | EndEvent, *, is_cut: bool) -> Response:
     response = _make_response(meta, "incomplete" if is_cut else "completed")
     response.output = output.items
     response.incomplete_details = IncompleteDetails() if is_cut else None
-    response.usage = _make_usage(usage, output.num_reasoning_tokens)
+    response.completed_at = None if is_cut else int(end.timings.finished or meta.created)
+    response.usage = _make_usage(end.usage, output.num_reasoning_tokens)
     return response
 
 
@@ -411,7 +421,7 @@ class ResponseChunks:
     def end_stream(self) -> list[SseEvent]:
         """Return the whole response."""
         is_cut = finish_reason(self._end) == "length"
-        response = _make_ended_response(self._meta, self._output, self._end.usage, is_cut=is_cut)
+        response = _make_ended_response(self._meta, self._output, self._end, is_cut=is_cut)
         return self._number_events((DONE_ID,), [(response.status, {"response": response.model_dump()})])
 
     def _number_events(self, positions: Iterable[str], told: Sequence[ToldEvent]) -> list[SseEvent]:
