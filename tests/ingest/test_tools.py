@@ -1,11 +1,13 @@
 """Tools and reasoning with a model that calls tools: whole, streamed, and resumed at any event on another gateway."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -150,7 +152,7 @@ def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: di
 
 def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for the SDK, which does not know all fields."""
-    own = {"chat_template_kwargs"} & asked.keys()
+    own = {"chat_template_kwargs", "tool_choice", "seed"} & asked.keys()
     return {name: value for name, value in asked.items() if name not in own} | {
         "extra_body": {name: asked[name] for name in own}
     }
@@ -170,6 +172,103 @@ def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> Non
     assert whole.status == "completed"
 
 
+def allow_tools(mode: str, *names: str) -> dict[str, Any]:
+    """Return the `tool_choice` of a chat that allows only these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"mark": {"enum": ["<tool_call>", "red"]}, "years": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["mark", "years"],
+    "additionalProperties": False,
+}
+AGE = make_strict(
+    {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Bo"]}},
+        "required": ["name"],
+        "additionalProperties": False,
+    },
+    "get_age",
+)
+NAMED_AGE = {"type": "function", "function": {"name": "get_age"}}
+BOTH = {"get_weather", "get_age"}
+
+
+@pytest.mark.parametrize("is_response", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names", "must_call"),
+    [
+        (None, BOTH, False),
+        ("auto", BOTH, False),
+        ("none", set(), False),
+        ("required", BOTH, True),
+        (NAMED_AGE, {"get_age"}, True),
+        (allow_tools("auto", "get_age"), {"get_age"}, False),
+        (allow_tools("required", "get_age"), {"get_age"}, True),
+    ],
+)
+def test_an_answer_calls_or_else_follows_its_schema(
+    sdk: openai.OpenAI, model: str, is_response: bool, choice: Any, names: set[str], must_call: bool
+) -> None:
+    """With several calls or one, with reasoning before and without: the answer has the calls, or else the schema."""
+    options = itertools.product(
+        [{}, {"parallel_tool_calls": False}],
+        [{}, {"chat_template_kwargs": {"enable_thinking": True}}],
+        ["Say hello.", "What is the weather of Lisbon and Porto?"],
+    )
+    for number, (parallel, thinking, question) in enumerate(options):
+        asked = ASKED | {
+            "messages": [{"role": "user", "content": question}],
+            "tools": [WEATHER, AGE],
+            "max_tokens": 500,
+        }
+        asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+        asked |= {"temperature": 1, "seed": number, **parallel, **thinking}
+        asked |= {} if choice is None else {"tool_choice": choice}
+        content, calls, has_ended = ask_response(sdk, model, asked) if is_response else ask_chat(sdk, model, asked)
+        assert {name for name, _ in calls} <= names
+        if not has_ended:
+            continue
+        assert all(json.loads(arguments)["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
+        assert len(calls) <= 1 or (not parallel and choice != NAMED_AGE)
+        assert calls or not must_call
+        if calls:
+            assert not content.strip()
+        else:
+            jsonschema.validate(json.loads(content), ANSWER)
+
+
+def ask_chat(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+    """Return an answer's content and calls, and whether it ended by itself."""
+    (choice,) = sdk.chat.completions.create(model=model, **make_extra(asked)).choices
+    calls: Any = choice.message.tool_calls or []
+    told = [(call.function.name, call.function.arguments) for call in calls]
+    return choice.message.content or "", told, choice.finish_reason != "length"
+
+
+def ask_response(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+    """Return what `ask_chat` does, of the response to the same request."""
+    same = {"temperature", "seed", "parallel_tool_calls", "chat_template_kwargs"} & asked.keys()
+    given: dict[str, Any] = {name: asked[name] for name in same}
+    given |= {"tools": [{"type": "function", **tool["function"]} for tool in asked["tools"]]}
+    given |= {"text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}}
+    if isinstance(choice := asked.get("tool_choice"), dict):
+        allowed = choice.get("allowed_tools", {"tools": [choice]})
+        flat = [{"type": "function", **tool["function"]} for tool in allowed["tools"]]
+        choice = choice | flat[0] if choice["type"] == "function" else {**choice, **allowed, "tools": flat}
+        choice = {name: value for name, value in choice.items() if name not in ("function", "allowed_tools")}
+    given |= {} if choice is None else {"tool_choice": choice}
+    made = sdk.responses.create(
+        model=model, input=asked["messages"], max_output_tokens=asked["max_tokens"], **make_extra(given)
+    )
+    told = [(item.name, item.arguments) for item in made.output if item.type == "function_call"]
+    assert choice is None or json.loads(made.to_json())["tool_choice"] == choice
+    return made.output_text, told, made.status == "completed"
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -177,8 +276,12 @@ def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> Non
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "tools": [WEATHER, WEATHER]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": allow_tools("auto", "other")}, None),
+        ({"tool_choice": allow_tools("auto")}, "tool_choice.allowed_tools.tools"),
         ({"tools": [make_strict({"type": "object", "not": {}})]}, "tools"),
         ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
         ({"chat_template_kwargs": {"messages": []}}, None),
@@ -317,6 +420,10 @@ def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: openai.OpenAI, m
     assert rest or whole.status == "incomplete"
 
 
+TYPED = {"response_format": {"type": "json_object"}, "parallel_tool_calls": False}
+TYPED_FLAT = {"text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}}
+
+
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/responses"])
 def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model: str, endpoint: Any) -> None:
     asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
@@ -324,6 +431,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
         asked,
         asked | {"tool_choice": "none"},
         asked | {"tool_choice": "required", "parallel_tool_calls": False},
+        asked | (TYPED_FLAT if endpoint == "/v1/responses" else TYPED),
         asked | {"ignore_eos": True, "tool_choice": "required"},
     ]
     rows = [
@@ -339,7 +447,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
     answers = read(sdk.files.content(ended.output_file_id).content)
     found = {one["custom_id"]: one["response"]["body"] for one in answers}
     whole: Any
-    for number in (0, 1, 2):
+    for number in (0, 1, 2, 3):
         if endpoint == "/v1/responses":
             whole = sdk.responses.create(**bodies[number])
             assert describe_output(sdk_response(found[str(number)])) == describe_output(whole)

@@ -23,6 +23,10 @@ NO_MARK = "\0"
 """Continues no mark of any template: what was held back as the beginning of one is told."""
 
 
+CallsForm = Literal["free", "held", "or_json"]
+"""How calls are written: as the model likes; held to a grammar; or held, and an answer without calls is JSON."""
+
+
 def import_response_parser() -> type[Any]:
     """Return transformers' parser. The first import takes a second."""
     from transformers.utils.chat_parsing import ResponseParser
@@ -79,19 +83,21 @@ def _make_text_part(kind: Literal["content", "reasoning"], text: str) -> AnswerP
 class AnswerParser:
     """Parses one answer, piece by piece."""
 
-    def __init__(
-        self, template: dict[str, Any], tools: Sequence[dict[str, Any]], *, are_calls_constrained: bool = False
-    ) -> None:
+    def __init__(self, template: dict[str, Any], tools: Sequence[dict[str, Any]], calls: CallsForm = "free") -> None:
         """`tools` are those that were offered: templates without types take them from their schemas.
 
-        With `are_calls_constrained` calls follow a grammar: they are valid JSON, and a mark inside of a text ends none.
+        Calls that are held are valid JSON, and a mark inside of a text ends none. An answer that is JSON has no calls.
         """
         # A missing field is no reason to refuse what is there.
         fields = {name: {**one, "optional": True} for name, one in template.get("fields", {}).items()}
         self._template: dict[str, Any] = {**template, "fields": fields}
         self._tools: list[Any] = list(tools)
-        self._mark = template["fields"][CALLS_FIELD]["close"][0] if are_calls_constrained else ""
+        self._mark = template["fields"][CALLS_FIELD]["close"][0] if calls != "free" else ""
         """The first character of what ends a call, if that may stand in a text inside of it."""
+        self._may_be_json = calls == "or_json"
+        """Whether the answer is JSON if it goes on with anything but a call, white space, or reasoning."""
+        self._is_json = False
+        """Whether it is: all that follows is content."""
         self.num_calls = 0
         """How many calls were returned."""
         self._begin_anew()
@@ -102,6 +108,8 @@ class AnswerParser:
         """All that this parser was given."""
         self._body = ""
         """The text of the open region, if it is a call's."""
+        self._is_in_call = False
+        """Whether the open region is a call's."""
         self._is_in_text, self._is_escaped = False, False
         """Whether the call's JSON is inside of a text, and its next character is escaped; if calls are held."""
 
@@ -127,12 +135,28 @@ class AnswerParser:
         return told + last
 
     def _add_piece(self, piece: str) -> AnswerPart:
+        if self._may_be_json:
+            return self._begin_answer(piece)
+        if self._is_json:
+            return _make_text_part("content", piece)
         if not self._mark or self._mark not in piece:
             return self._feed_piece(piece)
         told = AnswerPart()
         for character in piece:
             is_text = character == self._mark and self._is_in_text
             told += self._feed_piece(_escape(character) if is_text else character)
+        return told
+
+    def _begin_answer(self, piece: str) -> AnswerPart:
+        """Return what a piece adds before it is known whether the answer calls or is JSON, and what follows in it."""
+        told = AnswerPart()
+        for place, character in enumerate(piece):
+            part = self._feed_piece(character)
+            told += part
+            self._is_json = bool(part.content.strip())
+            if self._is_json or self._is_in_call:
+                self._may_be_json = False
+                return told + self._add_piece(piece[place + 1 :])
         return told
 
     def _read_body(self) -> str:
@@ -170,6 +194,7 @@ class AnswerParser:
             is_call = event["field"] == CALLS_FIELD
             match event["type"]:
                 case "region_open":
+                    self._is_in_call = is_call
                     self._body, self._is_in_text, self._is_escaped = "", False, False
                 case "region_chunk" if is_call:
                     self._body += event["text"]
@@ -181,7 +206,7 @@ class AnswerParser:
                 case "region_close" if is_call:
                     calls = _list_calls(event["value"]) if self._tools else None
                     told += _make_text_part("content", self._read_body()) if calls is None else AnswerPart(calls)
-                    self._body = ""
+                    self._body, self._is_in_call = "", False
         return told
 
     def _follow_json(self, text: str) -> None:
