@@ -10,6 +10,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from pydantic_core import from_json
 
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
@@ -144,10 +145,12 @@ def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: di
         assert (whole.finish_reason, bool(calls)) == ("tool_calls", True)
         assert {name for name, _ in calls} <= names
         assert all(arguments["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
-        streamed = sdk.chat.completions.create(model=model, stream=True, **make_extra(asked))
-        deltas: list[Any] = [chunk.choices[0].delta for chunk in streamed]
-        told = [call.function for delta in deltas for call in delta.tool_calls or ()]
-        assert [(one.name, json.loads(one.arguments)) for one in told] == calls
+        with sdk.chat.completions.stream(model=model, **make_extra(asked)) as stream:
+            streamed = stream.until_done().get_final_completion().choices[0]
+        told = [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()]
+        written: Any = whole.message.tool_calls
+        assert told == [(call.function.name, call.function.arguments) for call in written]
+        assert streamed.finish_reason == "tool_calls"
 
 
 def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +159,109 @@ def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if name not in own} | {
         "extra_body": {name: asked[name] for name in own}
     }
+
+
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 50, "maxLength": 60}, "red": {"type": "boolean"}},
+    "required": ["text", "red"],
+    "additionalProperties": False,
+}
+Told = tuple[str, str, str]
+"""Name and arguments of an answer's only call, and why the answer ended."""
+
+
+def ask_long_call(url: str, model: str, form: str, limit: int, *, is_streamed: bool) -> Told:
+    """Have the model call a tool with long arguments; stop strings within them do nothing."""
+    body: dict[str, Any] = {"model": model, "temperature": 1, "stream": is_streamed}
+    function = {"name": "note", "parameters": NOTE, "strict": True}
+    if form == "responses":
+        choice: dict[str, Any] = {"type": "function", "name": "note"}
+        body |= {"input": TURNS, "tools": [{"type": "function", **function}], "tool_choice": choice}
+        body |= {"seed": 3, "max_output_tokens": limit}
+    elif form == "messages":
+        tool = {"name": "note", "input_schema": NOTE, "strict": True}
+        body |= {"messages": TURNS, "tools": [tool], "tool_choice": {"type": "tool", "name": "note"}}
+        body |= {"top_k": 1, "max_tokens": limit, "stop_sequences": ["e", "t", ","]}
+    else:
+        choice = {"type": "function", "function": {"name": "note"}}
+        body |= {"messages": TURNS, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        body |= {"seed": 3, "max_tokens": limit, "stop": ["e", "t", ","]}
+    if is_streamed:
+        events = [event.data for event in EventSource(f"{url}/v1/{form}").connect(body)]
+        return join_pieces(form, [json.loads(data) for data in events if data != "[DONE]"])
+    return read_whole(form, httpx.post(f"{url}/v1/{form}", json=body, timeout=None).raise_for_status().json())
+
+
+def read_whole(form: str, answer: Any) -> Told:
+    """Return what a whole answer tells; arguments of Anthropic's form are written anew."""
+    if form == "responses":
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        assert all(item["status"] == answer["status"] or item["status"] == "completed" for item in calls)
+        return (*join_calls([(item["name"], item["arguments"]) for item in calls]), answer["status"])
+    if form == "messages":
+        calls = [(block["name"], json.dumps(block["input"])) for block in answer["content"] if "input" in block]
+        return (*join_calls(calls), answer["stop_reason"])
+    (choice,) = answer["choices"]
+    calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
+    return (*join_calls([(call["name"], call["arguments"]) for call in calls]), choice["finish_reason"])
+
+
+def join_pieces(form: str, events: list[Any]) -> Told:
+    """Return what a stream tells."""
+    pieces = list[tuple[str, str]]()
+    reason = ""
+    for event in events:
+        if form == "responses":
+            if event["type"] == "response.output_item.added" and event["item"]["type"] == "function_call":
+                pieces.append((event["item"]["name"], ""))
+            if event["type"] == "response.function_call_arguments.delta":
+                pieces.append(("", event["delta"]))
+            reason = event.get("response", {}).get("status", "")
+        elif form == "messages":
+            if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+                pieces.append((event["content_block"]["name"], ""))
+            if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+                pieces.append(("", event["delta"]["partial_json"]))
+            reason = event["delta"]["stop_reason"] if event["type"] == "message_delta" else reason
+        else:
+            (choice,) = event["choices"]
+            reason = choice["finish_reason"] or reason
+            for call in choice["delta"].get("tool_calls", ()):
+                assert call["index"] == 0
+                pieces.append((call["function"].get("name", ""), call["function"]["arguments"]))
+    name, arguments = join_calls(pieces)
+    if form == "messages" and name:
+        arguments = json.dumps(from_json(arguments, allow_partial=True))
+    return name, arguments, reason
+
+
+def join_calls(pieces: list[tuple[str, str]]) -> tuple[str, str]:
+    return "".join(name for name, _ in pieces), "".join(arguments for _, arguments in pieces)
+
+
+@pytest.mark.parametrize(
+    ("form", "cut", "ended"),
+    [
+        ("chat/completions", "length", "tool_calls"), ("responses", "incomplete", "completed"),
+        ("messages", "max_tokens", "tool_use"),
+    ],
+)  # fmt: skip
+def test_a_long_call_that_is_cut_anywhere_says_the_same_streamed_and_whole(
+    gateways: tuple[GatewayProcess, ...], model: str, form: str, cut: str, ended: str
+) -> None:
+    url, seen = gateways[0].url, set[str]()
+    limit, told = 0, ("", "", "")
+    while told[2] != ended:
+        limit += 3
+        before, told = told, ask_long_call(url, model, form, limit, is_streamed=True)
+        assert told == ask_long_call(url, model, form, limit, is_streamed=False)
+        assert told[2] in (cut, ended)
+        assert told[0] in ({"note"} if before[0] else {"", "note"}), "what was a call stays one"
+        assert form == "messages" or told[1].startswith(before[1])
+        seen.add(told[1])
+    jsonschema.validate(json.loads(told[1]), NOTE)
+    assert len(seen) > 2
 
 
 def test_a_model_that_may_call_once_does_not_call_twice(sdk: openai.OpenAI, model: str) -> None:

@@ -356,7 +356,7 @@ class ChatChunks(CompletionChunks):
 
 
 class ParsedChatChunks(ChatChunks):
-    """As `ChatChunks`, with calls and reasoning apart from the text. A call comes whole, once it is complete."""
+    """As `ChatChunks`, with calls and reasoning apart from the text. Calls come in the pieces that the parser tells."""
 
     def __init__(self, meta: StreamMeta) -> None:
         super().__init__(meta)
@@ -384,8 +384,14 @@ class ParsedChatChunks(ChatChunks):
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
-        if part.calls:
-            first = self._parsers[index].num_calls - len(part.calls)
-            calls = _make_calls(self._meta, index, first, part.calls)
-            delta["tool_calls"] = [{"index": first + n, **call.model_dump()} for n, call in enumerate(calls)]
+        pieces = [piece for piece in part.pieces if piece.kind == "call"]
+        number = self._parsers[index].num_calls - len(part.calls) - 1
+        for piece in pieces:
+            if piece.name:
+                number += 1
+                (call,) = _make_calls(self._meta, index, number, [(piece.name, piece.text)])
+                told = call.model_dump()
+            else:
+                told = {"function": {"arguments": piece.text}}
+            delta.setdefault("tool_calls", []).append({"index": number, **told})
         return delta
