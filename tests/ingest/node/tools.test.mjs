@@ -59,6 +59,22 @@ test('the AI SDK calls tools, whole and streamed', async () => {
   }
 })
 
+test('the AI SDK calls tools, and gets an object of a schema at last', async () => {
+  const schema = z.object({ color: z.string().max(12), cities: z.number().int().min(0).max(9) })
+  const seen = []
+  const execute = async ({ city }) => {
+    seen.push(city)
+    return { weather: 'red' }
+  }
+  const tools = { get_weather: tool({ description, inputSchema: jsonSchema(parameters), execute }) }
+  const options = { temperature: 0, maxOutputTokens: 200, stopWhen: stepCountIs(5) }
+  const { output } = await generateText({
+    model: provider(model), tools, prompt: question, output: Output.object({ schema }), ...options,
+  })
+  assert.deepEqual(schema.parse(output), output)
+  assert.deepEqual(seen, places)
+})
+
 test('the AI SDK gets an object of a schema', async () => {
   const asked = { model: provider(model), prompt: extraction, temperature: 0 }
   const { output } = await generateText({ ...asked, output: Output.object({ schema: person }) })
