@@ -6,15 +6,16 @@ python -m benchmarks.grammar [--quick | --smoke] [--json FILE]
              time, at several temperatures. What has ended is held against the `jsonschema` package (`violations`). What
              was cut by `max_tokens` must have tokens that a new matcher allows, and begin a document that is completed
              and then held against the same validator (`cut_not_prefix`). Schemas with keywords that cannot be enforced
-             go through the gateway's check, which has to name the keyword and its place. The schemas of the types on
-             pages of pydantic and of Zod are answered as often, at temperature 1 (`type_violations`).
+             go through the gateway's check, which has to name the keyword and its place. A fifth as many answers have
+             a joined grammar: calls of two tools, or else JSON by a schema. The schemas of the types on pages of
+             pydantic and of Zod are answered as often, at temperature 1 (`type_violations`).
     costs    processor times of one thread: compiling a grammar, each mask at the place in its answer where it is
              needed, and the replay of an answer in one call; with the demo model's 1,024 words and with a byte-level
              vocabulary of 152,000 words that the script makes: pieces of words, with and without a blank, numbers,
              punctuation and pieces of other scripts
     steps    the engine of the 0.6B shape at batch 32 with that vocabulary: the time of computing and applying masks as
-             a share of the step, and steps without grammars against the same steps with the code for grammars taken
-             out, in turns
+             a share of the step, with grammars of schemas and with joined ones, and steps without grammars against the
+             same steps with the code for grammars taken out, in turns
 """
 
 import json
@@ -36,15 +37,17 @@ from penstock.grammar.state import GrammarState
 from sim.schemas import make_schemas
 
 MAX_TOKENS = 200
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Those of the tool model's answers."""
 _RIGHT = {"word": "word", "capital": "word", "number": "number", "sign": "sign", "other": "other"}
 """From which pieces the second half of a word is taken, by the kind of the first."""
 
 
 def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
-    """Return the text of a `tokenizer.json` with that many words; word 0 ends an answer."""
+    """Return the text of a `tokenizer.json` with that many words; word 0 ends an answer, marks follow it."""
     draw = random.Random(seed)
     letters = _byte_letters()
-    words = ["<eos>", *letters.values()]
+    words = ["<eos>", *MARKS, *letters.values()]
     known = set(words)
     merges: list[list[str]] = []
     groups = {
@@ -88,7 +91,7 @@ def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": 0, "content": "<eos>", **flags}],
+            "added_tokens": [{"id": number, "content": mark, **flags} for number, mark in enumerate(("<eos>", *MARKS))],
             "normalizer": None,
             "pre_tokenizer": level,
             "post_processor": None,

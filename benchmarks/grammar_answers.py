@@ -23,9 +23,11 @@ from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
-from penstock.messages import FinishReason, Sampling
+from penstock.grammar.tools import ConstrainedTool, constrain_calls
+from penstock.ingest.openai.answer_parser import AnswerParser
+from penstock.messages import FinishReason, GrammarSpec, Sampling
 from sim.schemas import Schema, find_violation, load_type_schemas, make_refused_schemas, make_schemas
-from sim.workload import load_demo_model
+from sim.workload import load_demo_model, load_tool_model
 
 BATCH = 32
 MAX_TOKENS = 250
@@ -41,6 +43,7 @@ class ConstrainedAnswer:
     """An answer that has ended."""
 
     schema: Schema
+    """Of a joined grammar what `JoinedSchemas.describe` returns."""
     grammar: CompiledGrammar
     token_ids: list[int]
     text: str
@@ -59,9 +62,8 @@ class _RunningAnswer:
     text: str = ""
 
 
-def load_random_model(seed: int = 0) -> LoadedModel:
-    """Return a model of the smallest shape of the demo model's architecture, with its tokenizer and random weights."""
-    demo = load_demo_model()
+def load_random_model(demo: LoadedModel, seed: int = 0) -> LoadedModel:
+    """Return a model of the smallest shape of a model's architecture, with its tokenizer and random weights."""
     config = shrink_config(demo.config, {"vocab_size": demo.vocab_size})
     module = build_tiny_model(type(demo.module), config, seed, torch.device("cpu"))
     layout = probe_layout(module, EngineSettings().block_size, torch.float32, demo.device)
@@ -77,14 +79,14 @@ def open_grammar_tokenizer(model: LoadedModel) -> GrammarTokenizer:
 
 def generate_answers(
     model: LoadedModel,
-    schemas: list[Schema],
+    asked: list[tuple[Schema, GrammarSpec]],
     num_answers: int,
     check_answer: Callable[[ConstrainedAnswer], None],
     temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> None:
-    """Generate answers to the schemas in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
+    """Generate answers to the grammars in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
     engine = Engine(model, EngineSettings(device="cpu", threads=2, pool_mb=64, max_batch=BATCH))
-    waiting, running = _begin_answers(model, schemas, num_answers, temperatures), dict[str, _RunningAnswer]()
+    waiting, running = _begin_answers(model, asked, num_answers, temperatures), dict[str, _RunningAnswer]()
     while True:
         while len(running) < BATCH and (answer := next(waiting, None)) is not None:
             running[answer.seq.id] = answer
@@ -104,17 +106,23 @@ def generate_answers(
 
 
 def _begin_answers(
-    model: LoadedModel, schemas: list[Schema], num_answers: int, temperatures: tuple[float, ...]
+    model: LoadedModel, asked: list[tuple[Schema, GrammarSpec]], num_answers: int, temperatures: tuple[float, ...]
 ) -> Iterator[_RunningAnswer]:
     tokenizer = open_grammar_tokenizer(model)
     grammars: dict[int, CompiledGrammar] = {}
     for number in range(num_answers):
-        place = number % len(schemas)
+        place = number % len(asked)
+        schema, spec = asked[place]
         if place not in grammars:
-            grammars[place] = CompiledGrammar(make_schema_spec(schemas[place], "schema"), tokenizer)
+            grammars[place] = CompiledGrammar(spec, tokenizer)
         grammar = grammars[place]
-        temperature = temperatures[number // len(schemas) % len(temperatures)]
-        sampling = Sampling(temperature=temperature, seed=number, max_tokens=MAX_TOKENS)
+        temperature = temperatures[number // len(asked) % len(temperatures)]
+        sampling = Sampling(
+            temperature=temperature,
+            seed=number,
+            max_tokens=MAX_TOKENS,
+            special_text=True if spec.kind == "tools" else None,
+        )
         prompt = [2 + (number * 7 + place) % (model.vocab_size - 2) for place in range(1 + number % 9)]
         seq = Sequence(
             str(number),
@@ -125,7 +133,7 @@ def _begin_answers(
             grammar=GrammarState(grammar),
         )
         output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
-        yield _RunningAnswer(schemas[place], grammar, seq, output, GrammarState(grammar))
+        yield _RunningAnswer(schema, grammar, seq, output, GrammarState(grammar))
 
 
 class AnswerChecker:
@@ -179,6 +187,58 @@ def complete_answer(state: GrammarState, draw: random.Random) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class JoinedSchemas:
+    """The schemas of an answer that calls one of two tools or else is JSON."""
+
+    tools: tuple[Schema, Schema]
+    answer: Schema
+
+    def make_spec(self) -> GrammarSpec:
+        """Return the grammar, by the tool model's response template."""
+        template = load_tool_model().response_template
+        assert template is not None
+        tools = [ConstrainedTool(f"tool{number}", schema) for number, schema in enumerate(self.tools)]
+        return constrain_calls(template, tools, is_required=False, is_parallel=True, answer=self.answer).make_spec()
+
+    def describe(self) -> Schema:
+        """Return the schema of each tool by its name, and that of the answer without a name."""
+        return {"": self.answer} | {f"tool{number}": schema for number, schema in enumerate(self.tools)}
+
+
+def make_joined_schemas(count: int, seed: int) -> list[JoinedSchemas]:
+    """Return that many; tools have objects as arguments."""
+    answers = make_schemas(count, seed)
+    objects = [schema for schema in make_schemas(4 * count + 40, seed + 1) if schema.get("type") == "object"]
+    return [
+        JoinedSchemas((objects[number % len(objects)], objects[(number + 1) % len(objects)]), answer)
+        for number, answer in enumerate(answers)
+    ]
+
+
+class JoinedChecker:
+    """Counts answers that neither call as their tools' schemas say nor follow their own."""
+
+    def __init__(self) -> None:
+        self.num_answers = self.num_calls = self.num_violations = 0
+
+    def check_answer(self, answer: ConstrainedAnswer) -> None:
+        """Check what has ended by itself, as its reader parses it."""
+        self.num_answers += 1
+        if answer.finish_reason != "stop":
+            return
+        template = load_tool_model().response_template
+        assert template is not None
+        part = AnswerParser(template, [{"type": "function"}], "or_json").end(answer.text)
+        self.num_calls += len(part.calls)
+        found = [find_violation(answer.schema[name], text) for name, text in part.calls]
+        if not part.calls or part.content.strip():
+            found.append(find_violation(answer.schema[""], part.content))
+        if any(found):
+            self.num_violations += 1
+            print(f"violation: {json.dumps(answer.schema)}: {answer.text}: {found}", flush=True)
+
+
 def count_refusals(count: int) -> dict[str, float]:
     """Have the gateway's checker refuse schemas; return how many it refused, and how many of them without a name."""
     num_refused = num_without_name = 0
@@ -215,14 +275,21 @@ def list_enforced_types() -> list[Schema]:
 def measure_answers(num_schemas: int, num_answers: int, num_refused: int) -> dict[str, float]:
     """Return the figures of all answers and refusals."""
     # Nobody who draws tokens at random completes a text that must end in "zzz".
-    model, checker, of_types = load_random_model(), AnswerChecker(), AnswerChecker(completes_cut=False)
-    generate_answers(model, make_schemas(num_schemas, seed=11), num_answers, checker.check_answer)
-    generate_answers(model, list_enforced_types(), num_answers, of_types.check_answer, (1.0,))
+    checker, joined, of_types = AnswerChecker(), JoinedChecker(), AnswerChecker(completes_cut=False)
+    random_model = load_random_model(load_demo_model())
+    asked = [(schema, make_schema_spec(schema, "schema")) for schema in make_schemas(num_schemas, seed=11)]
+    generate_answers(random_model, asked, num_answers, checker.check_answer)
+    types = [(schema, make_schema_spec(schema, "schema")) for schema in list_enforced_types()]
+    generate_answers(random_model, types, num_answers, of_types.check_answer, (1.0,))
+    several = [(one.describe(), one.make_spec()) for one in make_joined_schemas(num_schemas // 5, seed=12)]
+    generate_answers(load_random_model(load_tool_model()), several, num_answers // 5, joined.check_answer)
     figures = {
         "schemas": num_schemas,
         "answers": checker.num_answers,
         "ended_share": checker.num_ended / checker.num_answers,
-        "violations": checker.num_violations,
+        "joined_answers": joined.num_answers,
+        "joined_calls": joined.num_calls,
+        "violations": checker.num_violations + joined.num_violations,
         "cut_not_prefix": checker.num_not_prefixes,
         "type_answers": of_types.num_answers,
         "type_ended": of_types.num_ended,

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from benchmarks.grammar_answers import make_joined_schemas
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.write import make_model_directory
@@ -25,7 +26,7 @@ from penstock.engine.sequence import Sequence
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
-from penstock.messages import Sampling
+from penstock.messages import GrammarSpec, Sampling
 from sim.schemas import make_schemas
 
 BATCH = 32
@@ -38,7 +39,8 @@ _SAMPLING = Sampling(temperature=1.0, max_tokens=MAX_TOKENS)
 class StepBench:
     """An engine whose batch is always full."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, shape: Shape, num_grammars: int) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, shape: Shape, specs: Values[GrammarSpec]) -> None:
+        """Open the engine; `tokenizer` is the one of the shape's vocabulary."""
         model = make_model_directory(shape, DIRECTORY / "models")
         settings = EngineSettings(
             model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH,
@@ -47,12 +49,24 @@ class StepBench:
         # Without drafts each sequence has one row in each step.
         self._engine: Engine = open_engine(settings)
         self._numbers = count()
-        made = [
-            CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer) for schema in make_schemas(num_grammars, 5)
-        ]
-        self._grammars = cycle(made)
-        self._eos_ids = tokenizer.eos_token_ids
+        self._tokenizer, self._eos_ids = tokenizer, tokenizer.eos_token_ids
         self._seqs: list[Sequence] = []
+        self.use_grammars(specs)
+
+    def use_grammars(self, specs: Values[GrammarSpec]) -> None:
+        """Give new sequences these grammars in turn."""
+        self._grammars = cycle([CompiledGrammar(spec, self._tokenizer) for spec in specs])
+
+    def time_masks(self, num_steps: int) -> tuple[list[float], list[float]]:
+        """Return the seconds that grammars take of each step, and those of the step."""
+        self.fill_batch(with_grammars=True)
+        mask_s, step_s = list[float](), list[float]()
+        with time_masks() as watch:
+            for _ in range(num_steps):
+                watch.spent_s = 0.0
+                step_s.append(self.run_step() - watch.extra_s)
+                mask_s.append(watch.spent_s)
+        return mask_s, step_s
 
     def fill_batch(self, *, with_grammars: bool) -> None:
         """Replace all sequences by new ones, and step until each decodes."""
@@ -142,16 +156,17 @@ def leave_masks_out() -> Iterator[None]:
         yield
 
 
+def _find_share(mask_s: list[float], step_s: list[float]) -> float:
+    return statistics.median(mask / step for mask, step in zip(mask_s, step_s, strict=True))
+
+
 def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> dict[str, float]:
     """Return the share of masks in a step, and what the code for grammars costs a step without any."""
-    bench = StepBench(tokenizer, shape, num_grammars=4 * BATCH)
-    bench.fill_batch(with_grammars=True)
-    mask_s, step_s = [], []
-    with time_masks() as watch:
-        for _ in range(num_steps):
-            watch.spent_s = 0.0
-            step_s.append(bench.run_step() - watch.extra_s)
-            mask_s.append(watch.spent_s)
+    specs = [make_schema_spec(schema, "schema") for schema in make_schemas(4 * BATCH, 5)]
+    bench = StepBench(tokenizer, shape, specs)
+    mask_s, step_s = bench.time_masks(num_steps)
+    bench.use_grammars([one.make_spec() for one in make_joined_schemas(2 * BATCH, 5)])
+    joined_mask_s, joined_step_s = bench.time_masks(num_steps)
     bench.fill_batch(with_grammars=False)
     unconstrained_s, ratios = [], []
     for number in range(num_steps):
@@ -162,7 +177,8 @@ def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> 
         unconstrained_s.append(times_s[True])
         ratios.append(times_s[True] / times_s[False])
     return {
-        "mask_share_b32_152k": statistics.median(mask / step for mask, step in zip(mask_s, step_s, strict=True)),
+        "mask_share_b32_152k": _find_share(mask_s, step_s),
+        "joined_mask_share_b32_152k": _find_share(joined_mask_s, joined_step_s),
         "mask_ms_b32_152k": statistics.median(mask_s) * 1e3,
         "constrained_step_ms_b32": statistics.median(step_s) * 1e3,
         "unconstrained_step_ms_b32": statistics.median(unconstrained_s) * 1e3,

@@ -9,21 +9,31 @@ is asked anew: one gateway streams it, its reader leaves after that event and go
 of the event. Meanwhile the answer is being written. What the reader saw is equal if both parts together are the stream
 that is read afterwards without a cut, byte for byte, and say what the answer says that is read whole.
 
+Every second conversation is held to a grammar, so that its calls come in pieces: it has to call, or has a schema for an
+answer that does not, and every eighth is a call with long arguments. Some of those are asked again with every limit of
+tokens up to their length: the answer that is cut says the same whole and streamed, and what was a call stays one. And a
+long call is asked of decode workers of which each is killed at the first token that it writes.
+
     resumes        answers that were cut and resumed
     resumes_equal  those that are equal
     conversations  of so many different ones
     resumed_calls  calls of tools in these answers
-    cuts_in_calls  cuts after which calls were still to come
+    cuts_in_calls  cuts after which calls, or more of their arguments, were still to come
+    limits         answers that a limit cut
+    limits_equal   those that say the same whole and streamed
+    kills          decode workers that were killed while they wrote one call
+    kills_equal    1 if that answer is the one of a worker that lives
 """
 
 import itertools
 import json
 import tempfile
+import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +55,31 @@ MAX_TOKENS = 120
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL), "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu",
     "PENSTOCK_ENGINE_POOL_MB": "64",
+}  # fmt: skip
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 120, "maxLength": 160}, "red": {"type": "boolean"}},
+    "required": ["text", "red"],
+    "additionalProperties": False,
+}
+NOTE_TOOL = {"type": "function", "function": {"name": "note", "parameters": NOTE, "strict": True}}
+LONG_CALL: Body = {
+    "messages": [{"role": "user", "content": "Note what you know."}], "tools": [NOTE_TOOL],
+    "tool_choice": "required", "parallel_tool_calls": False, "stop": ["e", "a", '"'],
+}  # fmt: skip
+"""Its stop strings do nothing in the call."""
+HELD: Sequence[Body] = (
+    {"tool_choice": "required"},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": NOTE}}},
+    {"parallel_tool_calls": False},
+    LONG_CALL,
+)
+"""What every second conversation has besides, in turn."""
+NUM_LIMITED, NUM_QUICK_LIMITED = 4, 1
+"""Held conversations that are asked with every limit."""
+KILLED = {
+    "PENSTOCK_FAILPOINTS": "decode.7.confirmed=kill@1", "PENSTOCK_RECORD_LEASE_S": "0.5",
+    "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000",
 }  # fmt: skip
 Event = tuple[str, str]
 """Id and data of a server-sent event."""
@@ -99,6 +134,14 @@ class Gateways:
         if not is_equal:
             print(f"unequal, cut after {num_events} events: {found}, not {expected}", flush=True)
         return Resume(is_equal, len(expected.calls), bool(join_deltas(after).calls))
+
+    def ask_limited(self, body: Body, limit: int) -> tuple[Message, Message]:
+        """Return what an answer of so many tokens says, whole and streamed; calls without their ids."""
+        limited = {**body, "max_tokens": limit}
+        answer = self._client.post(f"{self._urls[0]}/v1/chat/completions", json=limited).raise_for_status()
+        choice = answer.json()["choices"][0]
+        whole, streamed = parse_message(choice["message"], choice["finish_reason"]), self.read_stream(limited)
+        return strip_ids(whole), strip_ids(join_deltas(streamed))
 
     @contextmanager
     def _open(self, method: str, url: str, headers: dict[str, str], body: Body | None) -> Iterator[Iterator[Event]]:
@@ -160,6 +203,32 @@ def join_deltas(events: Sequence[Event]) -> Message:
     return Message(content, reasoning, [calls[index] for index in sorted(calls)], finish_reason)
 
 
+def strip_ids(message: Message) -> Message:
+    """Return a message whose calls have no ids, which follow from the request's."""
+    return replace(message, calls=[("", *call[1:]) for call in message.calls])
+
+
+def check_limits(gateways: Gateways, bodies: Iterable[Body]) -> dict[str, float]:
+    """Ask for each body's answer with every limit up to its length; return the figures."""
+    num_limits = num_equal = 0
+    for body in bodies:
+        last = Message("", "", [], "length")
+        for limit in range(1, body["max_tokens"] + 1):
+            before, (whole, last) = last, gateways.ask_limited(body, limit)
+            stays = len(before.calls) <= len(last.calls) and all(map(is_begun, before.calls, last.calls))
+            num_limits, num_equal = num_limits + 1, num_equal + (whole == last and stays)
+            if whole != last or not stays:
+                print(f"unequal with {limit} tokens: {whole}, {last}, before {before}", flush=True)
+            if last.finish_reason != "length":
+                break
+    return {"limits": num_limits, "limits_equal": num_equal}
+
+
+def is_begun(call: Call, longer: Call) -> bool:
+    """Return whether a call is the beginning of one of a longer answer."""
+    return call[1] == longer[1] and longer[2].startswith(call[2])
+
+
 def resume_answers(gateways: Gateways, bodies: Iterator[Body], num_resumes: int, cut_every: int) -> dict[str, float]:
     """Cut and resume answers of one conversation after the other, each after some more events; return the figures."""
     found: list[Resume] = []
@@ -184,9 +253,11 @@ def make_bodies(number: int) -> Iterator[Body]:
     """Yield what is asked, greedily and by chance in turn."""
     for place, body in enumerate(make_chat_bodies(number, "resumes")):
         asked = {"model": str(TOOL_MODEL), "max_tokens": MAX_TOKENS, "seed": place, "temperature": 0.5 * (place % 2)}
+        if place % 2:
+            asked |= HELD[place // 2 % len(HELD)]
         if place % LOGPROBS_EVERY == LOGPROBS_EVERY - 1:
             asked |= {"logprobs": True}
-        yield {**body, **asked}
+        yield {**body, **asked} | ({"max_tokens": 2 * MAX_TOKENS} if "stop" in asked else {})
 
 
 @contextmanager
@@ -206,11 +277,38 @@ def serve_tools(directory: Path) -> Iterator[Gateways]:
                 gateways.close()
 
 
+def kill_decode_workers(directory: Path, body: Body, expected: Message) -> dict[str, float]:
+    """Have one decode worker after the other write a token of a call, and be killed; return the figures."""
+    with (
+        ForkedStack(directory, gateway=find_free_port(), environment=ENVIRONMENT | KILLED) as stack,
+        ThreadPoolExecutor(1) as pool,
+        closing(Gateways([stack.gateway_url])) as gateways,
+    ):
+        stack.wait_until_ready(TIMEOUT_S)
+        asked, num_kills = pool.submit(gateways.read_stream, body), 0
+        while not asked.done():
+            num_kills += len(stack.restart_dead())
+            for worker in stack.workers:
+                worker.failures, worker.start_at = 0, 0.0  # without the delay of a worker that fails
+            time.sleep(0.02)
+    found = strip_ids(join_deltas(asked.result()))
+    if found != expected:
+        print(f"unequal over kills: {found}, not {expected}", flush=True)
+    return {"kills": num_kills, "kills_equal": float(found == expected)}
+
+
 def main() -> None:
     given = parse_arguments(__doc__)
     num_resumes, cut_every = given.choose_size((NUM_RESUMES, 1), (NUM_QUICK_RESUMES, 1), (2, 8))
-    with tempfile.TemporaryDirectory(prefix="penstock-resumes-") as directory, serve_tools(Path(directory)) as gateways:
-        figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes, cut_every)
+    num_limited, limit = given.choose_size((NUM_LIMITED, 2 * MAX_TOKENS), (NUM_QUICK_LIMITED, 2 * MAX_TOKENS), (1, 4))
+    held = [body for place, body in enumerate(make_bodies(2 * num_limited + 6)) if place % 2][-num_limited:]
+    held = [body | {"max_tokens": min(limit, body["max_tokens"])} for body in held]
+    with tempfile.TemporaryDirectory(prefix="penstock-resumes-") as directory:
+        with serve_tools(Path(directory)) as gateways:
+            figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes, cut_every)
+            figures |= check_limits(gateways, held)
+            expected = strip_ids(join_deltas(gateways.read_stream(held[0])))
+        figures |= kill_decode_workers(Path(directory) / "kills", held[0], expected)
     print(f"\n{describe_machine()}")
     report_figures(figures, given)
 

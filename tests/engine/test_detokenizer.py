@@ -4,11 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.model import LoadedModel
-from penstock.messages import FinishReason, Sampling
+from penstock.grammar.tools import ConstrainedCalls
+from penstock.messages import FinishReason, GrammarSpec, Sampling
+from sim.workload import TOOL_MODEL
 
 EOS = frozenset({1})
 
@@ -16,6 +18,11 @@ EOS = frozenset({1})
 @pytest.fixture(scope="module")
 def tokenizer(demo: LoadedModel) -> Any:
     return demo.tokenizer
+
+
+@pytest.fixture(scope="module")
+def tool_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TOOL_MODEL)
 
 
 WORDS = ["a", "b", "ab", "▁", "▁a", "▁the", "é", "\ufffd"]
@@ -133,6 +140,35 @@ def test_a_stop_string_that_ends_within_min_tokens_is_none(tokenizer: Any) -> No
     assert (texts, reasons) == (["c", "", ""], [None, None, "stop"]), "it begins within them and ends after them"
     texts, reasons, _ = _push_all(tokenizer, [a, b, a, c], stop=["ab", "bac"], min_tokens=3)
     assert ("".join(texts), reasons[-1]) == ("a", "stop")
+
+
+def test_within_a_held_call_nothing_stops(tool_tokenizer: Any) -> None:
+    """Stop strings and stop tokens end the answer before a call and after it, and not from its mark to its mark."""
+    call = '<tool_call>{"name": "f", "arguments": {"a": "END"}}</tool_call>'
+    held = ConstrainedCalls("<tool_call>", "</tool_call>", "", "", (), is_required=False, is_parallel=True).make_spec()
+
+    def push(text: str, grammar: GrammarSpec | None = held, **sampling: Any) -> tuple[str, FinishReason | None, int]:
+        tokens = tool_tokenizer.encode(text, add_special_tokens=False)
+        given = {"special_text": True, "grammar": grammar, **sampling}
+        texts, reasons, _ = _push_all(tool_tokenizer, tokens, **given)
+        return "".join(texts), reasons[-1], len(tokens) - len(texts)
+
+    assert push(f"{call}{call}", stop=["END", "a", "}}<", "</tool_call>"]) == (call + call, None, 0)
+    assert push(f"Now{call}END", stop=["END"]) == (f"Now{call}", "stop", 0)
+    assert push(f"{call}ow", stop=[">o"]) == (f"{call}ow", None, 0), "a stop string that begins in the call is none"
+    assert push(f"EN{call}", stop=["EN<", "END"]) == (f"EN{call}", None, 0), "nor is one that ends in it"
+    assert push(f"an END{call}", stop=["END"])[:2] == ("an ", "stop")
+    assert push(call, None, stop=["END"])[:2] == (call.partition("END")[0], "stop"), "a call that is not held"
+    (mark,) = tool_tokenizer.encode("</tool_call>", add_special_tokens=False)
+    assert push(call, stop_token_ids=[mark]) == (call, None, 0)
+    texts, reasons, _ = _push_all(
+        tool_tokenizer,
+        tool_tokenizer.encode(call, add_special_tokens=False)[:-6],
+        special_text=True,
+        grammar=held,
+        stop=['"', "END"],
+    )
+    assert (all(texts), reasons[-1]) == (True, None), "no text of it is held back"
 
 
 # Byte fallback.

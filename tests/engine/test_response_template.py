@@ -15,7 +15,7 @@ from tools.train_tools import TOOL_MODEL
 TOOL = {"type": "function", "function": {"name": "get_weather"}}
 OWN: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 WITHOUT = SimpleNamespace()
-CALL = AnswerPiece("call", '{"city": "Rome"}', "get_weather")
+CALL = AnswerPiece("call", '{"city": "Rome"}', "get_weather", is_last=True)
 THOUGHT = AnswerPiece("reasoning", "Where?")
 QWEN = '<think>\nWhere?\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>Where?<|end|>"

@@ -15,7 +15,7 @@ from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.engine import CompiledGrammar, GrammarTokenizer
 from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import ConstrainedTool, begin_in_answer, constrain_calls
-from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
 from penstock.messages import GrammarSpec
 from tools.train_tools import TOOL_MODEL
 
@@ -48,8 +48,14 @@ def tokenizer(text_tokenizer: Any) -> GrammarTokenizer:
     return GrammarTokenizer.from_json(text, vocab_size=len(text_tokenizer), eos_token_ids=[text_tokenizer.eos_token_id])
 
 
-def hold(*, required: bool = True, parallel: bool = True, template: Mapping[str, Any] = TEMPLATE) -> GrammarSpec:
-    return constrain_calls(template, TOOLS, is_required=required, is_parallel=parallel)
+def hold(
+    *,
+    required: bool = True,
+    parallel: bool = True,
+    template: Mapping[str, Any] = TEMPLATE,
+    answer: dict[str, Any] | None = None,
+) -> GrammarSpec:
+    return constrain_calls(template, TOOLS, is_required=required, is_parallel=parallel, answer=answer).make_spec()
 
 
 def draw_answer(spec: GrammarSpec, tokenizer: GrammarTokenizer, seed: int) -> tuple[list[int], bool]:
@@ -68,9 +74,9 @@ def draw_answer(spec: GrammarSpec, tokenizer: GrammarTokenizer, seed: int) -> tu
     return state.token_ids, False
 
 
-def parse(text: str) -> AnswerPart:
-    whole = AnswerParser(TEMPLATE, OFFERED, are_calls_constrained=True).end(text)
-    parser, told = AnswerParser(TEMPLATE, OFFERED, are_calls_constrained=True), AnswerPart()
+def parse(text: str, calls: CallsForm = "held") -> AnswerPart:
+    whole = AnswerParser(TEMPLATE, OFFERED, calls).end(text)
+    parser, told = AnswerParser(TEMPLATE, OFFERED, calls), AnswerPart()
     for character in text:
         told += parser.add_text(character)
     assert told + parser.end("") == whole
@@ -95,8 +101,8 @@ def test_where_a_call_is_required_there_is_one_and_it_is_valid(
     for seed in range(60):
         tokens, has_ended = draw_answer(spec, tokenizer, seed)
         part = parse(start + text_tokenizer.decode(tokens))
-        check_calls(part)
         if has_ended:
+            check_calls(part)
             num_ended += 1
             num_calls.add(len(part.calls))
             assert not part.content.strip()
@@ -121,6 +127,62 @@ def test_where_the_model_may_call_its_calls_are_valid(
     assert any(part.content for part in found)
 
 
+MARKS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"mark": {"enum": ["<tool_call>", "</think>", "<think>", "<|im_end|>", "no"]}},
+    "required": ["mark"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("start", ["", "<think>"])
+@pytest.mark.parametrize("answer", [WEATHER, MARKS, {"type": "object"}, {"type": "array", "items": {"enum": [1, "a"]}}])
+def test_an_answer_calls_or_else_follows_its_schema(
+    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool, start: str, answer: dict[str, Any]
+) -> None:
+    spec = begin_in_answer(hold(required=False, parallel=parallel, answer=answer), start)
+    found = list[AnswerPart]()
+    for seed in range(60):
+        tokens, has_ended = draw_answer(spec, tokenizer, seed)
+        part = parse(start + text_tokenizer.decode(tokens), "or_json")
+        if has_ended:
+            check_calls(part)
+            found.append(part)
+            if part.calls:
+                assert not part.content.strip()
+            else:
+                jsonschema.validate(json.loads(part.content), answer)
+    numbers = {len(part.calls) for part in found}
+    assert {0, 1} <= numbers
+    assert (max(numbers) > 1) == parallel
+    assert any(part.reasoning for part in found)
+
+
+def test_who_takes_an_answer_over_has_the_same_masks(tokenizer: GrammarTokenizer) -> None:
+    grammar = CompiledGrammar(hold(required=False, answer=WEATHER), tokenizer)
+    rows = [np.zeros(tokenizer.num_mask_words, np.int32) for _ in range(2)]
+    for seed in range(8):
+        tokens, _ = draw_answer(grammar.spec, tokenizer, seed)
+        state = GrammarState(grammar)
+        for place, token in enumerate(tokens):
+            state.fill_mask(rows[0])
+            GrammarState(grammar, token_ids=tokens[:place]).fill_mask(rows[1])
+            assert rows[0].tolist() == rows[1].tolist()
+            state.advance([token])
+
+
+def test_where_a_call_is_required_the_schema_of_the_answer_waits() -> None:
+    assert hold(answer=WEATHER) == hold()
+
+
+def test_marks_in_an_answer_of_json_are_text() -> None:
+    text = '{"a": "<tool_call>", "b": ["</think>", "<think>"]}'
+    assert parse(f"<think>so <tool_call></think>\n\n{text}", "or_json") == AnswerPart(
+        [AnswerPiece("reasoning", "so <tool_call>"), AnswerPiece("content", f"\n\n{text}")]
+    )
+
+
 def test_a_mark_in_a_text_does_not_end_the_call(tokenizer: GrammarTokenizer, text_tokenizer: Any) -> None:
     state = GrammarState(CompiledGrammar(hold(), tokenizer))
     close = text_tokenizer.convert_tokens_to_ids("</tool_call>")
@@ -131,7 +193,7 @@ def test_a_mark_in_a_text_does_not_end_the_call(tokenizer: GrammarTokenizer, tex
     text = '<tool_call>{"name": "get-weather", "arguments": {"city": "</tool_call>\\"<"}}</tool_call>'
     assert parse(text).calls == [("get-weather", '{"city": "</tool_call>\\"<"}')]
     cut = text.partition("\\")[0]
-    assert (parse(cut).calls, parse(cut).content) == ([], cut.removeprefix("<tool_call>"))
+    assert (parse(cut).calls, parse(cut).content) == ([("get-weather", '{"city": "</tool_call>')], "")
 
 
 def test_what_is_free_stays_free_but_for_the_mark_as_text(tokenizer: GrammarTokenizer, text_tokenizer: Any) -> None:
@@ -156,9 +218,13 @@ def test_a_gateway_without_the_models_words_can_check_it() -> None:
             "properties": {"a": {"not": {"type": "null"}}},
             "additionalProperties": False,
         }
-        wrong = constrain_calls(TEMPLATE, [TOOLS[0], ConstrainedTool("f", deep)], is_required=False, is_parallel=True)
+        tools = [TOOLS[0], ConstrainedTool("f", deep)]
+        wrong = constrain_calls(TEMPLATE, tools, is_required=False, is_parallel=True).make_spec()
         with pytest.raises(UnsupportedSchema, match="'not' at #/tools/1/function/parameters/properties/a/not"):
             checker.check_grammar(wrong)
+        assert checker.check_grammar(hold(required=False, answer=WEATHER)).kind == "tools"
+        with pytest.raises(UnsupportedSchema, match="'not' at #/properties/a/not"):
+            checker.check_grammar(hold(required=False, answer=deep))
         with pytest.raises(InvalidRequest, match="cannot be read"):
             checker.check_grammar(GrammarSpec(kind="tools", source="{}"))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece
+from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
 from tools.train_tools import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
@@ -28,11 +28,11 @@ def content(text: str) -> AnswerPiece:
 
 
 def call(name: str, arguments: str = "{}") -> AnswerPiece:
-    return AnswerPiece("call", arguments, name)
+    return AnswerPiece("call", arguments, name, is_last=True)
 
 
-def parse(text: str, cuts: list[int], *, has_tools: bool = True) -> AnswerPart:
-    parser, told, last = AnswerParser(TEMPLATE, [TOOL] if has_tools else []), AnswerPart(), 0
+def parse(text: str, cuts: list[int], *, has_tools: bool = True, calls: CallsForm = "free") -> AnswerPart:
+    parser, told, last = AnswerParser(TEMPLATE, [TOOL] if has_tools else [], calls), AnswerPart(), 0
     for cut in sorted({min(cut, len(text)) for cut in cuts}):
         told += parser.add_text(text[last:cut])
         last = cut
@@ -65,6 +65,35 @@ def test_an_answer_has_its_parts_and_what_is_no_call_is_content(text: str, expec
 def test_where_no_tools_were_offered_a_call_is_content() -> None:
     text = '{"name": "f", "arguments": {}}'
     assert parse(f"<tool_call>{text}</tool_call>", [], has_tools=False).pieces == [content(text)]
+
+
+ARGUMENTS = '{"a": "</tool_call>\\\\u003c\\"}<", "b":[1, {}],\n"c": {"d": []}}'
+HELD = f'<think>so</think>\n\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n{SECOND}'
+
+
+def test_a_held_call_is_told_as_it_is_written_and_stays_one_where_it_is_cut() -> None:
+    begin = HELD.index(ARGUMENTS)
+    end = begin + len(ARGUMENTS)
+    parser, told = AnswerParser(TEMPLATE, [TOOL], "held"), ""
+    for place, character in enumerate(HELD[:end], 1):
+        pieces = parser.add_text(character).pieces
+        if place > begin:
+            (piece,) = pieces
+            assert (piece.name, piece.is_last) == ("f" if place == begin + 1 else "", place == end)
+            told += piece.text
+            assert told == HELD[begin:place], "nothing of it is held back"
+        cut = parse(HELD[:place], [], calls="held")
+        if place > begin:
+            assert cut.pieces[-1] == AnswerPiece("call", told, "f", place == end)
+        else:
+            assert not cut.calls
+    assert parse(HELD, [], calls="held").calls == [("f", ARGUMENTS), ("g", "{}")]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, len(HELD)), st.lists(st.integers(0, 200), max_size=12), st.sampled_from(["held", "or_json"]))
+def test_the_same_is_told_of_held_calls_wherever_the_text_is_cut(end: int, cuts: list[int], calls: CallsForm) -> None:
+    assert parse(HELD[:end], cuts, calls=calls) == parse(HELD[:end], [], calls=calls)
 
 
 @settings(max_examples=60)

@@ -41,9 +41,9 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "thoughts of all turns": (
         RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", "unsupported_parameter",
     ),
-    "tools and a format": (
-        RESPONSES, {"tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_object"}}},
-        "text.format", "invalid_value",
+    "tools and an expression": (
+        RESPONSES, {"tools": [{"type": "function", "name": "f"}], "guided_regex": "a+"}, "guided_regex",
+        "invalid_value",
     ),
     "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),

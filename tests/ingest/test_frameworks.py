@@ -1,6 +1,7 @@
 """Frameworks as their users call them, unchanged, against a gateway with the model that calls tools."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -225,6 +226,146 @@ def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(
     answer = call(tool_url, weather)
     assert sorted(weather.cities) == PLACES  # some call at once
     assert answer
+
+
+class Report(BaseModel):
+    """What is answered at last."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    color: str = Field(max_length=12)
+    num_cities: int = Field(ge=0, le=9)
+
+
+class City(BaseModel):
+    """Get the weather of a city."""
+
+    city: str = Field(max_length=20)
+
+
+def report_openai_chat(url: str, weather: Weather) -> Any:
+    """The SDK sends strict tools and the schema, and parses both."""
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    tool = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            message = client.chat.completions.parse(
+                model=MODEL, messages=turns, tools=[tool], response_format=Report, temperature=0
+            ).choices[0].message  # fmt: skip
+            turns.append(message)
+            if not message.tool_calls:
+                return message.parsed
+            for call in message.tool_calls:
+                city: Any = call.function.parsed_arguments
+                turns.append({"role": "tool", "tool_call_id": call.id, "content": weather.get_weather(city.city)})
+
+
+def report_openai_chat_stream(url: str, weather: Weather) -> Any:
+    """The SDK's reader of a stream puts arguments together from their pieces, and parses them as they come."""
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    tool = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            with client.chat.completions.stream(
+                model=MODEL, messages=turns, tools=[tool], response_format=Report, temperature=0
+            ) as stream:
+                deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+                message = stream.get_final_completion().choices[0].message
+            turns.append(message)
+            if not message.tool_calls:
+                return message.parsed
+            assert len(deltas) > len(message.tool_calls), "they come in pieces"
+            for call in message.tool_calls:
+                city: Any = call.function.parsed_arguments
+                turns.append({"role": "tool", "tool_call_id": call.id, "content": weather.get_weather(city.city)})
+
+
+def report_openai_responses(url: str, weather: Weather) -> Any:
+    given: Any = QUESTION
+    previous: str | None = None
+    function: Any = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)["function"]
+    tool: Any = {"type": "function", **function}
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        while True:
+            made = client.responses.parse(
+                model=MODEL, input=given, tools=[tool], text_format=Report, temperature=0,
+                previous_response_id=previous,
+            )  # fmt: skip
+            calls = [item for item in made.output if item.type == "function_call"]
+            if not calls:
+                return made.output_parsed
+            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
+            given, previous = (
+                [
+                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
+                    for call, result in zip(calls, results, strict=True)
+                ],
+                made.id,
+            )
+
+
+def report_langchain(url: str, weather: Weather, **options: Any) -> Any:
+    langchain = pytest.importorskip("langchain_openai")
+    tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
+    tool = tools.tool(weather.get_weather)
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, **options)
+    model = chat.bind_tools([tool], response_format=Report, strict=True)
+    turns = [messages.HumanMessage(QUESTION)]
+    while (answer := model.invoke(turns)).tool_calls:
+        turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
+    return answer.additional_kwargs["parsed"]
+
+
+def report_langchain_responses(url: str, weather: Weather) -> Any:
+    return report_langchain(url, weather, use_responses_api=True)
+
+
+def report_pydantic_ai(url: str, weather: Weather, output: str, kind: str = "OpenAIChatModel") -> Any:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+
+    async def run_agent() -> Any:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
+            model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            agent = pydantic_ai.Agent(
+                model, tools=[weather.get_weather], output_type=getattr(pydantic_ai, output)(Report),
+                model_settings={"temperature": 0},
+            )  # fmt: skip
+            return (await agent.run(QUESTION)).output
+
+    return asyncio.run(run_agent())
+
+
+def report_pydantic_ai_native(url: str, weather: Weather) -> Any:
+    return report_pydantic_ai(url, weather, "NativeOutput")
+
+
+def report_pydantic_ai_responses(url: str, weather: Weather) -> Any:
+    return report_pydantic_ai(url, weather, "NativeOutput", "OpenAIResponsesModel")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        report_openai_chat, report_openai_chat_stream, report_openai_responses, report_langchain,
+        report_langchain_responses, report_pydantic_ai_native, report_pydantic_ai_responses,
+    ],
+)  # fmt: skip
+def test_a_framework_calls_tools_and_gets_an_object_of_its_type_at_last(
+    tool_url: str, report: Callable[[str, Weather], Any]
+) -> None:
+    weather = Weather()
+    found = report(tool_url, weather)
+    assert isinstance(found, Report)
+    assert weather.cities
+
+
+def test_a_framework_may_demand_any_object_beside_tools(tool_url: str) -> None:
+    """The schema is in the prompt. Small as it is, the model may break it, but no request is refused."""
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    with contextlib.suppress(pydantic_ai.exceptions.UnexpectedModelBehavior):
+        assert isinstance(report_pydantic_ai(tool_url, Weather(), "PromptedOutput"), Report)
 
 
 SCRIPTS = Path(__file__).parent / "frameworks"

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from penstock.client.core import Answer, Event
 from penstock.config.addresses import Addresses
@@ -166,19 +167,19 @@ def test_input_that_is_no_json_is_refused(value: str) -> None:
 # The answer.
 
 
-def make_meta(*, has_template: bool = True) -> StreamMeta:
-    body = MESSAGES.parse_body(ASKED | {"tools": [TOOL]})
+def make_meta(*, has_template: bool = True, is_held: bool = False) -> StreamMeta:
+    body = MESSAGES.parse_body(ASKED | {"tools": [TOOL | {"strict": True} if is_held else TOOL]})
     return make_stream_meta(MESSAGES, body, "msg_1", response_template=TEMPLATE if has_template else None)
 
 
-def answer_whole(text: str, reason: FinishReason = "stop", *, has_template: bool = True) -> MessageAnswer:
+def answer_whole(text: str, reason: FinishReason = "stop", **options: bool) -> MessageAnswer:
     answer = Answer("msg_1", text, [], reason, USAGE, Timings(), [])
-    return MESSAGES.make_answer(make_meta(has_template=has_template), [answer])
+    return MESSAGES.make_answer(make_meta(**options), [answer])
 
 
-def list_events(texts: list[str], after: str | None = None, *, has_template: bool = True) -> list[SentEvent]:
+def list_events(texts: list[str], after: str | None = None, **options: bool) -> list[SentEvent]:
     """All events of an answer whose tokens have these texts, but for the last one, which is the end's."""
-    cursor = SseCursor(MESSAGES, make_meta(has_template=has_template), ResumePoint(1, after))
+    cursor = SseCursor(MESSAGES, make_meta(**options), ResumePoint(1, after))
     log: list[Event] = []
     rolled = START_HASH
     for position, text in enumerate(texts[:-1]):
@@ -201,20 +202,21 @@ def accumulate(events: list[SentEvent]) -> dict[str, Any]:
         "message_start", "ping", "message_delta", "message_stop",
     ]  # fmt: skip
     message: dict[str, Any] = start["message"]
-    open_index = None
+    open_index, arguments = None, ""
     for body in middle:
         index = body["index"]
         match body["type"]:
             case "content_block_start":
                 assert (open_index, index) == (None, len(message["content"]))
                 message["content"].append(body["content_block"])
-                open_index = index
+                open_index, arguments = index, ""
             case "content_block_delta":
                 assert index == open_index
                 kind = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
                 name = kind[body["delta"]["type"]]
                 if name == "partial_json":
-                    message["content"][index]["input"] = json.loads(body["delta"][name])
+                    arguments += body["delta"][name]
+                    message["content"][index]["input"] = from_json(arguments, allow_partial=True)
                 else:
                     message["content"][index][name] += body["delta"][name]
             case "content_block_stop":
@@ -272,6 +274,27 @@ def test_without_a_response_template_an_answer_is_text() -> None:
         "end_turn",
     )
     assert accumulate(list_events(["<think>", FIRST], has_template=False))["content"] == whole["content"]
+
+
+def test_the_arguments_of_a_held_call_come_in_pieces_and_a_cut_call_has_what_is_whole() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"], "b": "yz"}}</tool_call>'
+    begin = text.index('{"a"')
+    for end in range(begin + 1, len(text)):
+        for step in (1, 4, 100):
+            texts = [text[:end][place : place + step] for place in range(0, end, step)]
+            events = list_events([*texts, ""], is_held=True)
+            found = accumulate(events)["content"]
+            assert found == answer_whole(text[:end], "length", is_held=True).model_dump()["content"]
+            pieces = [json.loads(one.event.data) for one in events if one.event.event == "content_block_delta"]
+            assert "".join(one["delta"]["partial_json"] for one in pieces) == text[begin : min(end, len(text) - 13)]
+            if step == 4:
+                for number, one in enumerate(events[:-1], 1):
+                    assert list_events([*texts, ""], one.id, is_held=True) == events[number:]
+    assert found == [{"type": "tool_use", "id": "toolu_1_0", "name": "f", "input": {"a": [1, "x"], "b": "yz"}}]
+    (block,) = answer_whole(text[: begin + 22], "length", is_held=True).content
+    assert block.model_dump()["input"] == {"a": [1, "x"]}
+    (block,) = answer_whole(text[:begin] + '{"a": ' + "[" * 300, "length", is_held=True).content
+    assert block.model_dump()["input"] == {}
 
 
 TEXTS = [*PIECES, FIRST, SECOND, f"</think>\n{SECOND}{FIRST}b", ""]

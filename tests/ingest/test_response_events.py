@@ -24,8 +24,10 @@ from sim.workload import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+NAME = {"type": "function", "name": "f"}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "b c"}}</tool_call>'
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+HELD = {"parallel_tool_calls": True, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAME]}}
 PIECES = ["<think>", "</think>", CALL, CALL, " ", "\n", "some", " text", "<tool_call>", "</tool_call>", "<", "ä👍"]
 
 
@@ -88,15 +90,16 @@ CASES: dict[str, tuple[str, FinishReason, list[tuple[str, str, str]]]] = {
         ("reasoning", "Hm", "completed"), ("message", "Yes", "incomplete"),
     ]),
     "cut in a call": (f'{CALL}<tool_call>{{"name": "f"', "length", [F, ("message", '{"name": "f"', "incomplete")]),
+    "cut in a held call": (f'{CALL}\n{CALL[:-16]}', "length", [F, ("function_call", 'f({"a": "b )', "incomplete")]),
+    "cut after a held call": (CALL[:-5], "length", [F]),
     "no call": ('<tool_call>{"name": 1}</tool_call>', "stop", [("message", '{"name": 1}', "completed")]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "reason", "expected"), CASES.values(), ids=CASES)
-def test_the_items_of_an_answer_are_in_its_order(
-    text: str, reason: FinishReason, expected: list[tuple[str, str, str]]
-) -> None:
-    meta = make_meta()
+@pytest.mark.parametrize("name", CASES)
+def test_the_items_of_an_answer_are_in_its_order(name: str) -> None:
+    text, reason, expected = CASES[name]
+    meta = make_meta(**(HELD if "held" in name else {}))
     for step in (1, 2, 5, 100):
         texts = cut_text(text, step)
         log = make_log(texts, reason=reason)
@@ -114,14 +117,17 @@ def test_the_items_of_an_answer_are_in_its_order(
     has_logprobs=st.booleans(),
     is_held=st.booleans(),
     reason=st.sampled_from(["stop", "length"]),
+    more=st.sampled_from([{}, HELD]),
 )
 def test_openais_reader_puts_the_same_together_and_goes_on_after_any_event(
-    pieces: list[str], step: int, has_logprobs: bool, is_held: bool, reason: FinishReason
+    pieces: list[str], step: int, has_logprobs: bool, is_held: bool, reason: FinishReason, more: dict[str, Any]
 ) -> None:
     text = "".join(pieces)
+    if more and reason == "length":
+        text += CALL[: step - 20]
     texts = cut_text(text, step)
     rest = texts.pop() if texts and is_held else ""
-    meta = make_meta(**({"include": ["message.output_text.logprobs"]} if has_logprobs else {}))
+    meta = make_meta(**({"include": ["message.output_text.logprobs"]} if has_logprobs else {}), **more)
     log = make_log(texts, rest, reason, has_logprobs=has_logprobs)
     sent = read_stream(meta, log)
     check_as_openai(sent, make_whole(meta, log))

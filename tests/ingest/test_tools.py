@@ -1,13 +1,16 @@
 """Tools and reasoning with a model that calls tools: whole, streamed, and resumed at any event on another gateway."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
+from pydantic_core import from_json
 
 from sim.forked import ForkedStack
 from sim.waiting import PATIENCE_S, wait_for
@@ -142,18 +145,123 @@ def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: di
         assert (whole.finish_reason, bool(calls)) == ("tool_calls", True)
         assert {name for name, _ in calls} <= names
         assert all(arguments["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
-        streamed = sdk.chat.completions.create(model=model, stream=True, **make_extra(asked))
-        deltas: list[Any] = [chunk.choices[0].delta for chunk in streamed]
-        told = [call.function for delta in deltas for call in delta.tool_calls or ()]
-        assert [(one.name, json.loads(one.arguments)) for one in told] == calls
+        with sdk.chat.completions.stream(model=model, **make_extra(asked)) as stream:
+            streamed = stream.until_done().get_final_completion().choices[0]
+        told = [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()]
+        written: Any = whole.message.tool_calls
+        assert told == [(call.function.name, call.function.arguments) for call in written]
+        assert streamed.finish_reason == "tool_calls"
 
 
 def make_extra(asked: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for the SDK, which does not know all fields."""
-    own = {"chat_template_kwargs"} & asked.keys()
+    own = {"chat_template_kwargs", "tool_choice", "seed"} & asked.keys()
     return {name: value for name, value in asked.items() if name not in own} | {
         "extra_body": {name: asked[name] for name in own}
     }
+
+
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 50, "maxLength": 60}, "red": {"type": "boolean"}},
+    "required": ["text", "red"],
+    "additionalProperties": False,
+}
+Told = tuple[str, str, str]
+"""Name and arguments of an answer's only call, and why the answer ended."""
+
+
+def ask_long_call(url: str, model: str, form: str, limit: int, *, is_streamed: bool) -> Told:
+    """Have the model call a tool with long arguments; stop strings within them do nothing."""
+    body: dict[str, Any] = {"model": model, "temperature": 1, "stream": is_streamed}
+    function = {"name": "note", "parameters": NOTE, "strict": True}
+    if form == "responses":
+        choice: dict[str, Any] = {"type": "function", "name": "note"}
+        body |= {"input": TURNS, "tools": [{"type": "function", **function}], "tool_choice": choice}
+        body |= {"seed": 3, "max_output_tokens": limit}
+    elif form == "messages":
+        tool = {"name": "note", "input_schema": NOTE, "strict": True}
+        body |= {"messages": TURNS, "tools": [tool], "tool_choice": {"type": "tool", "name": "note"}}
+        body |= {"top_k": 1, "max_tokens": limit, "stop_sequences": ["e", "t", ","]}
+    else:
+        choice = {"type": "function", "function": {"name": "note"}}
+        body |= {"messages": TURNS, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        body |= {"seed": 3, "max_tokens": limit, "stop": ["e", "t", ","]}
+    if is_streamed:
+        events = [event.data for event in EventSource(f"{url}/v1/{form}").connect(body)]
+        return join_pieces(form, [json.loads(data) for data in events if data != "[DONE]"])
+    return read_whole(form, httpx.post(f"{url}/v1/{form}", json=body, timeout=None).raise_for_status().json())
+
+
+def read_whole(form: str, answer: Any) -> Told:
+    """Return what a whole answer tells; arguments of Anthropic's form are written anew."""
+    if form == "responses":
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        assert all(item["status"] == answer["status"] or item["status"] == "completed" for item in calls)
+        return (*join_calls([(item["name"], item["arguments"]) for item in calls]), answer["status"])
+    if form == "messages":
+        calls = [(block["name"], json.dumps(block["input"])) for block in answer["content"] if "input" in block]
+        return (*join_calls(calls), answer["stop_reason"])
+    (choice,) = answer["choices"]
+    calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
+    return (*join_calls([(call["name"], call["arguments"]) for call in calls]), choice["finish_reason"])
+
+
+def join_pieces(form: str, events: list[Any]) -> Told:
+    """Return what a stream tells."""
+    pieces = list[tuple[str, str]]()
+    reason = ""
+    for event in events:
+        if form == "responses":
+            if event["type"] == "response.output_item.added" and event["item"]["type"] == "function_call":
+                pieces.append((event["item"]["name"], ""))
+            if event["type"] == "response.function_call_arguments.delta":
+                pieces.append(("", event["delta"]))
+            reason = event.get("response", {}).get("status", "")
+        elif form == "messages":
+            if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+                pieces.append((event["content_block"]["name"], ""))
+            if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+                pieces.append(("", event["delta"]["partial_json"]))
+            reason = event["delta"]["stop_reason"] if event["type"] == "message_delta" else reason
+        else:
+            (choice,) = event["choices"]
+            reason = choice["finish_reason"] or reason
+            for call in choice["delta"].get("tool_calls", ()):
+                assert call["index"] == 0
+                pieces.append((call["function"].get("name", ""), call["function"]["arguments"]))
+    name, arguments = join_calls(pieces)
+    if form == "messages" and name:
+        arguments = json.dumps(from_json(arguments, allow_partial=True))
+    return name, arguments, reason
+
+
+def join_calls(pieces: list[tuple[str, str]]) -> tuple[str, str]:
+    return "".join(name for name, _ in pieces), "".join(arguments for _, arguments in pieces)
+
+
+@pytest.mark.parametrize(
+    ("form", "cut", "ended"),
+    [
+        ("chat/completions", "length", "tool_calls"), ("responses", "incomplete", "completed"),
+        ("messages", "max_tokens", "tool_use"),
+    ],
+)  # fmt: skip
+def test_a_long_call_that_is_cut_anywhere_says_the_same_streamed_and_whole(
+    gateways: tuple[GatewayProcess, ...], model: str, form: str, cut: str, ended: str
+) -> None:
+    url, seen = gateways[0].url, set[str]()
+    limit, told = 0, ("", "", "")
+    while told[2] != ended:
+        limit += 3
+        before, told = told, ask_long_call(url, model, form, limit, is_streamed=True)
+        assert told == ask_long_call(url, model, form, limit, is_streamed=False)
+        assert told[2] in (cut, ended)
+        assert told[0] in ({"note"} if before[0] else {"", "note"}), "what was a call stays one"
+        assert form == "messages" or told[1].startswith(before[1])
+        seen.add(told[1])
+    jsonschema.validate(json.loads(told[1]), NOTE)
+    assert len(seen) > 2
 
 
 def test_a_model_that_may_call_once_does_not_call_twice(sdk: openai.OpenAI, model: str) -> None:
@@ -170,6 +278,103 @@ def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> Non
     assert whole.status == "completed"
 
 
+def allow_tools(mode: str, *names: str) -> dict[str, Any]:
+    """Return the `tool_choice` of a chat that allows only these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"mark": {"enum": ["<tool_call>", "red"]}, "years": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["mark", "years"],
+    "additionalProperties": False,
+}
+AGE = make_strict(
+    {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Bo"]}},
+        "required": ["name"],
+        "additionalProperties": False,
+    },
+    "get_age",
+)
+NAMED_AGE = {"type": "function", "function": {"name": "get_age"}}
+BOTH = {"get_weather", "get_age"}
+
+
+@pytest.mark.parametrize("is_response", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names", "must_call"),
+    [
+        (None, BOTH, False),
+        ("auto", BOTH, False),
+        ("none", set(), False),
+        ("required", BOTH, True),
+        (NAMED_AGE, {"get_age"}, True),
+        (allow_tools("auto", "get_age"), {"get_age"}, False),
+        (allow_tools("required", "get_age"), {"get_age"}, True),
+    ],
+)
+def test_an_answer_calls_or_else_follows_its_schema(
+    sdk: openai.OpenAI, model: str, is_response: bool, choice: Any, names: set[str], must_call: bool
+) -> None:
+    """With several calls or one, with reasoning before and without: the answer has the calls, or else the schema."""
+    options = itertools.product(
+        [{}, {"parallel_tool_calls": False}],
+        [{}, {"chat_template_kwargs": {"enable_thinking": True}}],
+        ["Say hello.", "What is the weather of Lisbon and Porto?"],
+    )
+    for number, (parallel, thinking, question) in enumerate(options):
+        asked = ASKED | {
+            "messages": [{"role": "user", "content": question}],
+            "tools": [WEATHER, AGE],
+            "max_tokens": 500,
+        }
+        asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+        asked |= {"temperature": 1, "seed": number, **parallel, **thinking}
+        asked |= {} if choice is None else {"tool_choice": choice}
+        content, calls, has_ended = ask_response(sdk, model, asked) if is_response else ask_chat(sdk, model, asked)
+        assert {name for name, _ in calls} <= names
+        if not has_ended:
+            continue
+        assert all(json.loads(arguments)["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
+        assert len(calls) <= 1 or (not parallel and choice != NAMED_AGE)
+        assert calls or not must_call
+        if calls:
+            assert not content.strip()
+        else:
+            jsonschema.validate(json.loads(content), ANSWER)
+
+
+def ask_chat(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+    """Return an answer's content and calls, and whether it ended by itself."""
+    (choice,) = sdk.chat.completions.create(model=model, **make_extra(asked)).choices
+    calls: Any = choice.message.tool_calls or []
+    told = [(call.function.name, call.function.arguments) for call in calls]
+    return choice.message.content or "", told, choice.finish_reason != "length"
+
+
+def ask_response(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+    """Return what `ask_chat` does, of the response to the same request."""
+    same = {"temperature", "seed", "parallel_tool_calls", "chat_template_kwargs"} & asked.keys()
+    given: dict[str, Any] = {name: asked[name] for name in same}
+    given |= {"tools": [{"type": "function", **tool["function"]} for tool in asked["tools"]]}
+    given |= {"text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}}
+    if isinstance(choice := asked.get("tool_choice"), dict):
+        allowed = choice.get("allowed_tools", {"tools": [choice]})
+        flat = [{"type": "function", **tool["function"]} for tool in allowed["tools"]]
+        choice = choice | flat[0] if choice["type"] == "function" else {**choice, **allowed, "tools": flat}
+        choice = {name: value for name, value in choice.items() if name not in ("function", "allowed_tools")}
+    given |= {} if choice is None else {"tool_choice": choice}
+    made = sdk.responses.create(
+        model=model, input=asked["messages"], max_output_tokens=asked["max_tokens"], **make_extra(given)
+    )
+    told = [(item.name, item.arguments) for item in made.output if item.type == "function_call"]
+    assert choice is None or json.loads(made.to_json())["tool_choice"] == choice
+    return made.output_text, told, made.status == "completed"
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -177,8 +382,12 @@ def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> Non
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "tools": [WEATHER, WEATHER]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": allow_tools("auto", "other")}, None),
+        ({"tool_choice": allow_tools("auto")}, "tool_choice.allowed_tools.tools"),
         ({"tools": [make_strict({"type": "object", "not": {}})]}, "tools"),
         ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
         ({"chat_template_kwargs": {"messages": []}}, None),
@@ -320,6 +529,10 @@ def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: openai.OpenAI, m
     assert rest or whole.status == "incomplete"
 
 
+TYPED = {"response_format": {"type": "json_object"}, "parallel_tool_calls": False}
+TYPED_FLAT = {"text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}}
+
+
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/responses"])
 def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model: str, endpoint: Any) -> None:
     asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
@@ -327,6 +540,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
         asked,
         asked | {"tool_choice": "none"},
         asked | {"tool_choice": "required", "parallel_tool_calls": False},
+        asked | (TYPED_FLAT if endpoint == "/v1/responses" else TYPED),
         asked | {"ignore_eos": True, "tool_choice": "required"},
     ]
     rows = [
@@ -342,7 +556,7 @@ def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model
     answers = read(sdk.files.content(ended.output_file_id).content)
     found = {one["custom_id"]: one["response"]["body"] for one in answers}
     whole: Any
-    for number in (0, 1, 2):
+    for number in (0, 1, 2, 3):
         if endpoint == "/v1/responses":
             whole = sdk.responses.create(**bodies[number])
             assert describe_output(sdk_response(found[str(number)])) == describe_output(whole)

@@ -3,6 +3,9 @@
 The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
 texts.
 
+Where a grammar holds calls, no stop string and no stop token is looked for from the mark that opens a call to the mark
+that closes it: its arguments may say anything, and what ends in them is no call.
+
 Some tokenizers (SentencePiece's) spell what they have no token for in byte tokens, `<0xE4>`, and decode a run of them
 as a whole: one wrong byte makes all of it unreadable. The text of a run is therefore known when it is over.
 """
@@ -10,6 +13,7 @@ as a whole: one wrong byte makes all of it unreadable. The text of a run is ther
 from functools import lru_cache
 from typing import Any
 
+from penstock.grammar.tools import ConstrainedCalls
 from penstock.messages import FinishReason, Sampling
 
 _REPLACEMENT = "\ufffd"
@@ -36,6 +40,9 @@ class Detokenizer:
         self._min_tokens = sampling.min_tokens or 0
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self._call_marks = _find_call_marks(tokenizer, sampling)
+        self._is_in_call = False
+        """Whether the last token was in a call in which nothing stops."""
         self._max_new = max_new_tokens
         unseen_ids, self._byte_ids = _find_special_ids(tokenizer)
         self._skips_special = not sampling.special_text
@@ -50,7 +57,8 @@ class Detokenizer:
         self._held = ""
         """Whole characters that may be the beginning of a stop string."""
         self._num_exempt = 0
-        """Leading characters of the held text that `min_tokens` exempts: a stop string that ends in them is none."""
+        """Leading characters of the held text that are exempt, of a call or the first `min_tokens`: a stop string that
+        ends in them is none."""
 
     def add_token(self, token_id: int, *, is_grammar_ended: bool = False) -> tuple[str, FinishReason | None]:
         """Add a token. Returns the text that it adds, and the finish reason if the output ends with it.
@@ -64,12 +72,14 @@ class Detokenizer:
 
     def _add_token(self, token_id: int, is_grammar_ended: bool) -> tuple[str, FinishReason | None]:
         self._num_tokens += 1
-        ends = token_id in self._eos_ids or token_id in self._stop_ids
+        is_in_call = self._is_in_call or token_id == self._call_marks[0]
+        self._is_in_call = is_in_call and token_id != self._call_marks[1]
+        ends = token_id in self._eos_ids or (token_id in self._stop_ids and not is_in_call)
         is_last = ends or is_grammar_ended or self._num_tokens >= self._max_new
         if not ends and token_id not in self._unseen_ids:
             self._window.append(token_id)
         self._held += self._take_text(everything=is_last)
-        if self._num_tokens <= self._min_tokens:
+        if is_in_call or self._num_tokens <= self._min_tokens:
             self._num_exempt = len(self._held)
         found = _find_stop(self._held, self._stop, self._num_exempt)
         if found is not None:
@@ -78,7 +88,7 @@ class Detokenizer:
             return text, "stop"
         if is_last:
             return self.take_rest(), "stop" if ends or is_grammar_ended else "length"
-        keep = _count_stop_prefix(self._held, self._stop)
+        keep = 0 if is_in_call else _count_stop_prefix(self._held, self._stop)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(text) :]
         self._num_exempt = max(0, self._num_exempt - len(text))
@@ -123,6 +133,14 @@ def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     ids = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
     named = ((name, token_id) for name, token_id in ids if token_id is not None)  # others may all be the unknown token
     return unseen, frozenset(token_id for name, token_id in named if tokenizer.convert_ids_to_tokens(token_id) == name)
+
+
+def _find_call_marks(tokenizer: Any, sampling: Sampling) -> tuple[int | None, int | None]:
+    """Return the tokens that open and close a call, where a grammar holds calls and something might stop in them."""
+    if sampling.grammar is None or sampling.grammar.kind != "tools" or not (sampling.stop or sampling.stop_token_ids):
+        return None, None
+    calls = ConstrainedCalls.decode(sampling.grammar.source)
+    return tokenizer.convert_tokens_to_ids(calls.open), tokenizer.convert_tokens_to_ids(calls.close)
 
 
 def _find_stop(text: str, stops: list[str], num_exempt: int) -> tuple[int, str] | None:

@@ -22,8 +22,9 @@ How an answer ends:
   without another step, with `stop`, also at its last allowed token.
 - `max_tokens` ends an answer anywhere, with `length`: the text is then the beginning of a valid one, and is not valid
   itself unless `is_accepting` was true.
-- `stop` and `stop_token_ids` end an answer where they match, also inside of the grammar. A token of `stop_token_ids`
-  that the grammar does not allow is never chosen.
+- `stop` and `stop_token_ids` end an answer where they match, also inside of the grammar, but not within a call: one
+  that has begun is written to its end, or to the limit. A token of `stop_token_ids` that the grammar does not allow
+  is never chosen.
 - `ignore_eos` with a grammar is refused: after the end of a grammar there is nothing to generate.
 - With `n` above 1 each choice is a request of its own, with its own state; they share what is compiled.
 """

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from penstock.errors import InvalidRequest, ModelLoadError, UnsupportedSchema
 from penstock.grammar.schema import Node, PreparedSchema, escape_pointer, iterate_children, prepare_schema
 from penstock.grammar.spec import ENGINE
-from penstock.grammar.tools import ConstrainedCalls, write_lark
+from penstock.grammar.tools import TOOLS_PATH, ConstrainedCalls, write_lark
 from penstock.messages import GrammarSpec
 
 if TYPE_CHECKING:
@@ -135,9 +135,12 @@ class CompiledGrammar:
             try:
                 schema = _ANY_OBJECT if tool.parameters is None else self._compile_schema(tool.parameters)[0]
             except UnsupportedSchema as error:
-                path = f"#/tools/{number}/function/parameters{error.path.removeprefix('#')}"
+                path = f"{TOOLS_PATH}{number}/function/parameters{error.path.removeprefix('#')}"
                 raise UnsupportedSchema.at_keyword(error.keyword, path, error.reason) from None
-            schemas.append({**schema, "x-guidance": _SCHEMA_OPTIONS})
+            schemas.append(schema)
+        if calls.answer is not None:
+            schemas.append(self._compile_schema(calls.answer)[0])
+        schemas = [{**schema, "x-guidance": _SCHEMA_OPTIONS} for schema in schemas]
         return str(grammar_from("grammar", write_lark(calls, schemas, has_marks=self.tokenizer.has_marks)))
 
 

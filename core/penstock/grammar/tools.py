@@ -1,7 +1,8 @@
 """Calls of tools that follow a grammar: which tool, its arguments, how many calls, and whether there must be one.
 
-    reasoning?  call (call …)            where there must be a call
-    text? (call text? …)                 where the model may call, or not
+    reasoning? call (call …)             where there must be a call
+    reasoning? (call (call …) | JSON)    where the model may call, and else its answer follows a schema
+    reasoning? text? (call text? …)      where the model may call, or not
 
 A call is written as the model's response template reads it: JSON with `name` and `arguments` between two marks. Marks
 are tokens, so that text cannot end a call. Only such templates can be held to a grammar.
@@ -19,6 +20,12 @@ from penstock.messages import GrammarSpec
 
 _PLAIN_CALL = {"type": "function", "function": "{content}"}
 """How a template makes a call of JSON that has a name and arguments."""
+_CANNOT_BE_HELD = (
+    "the model writes calls in a form that cannot be held to a grammar: send its tools without 'strict', "
+    "'parallel_tool_calls', a form of the answer, and a 'tool_choice' other than 'auto' and 'none'"
+)
+TOOLS_PATH = "#/tools/"
+"""With which the path of a keyword in a tool's schema begins."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -46,6 +53,8 @@ class ConstrainedCalls:
     """Whether there may be several calls."""
     is_thinking: bool = False
     """Whether the prompt has opened the reasoning."""
+    answer: dict[str, Any] | None = None
+    """The JSON schema of an answer without calls; None: it is text."""
 
     @classmethod
     def decode(cls, source: str) -> Self:
@@ -59,14 +68,23 @@ class ConstrainedCalls:
 
     def make_spec(self) -> GrammarSpec:
         """Return the grammar. Raises `InvalidRequest` if it is too large."""
-        source = json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        fields = asdict(self)
+        if self.answer is None:
+            del fields["answer"]  # a worker of an earlier version does not know it
+        source = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         return make_spec("tools", source, "tools")
 
 
 def constrain_calls(
-    template: Mapping[str, Any], tools: Sequence[ConstrainedTool], *, is_required: bool, is_parallel: bool
-) -> GrammarSpec:
-    """Return the grammar of answers that call tools, by a response template.
+    template: Mapping[str, Any],
+    tools: Sequence[ConstrainedTool],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    answer: dict[str, Any] | None = None,
+) -> ConstrainedCalls:
+    """Return what the calls of answers may be, by a response template. Where the model need not call, its answer
+    follows the schema `answer`, if there is one.
 
     Raises `InvalidRequest` for a template whose calls have another form, and for two tools of one name.
     """
@@ -74,16 +92,22 @@ def constrain_calls(
     calls = fields.get("tool_calls", {})
     marks = _read_marks(calls)
     if marks is None or calls.get("content") != "json" or calls.get("content_args"):
-        raise InvalidRequest("the model writes calls in a form that cannot be held to a grammar")
+        raise InvalidRequest(_CANNOT_BE_HELD)
     if calls.get("transform") != _PLAIN_CALL or calls.get("transform_each"):
-        raise InvalidRequest("the model writes calls in a form that cannot be held to a grammar")
+        raise InvalidRequest(_CANNOT_BE_HELD)
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidRequest("two tools have the same name")
     thoughts = [found for name in _REASONING_FIELDS if (found := _read_marks(fields.get(name, {}))) is not None]
     think_open, think_close = thoughts[0] if thoughts else ("", "")
     return ConstrainedCalls(
-        *marks, think_open, think_close, tuple(tools), is_required=is_required, is_parallel=is_parallel
-    ).make_spec()
+        *marks,
+        think_open,
+        think_close,
+        tuple(tools),
+        is_required=is_required,
+        is_parallel=is_parallel,
+        answer=None if is_required else answer,
+    )
 
 
 def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:
@@ -96,7 +120,9 @@ def begin_in_answer(spec: GrammarSpec, start: str) -> GrammarSpec:
 
 
 def write_lark(calls: ConstrainedCalls, schemas: Sequence[Mapping[str, Any]], *, has_marks: bool) -> str:
-    """Return the engine's form; `schemas` are those of the tools' arguments, prepared, with the engine's options.
+    """Return the engine's form; `schemas` are those of the tools' arguments, and the answer's if there is one.
+
+    They are prepared, and have the engine's options.
 
     Without `has_marks` the tokenizer is one of bytes, and marks are text: good enough to check a grammar.
     """
@@ -115,9 +141,12 @@ def write_lark(calls: ConstrainedCalls, schemas: Sequence[Mapping[str, Any]], *,
         thought = ""
     optional_thought = thought and (thought if calls.is_thinking else f"({thought})?")
     many = "(WS? call)* WS?" if calls.is_parallel else "WS?"
+    held = f"WS? call {many}"
     free = "TEXT? (call TEXT?)*" if calls.is_parallel else "TEXT? (call WS?)?"
+    if calls.answer is not None:
+        free = f"({held} | WS? answer)"
     lines = [
-        f"start: {optional_thought} " + (f"WS? call {many}" if calls.is_required else free),
+        f"start: {optional_thought} " + (held if calls.is_required else free),
         f"call: {write_mark(calls.open)} WS? body WS? {write_mark(calls.close)}",
         'body: "{" WS? "\\"name\\"" WS? ":" WS? chosen WS? "}"',
         "chosen: " + " | ".join(f"chosen{number}" for number in range(len(calls.tools))),
@@ -126,6 +155,9 @@ def write_lark(calls: ConstrainedCalls, schemas: Sequence[Mapping[str, Any]], *,
     ]
     if thought:
         lines.append(f"THOUGHT: {write_text_without(calls.think_close)}")
+    if calls.answer is not None:
+        *schemas, answer = schemas
+        lines.append(f"answer: %json {json.dumps(answer)}")
     for number, (tool, schema) in enumerate(zip(calls.tools, schemas, strict=True)):
         name = json.dumps(json.dumps(tool.name))
         lines.append(f'chosen{number}: {name} WS? "," WS? "\\"arguments\\"" WS? ":" WS? arguments{number}')

@@ -11,6 +11,7 @@ import sys
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, ConfigDict, Field
 
 url, model = sys.argv[1:]
 cities: list[str] = []
@@ -32,5 +33,32 @@ async def run_agent() -> str:
     return str(await agent.run("What is the weather of Lisbon and Porto?"))
 
 
+class Report(BaseModel):
+    """What is answered at last."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    color: str = Field(max_length=12)
+    num_cities: int = Field(ge=0, le=9)
+
+
+async def run_typed_agent() -> Report | None:
+    """Return the agent's answer as an object."""
+    llm = OpenAILike(
+        model=model,
+        api_base=url,
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        temperature=0,
+        should_use_structured_outputs=True,
+    )
+    tool = FunctionTool.from_defaults(get_weather, description="Get the weather of a city.")
+    agent = FunctionAgent(tools=[tool], llm=llm, output_cls=Report)
+    answer = await agent.run("What is the weather of Lisbon and Porto?")
+    return answer.get_pydantic_model(Report)
+
+
 assert asyncio.run(run_agent())
 assert sorted(cities) == ["Lisbon", "Porto"], cities  # they may be called at once
+assert isinstance(asyncio.run(run_typed_agent()), Report)

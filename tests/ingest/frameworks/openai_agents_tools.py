@@ -18,6 +18,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
 cities: list[str] = []
@@ -44,11 +45,32 @@ async def run_agent(model: Model) -> None:
     assert sorted(cities[2:]) == sorted(cities[:2]), cities  # they are called at once
 
 
+class Report(BaseModel):
+    """What is answered at last."""
+
+    color: str = Field(max_length=12)
+    num_cities: int = Field(ge=0, le=9)
+
+
+async def run_typed_agent(model: Model) -> None:
+    """Ask an agent whose answer is an object, whole and streamed."""
+    agent = Agent(
+        "weather", tools=[get_weather], model=model, output_type=Report, model_settings=ModelSettings(temperature=0)
+    )
+    question = "What is the weather of Lisbon?"
+    assert isinstance((await Runner.run(agent, question)).final_output, Report)
+    streamed = Runner.run_streamed(agent, question)
+    async for _ in streamed.stream_events():
+        pass
+    assert isinstance(streamed.final_output, Report)
+
+
 async def run_agents() -> None:
     """Ask an agent at each endpoint."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-        await run_agent(OpenAIChatCompletionsModel(model, client))
-        await run_agent(OpenAIResponsesModel(model, client))
+        for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+            await run_agent(kind(model, client))
+            await run_typed_agent(kind(model, client))
 
 
 set_tracing_disabled(True)

@@ -61,6 +61,22 @@ for (const [name, provider] of Object.entries(providers)) test(`the AI SDK calls
   }
 })
 
+test('the AI SDK calls tools, and gets an object of a schema at last', async () => {
+  const schema = z.object({ color: z.string().max(12), cities: z.number().int().min(0).max(9) })
+  const seen = []
+  const execute = async ({ city }) => {
+    seen.push(city)
+    return { weather: 'red' }
+  }
+  const tools = { get_weather: tool({ description, inputSchema: jsonSchema(parameters), execute }) }
+  const options = { temperature: 0, maxOutputTokens: 200, stopWhen: stepCountIs(5) }
+  const { output } = await generateText({
+    model: providers.compatible(model), tools, prompt: question, output: Output.object({ schema }), ...options,
+  })
+  assert.deepEqual(schema.parse(output), output)
+  assert.deepEqual(seen, places)
+})
+
 // By Anthropic's API the AI SDK sends no lengths and no bounds.
 const schemas = { compatible: person, anthropic: z.object({ name: z.enum(['Maria', 'Pedro']), city: z.enum(places) }) }
 

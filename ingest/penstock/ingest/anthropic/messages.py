@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic_core import from_json
 
 from penstock.client.core import Answer
 from penstock.grammar.spec import from_text_format
@@ -472,7 +473,18 @@ def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
         case "thinking_delta":
             block["thinking"] += delta["thinking"]
         case "input_json_delta":
-            block["input"] = json.loads(delta["partial_json"])
+            block["input"] = _read_input(delta["partial_json"])
+
+
+def _read_input(text: str) -> Any:
+    """Return what is whole of a call's arguments, which may be cut, as Anthropic's SDK reads them from a stream.
+
+    It is empty where they cannot be read: deeper than 200 levels, or with a number of more than 4,300 digits.
+    """
+    try:
+        return from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
 
 
 class ContentBlocks:
@@ -483,7 +495,7 @@ class ContentBlocks:
         self._name = meta.id.removeprefix(MessagesEndpoint.id_prefix)
         self._index = -1
         """The index of the block that was begun last."""
-        self._open: Literal["content", "reasoning"] | None = None
+        self._open: Literal["content", "reasoning", "call"] | None = None
         """What the open block has."""
         self._held = AnswerPiece("content", "")
         """White space after the open block, of another kind."""
@@ -510,7 +522,7 @@ class ContentBlocks:
 
     def _add_piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         if piece.kind == "call":
-            return self._make_call(piece)
+            return self._add_call(piece)
         begun = []
         if piece.kind == self._open:
             text = piece.text
@@ -519,7 +531,8 @@ class ContentBlocks:
             if not text.strip():
                 self._held = AnswerPiece(piece.kind, text)
                 return []
-            begun = self._open_block(piece.kind)
+            block = TextBlock(text="") if piece.kind == "content" else ThinkingBlock(thinking="")
+            begun = self._open_block(piece.kind, block)
         self._held = AnswerPiece("content", "")
         delta = (
             {"type": "text_delta", "text": text}
@@ -528,30 +541,26 @@ class ContentBlocks:
         )
         return [*begun, self._make_event("content_block_delta", delta=delta)]
 
-    def _open_block(self, kind: Literal["content", "reasoning"]) -> list[dict[str, Any]]:
+    def _open_block(self, kind: Literal["content", "reasoning", "call"], block: BaseModel) -> list[dict[str, Any]]:
         ended = self._close_block()
         self._open = kind
         self._index += 1
-        block = TextBlock(text="") if kind == "content" else ThinkingBlock(thinking="")
         return [*ended, self._make_event("content_block_start", content_block=block.model_dump())]
 
     def _close_block(self) -> list[dict[str, Any]]:
         was_open, self._open = self._open, None
         return [] if was_open is None else [self._make_event("content_block_stop")]
 
-    def _make_call(self, piece: AnswerPiece) -> list[dict[str, Any]]:
-        ended = self._close_block()
+    def _add_call(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         self._held = AnswerPiece("content", "")
-        self._index += 1
-        # Each call is a block: an id follows from the block's index.
-        block = ToolUseBlock(id=f"toolu_{self._name}_{self._index}", name=piece.name, input={})
+        begun: list[dict[str, Any]] = []
+        if piece.name:
+            # Each call is a block: an id follows from the block's index.
+            call_id = f"toolu_{self._name}_{self._index + 1}"
+            begun = self._open_block("call", ToolUseBlock(id=call_id, name=piece.name, input={}))
         delta = {"type": "input_json_delta", "partial_json": piece.text}
-        return [
-            *ended,
-            self._make_event("content_block_start", content_block=block.model_dump()),
-            self._make_event("content_block_delta", delta=delta),
-            self._make_event("content_block_stop"),
-        ]
+        added = self._make_event("content_block_delta", delta=delta)
+        return [*begun, added, *(self._close_block() if piece.is_last else [])]
 
     def _make_event(self, kind: str, **data: Any) -> dict[str, Any]:
         return {"type": kind, "index": self._index, **data}

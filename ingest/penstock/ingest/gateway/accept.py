@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJ
 
 from penstock.client.core import make_request
 from penstock.errors import InvalidRequest, PenstockError, RequestTooLarge, UnsupportedSchema
+from penstock.grammar.tools import TOOLS_PATH
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
@@ -160,10 +161,11 @@ async def _check_grammar(gateway: Gateway, body: Body, submit_args: Sequence[Sub
     if (spec := submit_args[0].get("grammar")) is None:
         return
     found = body.find_grammar()
-    param = "tools" if found is None else found[0]
     try:
         await gateway.check_grammar(spec)
     except (UnsupportedSchema, InvalidRequest) as error:
+        is_of_tools = spec.kind == "tools" and getattr(error, "path", TOOLS_PATH).startswith(TOOLS_PATH)
+        param = "tools" if found is None or is_of_tools else found[0]
         raise ApiError(400, str(error), param=param, code=error.code) from None
 
 

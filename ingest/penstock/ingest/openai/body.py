@@ -27,6 +27,7 @@ from pydantic_core.core_schema import ValidationInfo
 from penstock.client.core import RequestFields
 from penstock.errors import InvalidRequest, reword_validation
 from penstock.grammar.spec import from_guided_fields, from_response_format, from_structured_outputs
+from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.errors import ApiError
 from penstock.ingest.ignored import strip_ignored_fields
 from penstock.messages import GrammarSpec, TokenId
@@ -199,8 +200,11 @@ class Body(StrictModel):
         """How many requests of the pipeline are needed."""
         return 1
 
-    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
-        """Return the grammar of answers with calls; None where they are free, or there are none."""
+    def hold_calls(self, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+        """Return what holds answers with calls, by the model's response template; None where they are free.
+
+        Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
+        """
         return None
 
     def grammar_readers(self) -> dict[str, GrammarReader]:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Tag, WithJsonSchema, model_validator
 
 from penstock.client.core import Answer
+from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart
 from penstock.ingest.openai.body import (
     CompletionsBody,
@@ -26,6 +27,9 @@ from penstock.ingest.openai.tokens import TokenLogprobs, encode_answer_logprobs,
 from penstock.ingest.openai.tools import (
     MAX_TOOLS,
     ROLES,
+    TOOL_CHOICE,
+    CallChoice,
+    ChoiceMode,
     FunctionKind,
     NamedTool,
     ReasoningEffort,
@@ -37,9 +41,9 @@ from penstock.ingest.openai.tools import (
     make_call_id,
     make_parser,
     make_template_variables,
-    refuse_grammar_with_tools,
+    refuse_other_grammar_with_tools,
 )
-from penstock.messages import EndEvent, GrammarSpec, Logprobs, TokenEvent
+from penstock.messages import EndEvent, Logprobs, TokenEvent
 
 
 class CalledFunction(StrictModel):
@@ -63,6 +67,29 @@ class Tool(FunctionKind):
     """A tool that the model may call."""
 
     function: ToolFunction
+
+
+class AllowedFunctions(StrictModel):
+    """Functions that may be called."""
+
+    mode: Literal["auto", "required"]
+    """`required`: one of them is called."""
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(StrictModel):
+    """The tools that may be called. The model is told of the others, too."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Annotated[
+    Annotated[ChoiceMode, Tag("tagged-mode")]
+    | Annotated[NamedTool, Tag("tagged-function")]
+    | Annotated[AllowedTools, Tag("tagged-allowed_tools")],
+    TOOL_CHOICE,
+]
 
 
 class Message(StrictModel):
@@ -100,8 +127,9 @@ class ChatBody(CompletionsBody):
     """Return as well the log probabilities of this many likeliest tokens."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once."""
+    tool_choice: ToolChoice | None = None
+    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
+    `allowed_tools`: it calls none but these."""
     parallel_tool_calls: bool | None = None
     """`false`: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -135,20 +163,26 @@ class ChatBody(CompletionsBody):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' cannot both be given")
         names = [tool.function.name for tool in self.offered_tools]
-        check_tool_options(names, self.tool_choice, self.named_tool, self.chat_template_kwargs)
+        check_tool_options(names, self.call_choice, self.chat_template_kwargs)
         return self
 
     @property
-    def named_tool(self) -> str | None:
-        """The tool that is to be called."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+    def call_choice(self) -> CallChoice:
+        """What `tool_choice` and `parallel_tool_calls` say."""
+        choice, is_single = self.tool_choice, self.parallel_tool_calls is False
+        if isinstance(choice, NamedTool):
+            return CallChoice(True, [choice.function.name], True)
+        if isinstance(choice, AllowedTools):
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+            return CallChoice(choice.allowed_tools.mode == "required", names, is_single)
+        return CallChoice(choice == "required", None, is_single)
 
-    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
-        """Return the grammar of answers with calls, by the model's response template; None where they are free."""
-        functions = [tool.function for tool in self.offered_tools]
-        return constrain_functions(
-            template, functions, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
-        )
+    def hold_calls(self, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+        """Return what holds answers with calls, by the model's response template; None where they are free.
+
+        Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
+        """
+        return constrain_functions(template, [tool.function for tool in self.offered_tools], self.call_choice, self)
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -214,7 +248,7 @@ class ChatEndpoint(ApiEndpoint[ChatBody]):
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """Return one request for each of `n`."""
-        refuse_grammar_with_tools(body, body.offered_tools)
+        refuse_other_grammar_with_tools(body, body.offered_tools)
         turns = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         num_logprobs = body.top_logprobs or 0 if body.logprobs else None
         requests = make_chat_requests(body, request_id, turns, body.max_completion_tokens, num_logprobs)
@@ -316,7 +350,7 @@ class ChatChunks(CompletionChunks):
 
 
 class ParsedChatChunks(ChatChunks):
-    """As `ChatChunks`, with calls and reasoning apart from the text. A call comes whole, once it is complete."""
+    """As `ChatChunks`, with calls and reasoning apart from the text. Calls come in the pieces that the parser tells."""
 
     def __init__(self, meta: StreamMeta) -> None:
         super().__init__(meta)
@@ -344,8 +378,14 @@ class ParsedChatChunks(ChatChunks):
         delta: dict[str, Any] = {"content": part.content} if part.content else {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
-        if part.calls:
-            first = self._parsers[index].num_calls - len(part.calls)
-            calls = _make_calls(self._meta, index, first, part.calls)
-            delta["tool_calls"] = [{"index": first + n, **call.model_dump()} for n, call in enumerate(calls)]
+        pieces = [piece for piece in part.pieces if piece.kind == "call"]
+        number = self._parsers[index].num_calls - len(part.calls) - 1
+        for piece in pieces:
+            if piece.name:
+                number += 1
+                (call,) = _make_calls(self._meta, index, number, [(piece.name, piece.text)])
+                told = call.model_dump()
+            else:
+                told = {"function": {"arguments": piece.text}}
+            delta.setdefault("tool_calls", []).append({"index": number, **told})
         return delta

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.client.core import Answer, RequestFields
 from penstock.errors import InvalidRequest
 from penstock.ingest.errors import ApiError, ErrorBody
+from penstock.ingest.openai.answer_parser import CallsForm
 from penstock.ingest.openai.body import Body, invalid_value, parse_body, unsupported_value
 from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import MAX_LOGPROBS, EndEvent, TokenEvent
@@ -61,6 +62,8 @@ class StreamMeta(BaseModel):
     tenant: str = "default"
     response_template: dict[str, Any] | None = None
     """The model's, by which its answers are parsed; None: they are text."""
+    calls: CallsForm = "free"
+    """How its calls are written."""
     input_items: list[dict[str, Any]] | None = None
     """What a response was asked, without the responses before it; None: it is not kept (`store`)."""
 
@@ -150,6 +153,7 @@ def make_stream_meta(
     response_template: dict[str, Any] | None = None,
 ) -> StreamMeta:
     """Return the meta data of a new request. Answers are parsed by the model's `response_template`, if it has one."""
+    held = None if response_template is None else body.hold_calls(response_template)
     return StreamMeta(
         id=request_id,
         path=endpoint.path,
@@ -162,6 +166,7 @@ def make_stream_meta(
         tenant=tenant,
         input_items=input_items,
         response_template=response_template,
+        calls="free" if held is None else "held" if held.answer is None else "or_json",
     )
 
 
@@ -178,17 +183,19 @@ def use_response_template(
 
     Where calls are held to a grammar, the requests get it.
 
-    It is None where answers are text, and where a grammar says what they are. Raises `ApiError` 400 where tools were
-    given to a model without one, or calls cannot be held.
+    It is None where answers are text, and where a grammar says what they are and there are no tools. Raises `ApiError`
+    400 where tools were given to a model without one, or calls cannot be held.
     """
-    if not endpoint.parses_answers or body.find_grammar() is not None:
+    has_tools = bool(getattr(body, "offered_tools", None))
+    if not endpoint.parses_answers or (body.find_grammar() is not None and not has_tools):
         return None
     if template is None and getattr(body, "tools", None):
         raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
     if template is None:
         return None
     try:
-        grammar = body.make_calls_grammar(template)
+        held = body.hold_calls(template)
+        grammar = None if held is None else held.make_spec()
     except InvalidRequest as error:
         raise invalid_value("tools", str(error)) from None
     if grammar is not None and body.ignore_eos:

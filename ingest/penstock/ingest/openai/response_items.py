@@ -236,7 +236,7 @@ class OutputBuilder:
         self.items: list[OutputItem] = []
         """Those that are complete."""
         self.num_reasoning_tokens = 0
-        self._open: OutputMessage | OutputReasoning | None = None
+        self._open: OutputItem | None = None
         """The item that texts go to."""
         self._texts: list[str] = []
         """Those of the open item."""
@@ -274,7 +274,8 @@ class OutputBuilder:
 
     def _add_piece(self, piece: AnswerPiece) -> list[ToldEvent]:
         if piece.kind == "call":
-            return self._close_item("completed") + self._add_call(piece)
+            begun = self._close_item("completed") + self._open_call(piece.name) if piece.name else []
+            return begun + self._add_text(piece.text) + (self._close_item("completed") if piece.is_last else [])
         if self._open is not None and (piece.kind == "reasoning") == (self._open.type == "reasoning"):
             self._space = AnswerPiece("content", "")
             return self._add_text(piece.text)
@@ -285,7 +286,7 @@ class OutputBuilder:
             return []
         return self._close_item("completed") + self._open_item(piece.kind) + self._add_text(piece.text)
 
-    def _open_item(self, kind: Literal["content", "reasoning", "call"]) -> list[ToldEvent]:
+    def _open_item(self, kind: str) -> list[ToldEvent]:
         place = len(self.items)
         part: OutputText | ReasoningText
         if kind == "reasoning":
@@ -305,6 +306,8 @@ class OutputBuilder:
         if isinstance(self._open, OutputReasoning):
             self.num_reasoning_tokens += num_tokens
             return [("reasoning_text.delta", {**self._fields(), "delta": text})]
+        if isinstance(self._open, OutputCall):
+            return [("function_call_arguments.delta", {**self._fields(), "delta": text})]
         assert self._open is not None, "its caller opened it"
         self._open.content[0].logprobs += [TokenLogprobs.model_validate(one) for one in logprobs]
         return [("output_text.delta", {**self._fields(), "delta": text, "logprobs": logprobs})]
@@ -313,9 +316,13 @@ class OutputBuilder:
         item, self._space = self._open, AnswerPiece("content", "")
         if item is None:
             return []
-        fields, (part,) = self._fields(), item.content
-        part.text, self._texts = "".join(self._texts), []
+        fields, text, self._texts = self._fields(), "".join(self._texts), []
         item.status = status
+        if isinstance(item, OutputCall):
+            self._open, item.arguments = None, text
+            return [("function_call_arguments.done", {**fields, "arguments": text}), self._complete_item(item)]
+        (part,) = item.content
+        part.text = text
         done: dict[str, Any] = {"text": part.text}
         if isinstance(part, OutputText):
             done["logprobs"] = [one.model_dump() for one in part.logprobs]
@@ -327,26 +334,17 @@ class OutputBuilder:
             self._complete_item(item),
         ]
 
-    def _add_call(self, piece: AnswerPiece) -> list[ToldEvent]:
-        self._untold_logprobs, self._num_untold = [], 0
+    def _open_call(self, name: str) -> list[ToldEvent]:
         place = len(self.items)
         number = sum(isinstance(item, OutputCall) for item in self.items)
-        item = OutputCall(
+        self._open = OutputCall(
             id=make_item_id(self._meta, "function_call", place),
             call_id=make_call_id(self._meta.id.removeprefix(ID_PREFIX), number),
-            name=piece.name,
+            name=name,
             arguments="",
             status="in_progress",
         )
-        fields = {"output_index": place, "item_id": item.id}
-        added = ("output_item.added", {"output_index": place, "item": item.model_dump()})
-        item.arguments, item.status = piece.text, "completed"
-        return [
-            added,
-            ("function_call_arguments.delta", {**fields, "delta": piece.text}),
-            ("function_call_arguments.done", {**fields, "arguments": piece.text}),
-            self._complete_item(item),
-        ]
+        return [("output_item.added", {"output_index": place, "item": self._open.model_dump()})]
 
     def _complete_item(self, item: OutputItem) -> ToldEvent:
         self.items.append(item)
@@ -354,4 +352,5 @@ class OutputBuilder:
 
     def _fields(self) -> dict[str, Any]:
         assert self._open is not None, "a text belongs to an item"
-        return {"output_index": len(self.items), "item_id": self._open.id, "content_index": 0}
+        fields: dict[str, Any] = {"output_index": len(self.items), "item_id": self._open.id}
+        return fields if isinstance(self._open, OutputCall) else fields | {"content_index": 0}

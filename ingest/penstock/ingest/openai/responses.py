@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, model_validator
+from pydantic import BaseModel, Field, StringConstraints, Tag, model_validator
 
 from penstock.client.core import Answer, Event, build_answer
 from penstock.grammar.spec import from_text_format
+from penstock.grammar.tools import ConstrainedCalls
 from penstock.ingest.errors import to_api_error
 from penstock.ingest.openai.body import (
     Body,
@@ -43,6 +44,9 @@ from penstock.ingest.openai.sse import (
 from penstock.ingest.openai.tokens import encode_answer_logprobs, encode_logprobs, finish_reason
 from penstock.ingest.openai.tools import (
     MAX_TOOLS,
+    TOOL_CHOICE,
+    CallChoice,
+    ChoiceMode,
     FunctionKind,
     ReasoningEffort,
     TemplateVariables,
@@ -51,9 +55,9 @@ from penstock.ingest.openai.tools import (
     check_tool_options,
     constrain_functions,
     make_template_variables,
-    refuse_grammar_with_tools,
+    refuse_other_grammar_with_tools,
 )
-from penstock.messages import EndEvent, GrammarSpec, TokenEvent, Usage
+from penstock.messages import EndEvent, TokenEvent, Usage
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -67,6 +71,23 @@ class NamedResponseTool(FunctionKind):
     """The tool that is to be called."""
 
     name: ToolName
+
+
+class AllowedResponseTools(StrictModel):
+    """The tools that may be called. The model is told of the others, too."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """`required`: one of them is called."""
+    tools: Annotated[list[NamedResponseTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+ToolChoice = Annotated[
+    Annotated[ChoiceMode, Tag("tagged-mode")]
+    | Annotated[NamedResponseTool, Tag("tagged-function")]
+    | Annotated[AllowedResponseTools, Tag("tagged-allowed_tools")],
+    TOOL_CHOICE,
+]
 
 
 class ReasoningConfig(StrictModel):
@@ -115,8 +136,9 @@ class ResponseBody(Body):
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call. It must have a response template, to tell its calls from text."""
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
-    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once."""
+    tool_choice: ToolChoice | None = None
+    """`none`: the model is not told of the tools. `required`: it calls one or several; with a name that one, once;
+    `allowed_tools`: it calls none but these."""
     parallel_tool_calls: bool | None = None
     """`false`: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -135,19 +157,26 @@ class ResponseBody(Body):
         if self.background and self.store is False:
             raise ValueError("'background' needs 'store'")
         names = [tool.name for tool in self.offered_tools]
-        check_tool_options(names, self.tool_choice, self.named_tool, self.chat_template_kwargs)
+        check_tool_options(names, self.call_choice, self.chat_template_kwargs)
         return self
 
     @property
-    def named_tool(self) -> str | None:
-        """The tool that is to be called."""
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedResponseTool) else None
+    def call_choice(self) -> CallChoice:
+        """What `tool_choice` and `parallel_tool_calls` say."""
+        choice, is_single = self.tool_choice, self.parallel_tool_calls is False
+        if isinstance(choice, NamedResponseTool):
+            return CallChoice(True, [choice.name], True)
+        if isinstance(choice, AllowedResponseTools):
+            names = [tool.name for tool in choice.tools]
+            return CallChoice(choice.mode == "required", names, is_single)
+        return CallChoice(choice == "required", None, is_single)
 
-    def make_calls_grammar(self, template: Mapping[str, Any]) -> GrammarSpec | None:
-        """Return the grammar of answers with calls, by the model's response template; None where they are free."""
-        return constrain_functions(
-            template, self.offered_tools, self.tool_choice == "required", self.named_tool, self.parallel_tool_calls
-        )
+    def hold_calls(self, template: Mapping[str, Any]) -> ConstrainedCalls | None:
+        """Return what holds answers with calls, by the model's response template; None where they are free.
+
+        Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
+        """
+        return constrain_functions(template, self.offered_tools, self.call_choice, self)
 
     @property
     def offered_tools(self) -> list[ResponseTool]:
@@ -254,7 +283,7 @@ class Response(BaseModel):
     store: bool = False
     temperature: float
     text: dict[str, dict[str, Any]] = {"format": {"type": "text"}}
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool = "auto"
+    tool_choice: ToolChoice = "auto"
     tools: list[ResponseTool] = []
     top_logprobs: int = 0
     top_p: float
@@ -274,7 +303,7 @@ class ResponsesEndpoint(ApiEndpoint[ResponseBody]):
 
     def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
         """Return one request."""
-        refuse_grammar_with_tools(body, body.offered_tools)
+        refuse_other_grammar_with_tools(body, body.offered_tools)
         num_logprobs = body.top_logprobs or 0 if body.wants_logprobs else None
         requests = make_chat_requests(body, request_id, body.make_turns(), body.max_output_tokens, num_logprobs)
         effort = None if body.reasoning is None else body.reasoning.effort

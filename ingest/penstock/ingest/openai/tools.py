@@ -1,20 +1,22 @@
 """What chats and responses have in common: roles and texts of turns, tools, reasoning, and the parser of answers."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Discriminator, Field, StringConstraints
 
-from penstock.grammar.tools import ConstrainedTool, constrain_calls
+from penstock.grammar.tools import ConstrainedCalls, ConstrainedTool, constrain_calls
 from penstock.ingest.openai.answer_parser import AnswerParser
 from penstock.ingest.openai.body import Body, StrictModel, invalid_value, unsupported_value
 from penstock.ingest.openai.endpoint import StreamMeta
-from penstock.messages import GrammarSpec
 
 ROLES: Mapping[str, str] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
 MAX_TOOLS = 128
+ANY_OBJECT = '{"type":"object"}'
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]{1,64}$")]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -50,53 +52,80 @@ class NamedTool(FunctionKind):
     function: FunctionName
 
 
-def check_tool_options(
-    names: Sequence[str], choice: object, named: str | None, variables: Mapping[str, Any] | None
-) -> None:
+ChoiceMode = Literal["none", "auto", "required"]
+
+
+def _find_choice_tag(choice: Any) -> str | None:
+    """Return which kind of `tool_choice` one is; None where it is none."""
+    if isinstance(choice, str):
+        return "tagged-mode" if choice in ("none", "auto", "required") else None
+    kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", None)
+    return f"tagged-{kind}" if kind in ("function", "allowed_tools") else None
+
+
+TOOL_CHOICE = Discriminator(
+    _find_choice_tag,
+    custom_error_type="unknown_choice",
+    custom_error_message=(
+        "it is 'none', 'auto', 'required', a function by its name, or functions of which the model may call some "
+        "(type 'allowed_tools')"
+    ),
+)
+"""Tells the kinds of `tool_choice`: their tags are `tagged-mode`, `tagged-function` and `tagged-allowed_tools`."""
+
+
+@dataclass(frozen=True)
+class CallChoice:
+    """Which calls a body allows or demands."""
+
+    is_required: bool = False
+    """Whether the model has to call."""
+    names: Sequence[str] | None = None
+    """The functions that it may call; None: all."""
+    is_single: bool = False
+    """Whether it calls at most once."""
+
+
+def check_tool_options(names: Sequence[str], choice: CallChoice, variables: Mapping[str, Any] | None) -> None:
     """Raise `ValueError` for `tool_choice` and `chat_template_kwargs` that do not go with tools of these names."""
-    if choice == "required" and not names:
+    if missing := next((name for name in choice.names or () if name not in names), None):
+        raise ValueError(f"'tool_choice' names {missing!r}, which is not in 'tools'")
+    if choice.is_required and not names:
         raise ValueError("'tool_choice' asks for a call, and there are no 'tools'")
-    if named is not None and named not in names:
-        raise ValueError(f"'tool_choice' names {named!r}, which is not in 'tools'")
     if "tools" in (variables or {}):
         raise ValueError("'tools' are given beside 'chat_template_kwargs'")
 
 
 def constrain_functions(
-    template: Mapping[str, Any],
-    functions: Sequence[ToolFunction],
-    is_required: bool,
-    named: str | None,
-    is_parallel: bool | None,
-) -> GrammarSpec | None:
-    """Return the grammar of answers that may call these functions; None where nothing holds the model.
+    template: Mapping[str, Any], functions: Sequence[ToolFunction], choice: CallChoice, body: Body
+) -> ConstrainedCalls | None:
+    """Return what holds a body's answers, which may call these functions; None where nothing does.
 
-    With a name there is one call of that function. Raises `InvalidRequest` if the model's calls cannot be held.
+    Raises `InvalidRequest` if the model's calls cannot be held, and `ApiError` 400.
     """
-    if named is not None:
-        functions = [function for function in functions if function.name == named]
-    is_required = is_required or named is not None
-    if not functions or not (is_required or is_parallel is False or any(function.strict for function in functions)):
+    allowed = [function for function in functions if choice.names is None or function.name in choice.names]
+    found = body.find_grammar()
+    is_free = choice == CallChoice() and found is None and not any(function.strict for function in allowed)
+    if not allowed or is_free:
         return None
     tools = [
         ConstrainedTool(function.name, (function.parameters or NO_PARAMETERS) if function.strict else None)
-        for function in functions
+        for function in allowed
     ]
-    is_parallel = is_parallel is not False and named is None
-    return constrain_calls(template, tools, is_required=is_required, is_parallel=is_parallel)
+    return constrain_calls(
+        template,
+        tools,
+        is_required=choice.is_required,
+        is_parallel=not choice.is_single,
+        answer=None if found is None else json.loads(found[1].source or ANY_OBJECT),
+    )
 
 
-def are_calls_constrained(options: Mapping[str, Any]) -> bool:
-    """Return whether a body's calls follow a grammar, as `constrain_functions` decides."""
-    tools = [tool.get("function", tool) for tool in _list_offered(options)]
-    is_free = options.get("tool_choice") in (None, "auto") and options.get("parallel_tool_calls") is not False
-    return bool(tools) and not (is_free and not any(tool.get("strict") for tool in tools))
-
-
-def refuse_grammar_with_tools(body: Body, tools: Sequence[BaseModel]) -> None:
-    """Raise `ApiError` 400 if an answer in a grammar might call tools."""
-    if tools and (found := body.find_grammar()) is not None:
-        raise invalid_value(found[0], "it cannot be given with tools, as an answer in it calls none")
+def refuse_other_grammar_with_tools(body: Body, tools: Sequence[BaseModel]) -> None:
+    """Raise `ApiError` 400 if an answer might call tools, and has a grammar that is no schema."""
+    if tools and (found := body.find_grammar()) is not None and found[1].kind not in ("json_schema", "json_object"):
+        what = "with tools an answer can only follow a JSON schema: give one, or no tools"
+        raise invalid_value(found[0], what)
 
 
 def make_template_variables(
@@ -137,8 +166,7 @@ def make_parser(meta: StreamMeta) -> AnswerParser | None:
     """Return the parser of an answer; None where all of it is content."""
     if meta.response_template is None:
         return None
-    held = are_calls_constrained(meta.options)
-    return AnswerParser(meta.response_template, _list_offered(meta.options), are_calls_constrained=held)
+    return AnswerParser(meta.response_template, _list_offered(meta.options), meta.calls)
 
 
 def _list_offered(options: Mapping[str, Any]) -> Sequence[Any]:
