@@ -58,7 +58,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 NOTE = {
     "type": "object",
-    "properties": {"text": {"type": "string", "minLength": 120, "maxLength": 160}, "red": {"type": "boolean"}},
+    "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 500}, "red": {"type": "boolean"}},
     "required": ["text", "red"],
     "additionalProperties": False,
 }
@@ -66,6 +66,7 @@ NOTE_TOOL = {"type": "function", "function": {"name": "note", "parameters": NOTE
 LONG_CALL: Body = {
     "messages": [{"role": "user", "content": "Note what you know."}], "tools": [NOTE_TOOL],
     "tool_choice": "required", "parallel_tool_calls": False, "stop": ["e", "a", '"'],
+    "chat_template_kwargs": {"enable_thinking": False},
 }  # fmt: skip
 """Its stop strings do nothing in the call."""
 HELD: Sequence[Body] = (
@@ -77,10 +78,13 @@ HELD: Sequence[Body] = (
 """What every second conversation has besides, in turn."""
 NUM_LIMITED, NUM_QUICK_LIMITED = 4, 1
 """Held conversations that are asked with every limit."""
+MAX_KILLS = 60
+"""Tokens of the call over which decode workers are killed: each starts anew, in some seconds."""
 KILLED = {
     "PENSTOCK_FAILPOINTS": "decode.7.confirmed=kill@1", "PENSTOCK_RECORD_LEASE_S": "0.5",
-    "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000",
+    "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000", "PENSTOCK_ENGINE_SPECULATE": "false",
 }  # fmt: skip
+"""Without drafts a step writes one token."""
 Event = tuple[str, str]
 """Id and data of a server-sent event."""
 Call = tuple[str, str, str]
@@ -307,8 +311,9 @@ def main() -> None:
         with serve_tools(Path(directory)) as gateways:
             figures = resume_answers(gateways, make_bodies(num_resumes), num_resumes, cut_every)
             figures |= check_limits(gateways, held)
-            expected = strip_ids(join_deltas(gateways.read_stream(held[0])))
-        figures |= kill_decode_workers(Path(directory) / "kills", held[0], expected)
+            killed = held[0] | {"max_tokens": min(limit, MAX_KILLS)}
+            expected = strip_ids(join_deltas(gateways.read_stream(killed)))
+        figures |= kill_decode_workers(Path(directory) / "kills", killed, expected)
     print(f"\n{describe_machine()}")
     report_figures(figures, given)
 

@@ -355,6 +355,39 @@ def ask_chat(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str
     return choice.message.content or "", told, choice.finish_reason != "length"
 
 
+@pytest.mark.parametrize(
+    ("choice", "names", "must_call"),
+    [
+        (None, BOTH, False), ({"type": "auto", "disable_parallel_tool_use": True}, BOTH, False),
+        ({"type": "none"}, set(), False), ({"type": "any"}, BOTH, True),
+        ({"type": "tool", "name": "get_age"}, {"get_age"}, True),
+    ],
+)  # fmt: skip
+def test_a_message_calls_or_else_follows_its_schema(
+    gateways: tuple[GatewayProcess, ...], model: str, choice: Any, names: set[str], must_call: bool
+) -> None:
+    tools = [
+        {"name": one["name"], "input_schema": one["parameters"], "strict": one.get("strict", False)}
+        for one in (WEATHER["function"], AGE["function"])
+    ]
+    body = {"model": model, "max_tokens": 500, "tools": tools} | ({} if choice is None else {"tool_choice": choice})
+    body |= {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}}
+    for question in ("Say hello.", "What is the weather of Lisbon and Porto?"):
+        asked = body | {"messages": [{"role": "user", "content": question}]}
+        answer = httpx.post(f"{gateways[0].url}/v1/messages", json=asked, timeout=None).raise_for_status().json()
+        calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+        texts = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+        assert {block["name"] for block in calls} <= names
+        if answer["stop_reason"] == "max_tokens":
+            continue
+        assert calls or not must_call
+        assert len(calls) <= 1 or choice is None or choice["type"] == "any"
+        if calls:
+            assert not texts
+        else:
+            jsonschema.validate(json.loads(texts), ANSWER)
+
+
 def ask_response(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
     """Return what `ask_chat` does, of the response to the same request."""
     same = {"temperature", "seed", "parallel_tool_calls", "chat_template_kwargs"} & asked.keys()
