@@ -6,7 +6,7 @@ import { generateObject, generateText, jsonSchema, Output, stepCountIs, streamOb
 import { z } from 'zod'
 import { base, sdk } from './client.mjs'
 
-const model = (await sdk.models.list()).data[0].id
+const model = 'tool_model'
 const question = 'What is the weather of Lisbon and Porto?'
 const places = ['Lisbon', 'Porto']
 const description = 'Get the weather of a city.'
