@@ -290,11 +290,12 @@ def test_the_arguments_of_a_held_call_come_in_pieces_and_a_cut_call_has_what_is_
             if step == 4:
                 for number, one in enumerate(events[:-1], 1):
                     assert list_events([*texts, ""], one.id, is_held=True) == events[number:]
-    assert found == [{"type": "tool_use", "id": "toolu_1_0", "name": "f", "input": {"a": [1, "x"], "b": "yz"}}]
-    (block,) = answer_whole(text[: begin + 22], "length", is_held=True).content
-    assert block.model_dump()["input"] == {"a": [1, "x"]}
-    (block,) = answer_whole(text[:begin] + '{"a": ' + "[" * 300, "length", is_held=True).content
-    assert block.model_dump()["input"] == {}
+    block = {"type": "tool_use", "id": "toolu_1_0", "name": "f", "input": {"a": [1, "x"], "b": "yz"}}
+    assert found == [block | {"caller": {"type": "direct"}}]
+    (cut,) = answer_whole(text[: begin + 22], "length", is_held=True).content
+    assert cut.model_dump()["input"] == {"a": [1, "x"]}
+    (cut,) = answer_whole(text[:begin] + '{"a": ' + "[" * 300, "length", is_held=True).content
+    assert cut.model_dump()["input"] == {}
 
 
 TEXTS = [*PIECES, FIRST, SECOND, f"</think>\n{SECOND}{FIRST}b", ""]
