@@ -4,7 +4,7 @@ It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes virtu
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -206,6 +206,6 @@ class FormulaEngine:
         self._loading, self._storing = [], []
 
 
-def list_tokens(prompt: Sequence[int], seed: int, count: int) -> Iterable[int]:
+def list_tokens(prompt: Sequence[int], seed: int, count: int) -> list[int]:
     """Return an answer."""
     return [compute_token(prompt, seed, position) for position in range(count)]

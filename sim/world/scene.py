@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from penstock import failpoints
@@ -167,22 +168,18 @@ class Scene:
         self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
         self.bus.create_topics()
         for point in failpoints.POINTS:
-            failpoints.arm_action(point, lambda point=point: self._pass_failpoint(point))  # type: ignore[misc]
+            failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
         self.places = [Place(stage, f"{stage}-{number}") for stage in STAGES for number in range(chance.randint(1, 3))]
         self.num_clients_left = len(self.plan.clients)
         for number in self.plan.clients:
-            self.world.start_thread(self.world.outside, f"client-{number}", lambda n=number: self._run_client(n))  # type: ignore[misc]
+            self.world.start_thread(self.world.outside, f"client-{number}", partial(self._run_client, number))
         for place in self.places:
             self._start_worker(place)
-            if self.rates.leave_s:
-                self.world.start_thread(self.world.outside, "leaving", lambda p=place: self._stop_workers(p))  # type: ignore[misc]
-            if self.rates.rebalance_s:
-                self.world.start_thread(self.world.outside, "balance", lambda p=place: self._rebalance(p))  # type: ignore[misc]
-            if self.rates.cut_s:
-                self.world.start_thread(self.world.outside, "cuts", lambda p=place: self._cut_ways(p))  # type: ignore[misc]
-        if self.rates.pause_s:
-            self.world.start_thread(self.world.outside, "pauses", self._pause_servers)
+            self._repeat_mishap(self.rates.leave_s, partial(self._stop_worker, place))
+            self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
+            self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
+        self._repeat_mishap(self.rates.pause_s, self._pause_server)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.is_calm = True
@@ -292,30 +289,33 @@ class Scene:
 
         self.world.start_thread(self.world.outside, "restart", restart)
 
-    def _stop_workers(self, place: Place) -> None:
-        """Tell the workers of a place to leave, again and again."""
-        while not self.is_calm:
-            self.world.sleep(self.chance.expovariate(1 / self.rates.leave_s))
-            if place.stop is not None and not self.is_calm:
-                place.stop.set()
+    def _repeat_mishap(self, mean_s: float, do_mishap: Callable[[], object]) -> None:
+        """Let a mishap happen again and again until there are to be none, `mean_s` apart; never where that is 0."""
 
-    def _pause_servers(self) -> None:
-        while not self.is_calm:
-            self.world.sleep(self.chance.expovariate(1 / self.rates.pause_s))
-            if not self.is_calm:
-                self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
+        def repeat() -> None:
+            while True:
+                self.world.sleep(self.chance.expovariate(1 / mean_s))
+                if self.is_calm:
+                    return
+                do_mishap()
+
+        if mean_s:
+            self.world.start_thread(self.world.outside, "mishaps", repeat)
+
+    def _stop_worker(self, place: Place) -> None:
+        if place.stop is not None:
+            place.stop.set()
+
+    def _pause_server(self) -> None:
+        self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
     def _rebalance(self, place: Place) -> None:
-        while not self.is_calm:
-            self.world.sleep(self.chance.expovariate(1 / self.rates.rebalance_s))
-            member = self.bus.members.get((place.stage, place.name))
-            if member is not None:
-                member.give_back_all()
+        member = self.bus.members.get((place.stage, place.name))
+        if member is not None:
+            member.give_back_all()
 
-    def _cut_ways(self, place: Place) -> None:
-        while not self.is_calm:
-            self.world.sleep(self.chance.expovariate(1 / self.rates.cut_s))
-            place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
+    def _cut_way(self, place: Place) -> None:
+        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
 
     # Clients.
 
@@ -330,7 +330,7 @@ class Scene:
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
-        tokens = list(list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens))
+        tokens = list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",

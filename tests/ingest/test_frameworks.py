@@ -154,14 +154,16 @@ def call_openai_responses(url: str, weather: Weather) -> str:
             calls = [item for item in made.output if item.type == "function_call"]
             if not calls:
                 return made.output_text
-            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
-            given, previous = (
-                [
-                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
-                    for call, result in zip(calls, results, strict=True)
-                ],
-                made.id,
-            )
+            given, previous = answer_calls(calls, weather), made.id
+
+
+def answer_calls(calls: list[Any], weather: Weather) -> list[dict[str, Any]]:
+    """Return the input of a response that goes on with the results of calls."""
+    results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
+    return [
+        {"type": "function_call_output", "call_id": call.call_id, "output": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
 
 
 def call_langchain_responses(url: str, weather: Weather) -> str:
@@ -294,14 +296,7 @@ def report_openai_responses(url: str, weather: Weather) -> Any:
             calls = [item for item in made.output if item.type == "function_call"]
             if not calls:
                 return made.output_parsed
-            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
-            given, previous = (
-                [
-                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
-                    for call, result in zip(calls, results, strict=True)
-                ],
-                made.id,
-            )
+            given, previous = answer_calls(calls, weather), made.id
 
 
 def report_langchain(url: str, weather: Weather, **options: Any) -> Any:
