@@ -194,6 +194,7 @@ def run_requests(
                     stack.restart_dead()
                     time.sleep(0.05)
             readers.close()
+            stack.stop_workers()  # a stream ends a moment before its result is in the topic
             bus = connect_bus(stack.addresses, BusSettings())
             messages = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
             results = [decode_message(Result, message.value) for message in messages]

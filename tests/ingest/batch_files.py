@@ -22,6 +22,7 @@ from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.messages import Result, Timings, Usage, decode_message
 from penstock.names import Pipeline
+from sim.waiting import wait_for
 
 
 def row(number: int, max_tokens: int = 6, **changes: Any) -> dict[str, Any]:
@@ -68,6 +69,12 @@ def result_ids(stack: Stack, beginning: str) -> list[str]:
     """The ids of all results in the topic that begin so."""
     found = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
     return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]
+
+
+def wait_for_results(stack: Stack, beginning: str, count: int) -> list[str]:
+    """The ids that begin so, once there are `count`: a stream ends a moment before its result is in the topic."""
+    wait_for(lambda: len(result_ids(stack, beginning)) >= count, f"{count} results")
+    return result_ids(stack, beginning)
 
 
 async def create_batch(

@@ -13,7 +13,7 @@ from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
 from sim.waiting import PATIENCE_S, wait_for
-from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of
+from tests.ingest.batch_files import each_once, finished, lines, read_file, row, run_of, wait_for_results
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     assert each_once([*answers, *failed], count)
     assert [(one["custom_id"], one["response"]["status_code"]) for one in failed] == [("row-5", 400)]
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == max_tokens for one in answers)
-    ids = result_ids(stack, f"chatcmpl-{run_of(output)}-")
+    ids = wait_for_results(stack, f"chatcmpl-{run_of(output)}-", count - 1)
     assert len(ids) == len(set(ids)) == count - 1
 
     (tmp_path / "in.jsonl").write_bytes(lines(rows[1:]))

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.local.stack import Stack
 from sim.waiting import PATIENCE_S, wait_for
-from tests.ingest.batch_files import each_once, lines, read, result_ids, row
+from tests.ingest.batch_files import each_once, lines, read, result_ids, row, wait_for_results
 
 
 def make(sdk: openai.OpenAI, content: bytes) -> openai.types.Batch:
@@ -105,7 +105,7 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
-    ids = result_ids(line, asked)
+    ids = wait_for_results(line, asked, count)
     assert len(ids) == len(set(ids)) == count
 
 
@@ -126,5 +126,5 @@ def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk:
     assert batch.request_counts is not None
     assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
-    ids = result_ids(line, asked)
+    ids = wait_for_results(line, asked, count)
     assert len(ids) == len(set(ids)) == count
