@@ -21,11 +21,11 @@ from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
 from penstock.redis.servers import Sharded
+from penstock.testing.bus import MemoryBus
+from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.memory.bus import MemoryBus
-from sim.memory.record import MemoryRecord, MemoryRecords
 from sim.workload import ENGINE_SETTINGS, load_native_demo_model
 
 SHARED_MEMORY = "/dev/shm"

@@ -29,6 +29,7 @@ FLOORS = (
     ("prefill_worker", "decode_worker", "endpoint_worker"),
     ("ingest", "plan", "top"),
     ("local",),
+    ("testing",),
     ("cli",),
 )
 """From the ground up. A room imports from floors below its own; rooms of one floor do not know each other."""

@@ -8,8 +8,8 @@ import redis
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import STAGES, START_HASH, Pipeline, Stage
-from sim.memory.record import MemoryRecords
-from sim.memory.record import RequestRecord as MemoryRequestRecord
+from penstock.testing.record import MemoryRecords
+from penstock.testing.record import RequestRecord as MemoryRequestRecord
 from sim.protocol.script import DUE, LATER, NEVER
 
 LEASE_S = 600.0

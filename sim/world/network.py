@@ -19,8 +19,8 @@ from penstock.errors import BusUnavailable, PenstockError
 from penstock.messages import TokenEvent
 from penstock.names import WorkerKind
 from penstock.record import AppendOutcome, Claim
-from sim.memory.bus import MemoryBus, MemoryMember, MemoryPublisher
-from sim.memory.record import MemoryRecord, MemoryRecords
+from penstock.testing.bus import MemoryBus, MemoryMember, MemoryPublisher
+from penstock.testing.record import MemoryRecord, MemoryRecords
 from sim.world.runtime import EPOCH_S, World
 
 TIMEOUT_S = 2.0

@@ -17,10 +17,10 @@ from penstock.messages import EndEvent, Request, Result, Sampling, decode_messag
 from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
+from penstock.testing.bus import MemoryBus
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
-from sim.memory.bus import MemoryBus
 from sim.world.engine import FormulaEngine, list_tokens, load_tokenizer
 from sim.world.network import (
     Link,
@@ -33,7 +33,7 @@ from sim.world.network import (
 )
 from sim.world.runtime import Doubles, Process, World
 
-SIMULATED = ("penstock.", "sim.memory.")
+SIMULATED = "penstock."
 """Modules that run by the world's clock and threads."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""

@@ -6,7 +6,7 @@ from penstock.bus.contract import Bus
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from sim.memory.bus import MemoryBus
+from penstock.testing.bus import MemoryBus
 from tests.bus.buses import make_bus
 
 

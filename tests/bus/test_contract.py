@@ -27,8 +27,8 @@ from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from penstock.ops import lag
+from penstock.testing.bus import MemoryBus
 from sim.forked import fork_process
-from sim.memory.bus import MemoryBus
 from sim.servers import start_or_skip
 from sim.waiting import PATIENCE_S, wait_for
 from tests.bus import worker_process

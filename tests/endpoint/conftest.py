@@ -17,11 +17,11 @@ from penstock.endpoint_worker.role import EndpointRole
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import Pipeline
 from penstock.record import connect_servers, open_record
+from penstock.testing.bus import MemoryBus
+from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.worker import Worker
 from sim.endpoint import MODEL, CountingEndpoint
 from sim.line import BUS_SETTINGS
-from sim.memory.bus import MemoryBus
-from sim.memory.record import MemoryRecord, MemoryRecords
 
 
 class EndpointPipeline:

@@ -10,10 +10,10 @@ from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.record import Claim
 from penstock.telemetry.stage import StageMetrics
+from penstock.testing.bus import MemoryBus
 from penstock.worker.task import Task
 from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint, write_numbers
-from sim.memory.bus import MemoryBus
 from tests.endpoint.conftest import EndpointPipeline
 
 pytestmark = pytest.mark.in_memory

@@ -15,13 +15,13 @@ from penstock.engine.contract import Outcome
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import CLASSES, REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.record import AppendOutcome, Claim
+from penstock.testing.bus import Entry, MemoryMember
+from penstock.testing.record import MemoryRecord, RequestRecord
 from penstock.worker.loop import run_until_idle
 from penstock.worker.task import StageOutput, Task
 from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint
 from sim.line import InProcessPipeline, core_of, run_until_running
-from sim.memory.bus import Entry, MemoryMember
-from sim.memory.record import MemoryRecord, RequestRecord
 from tests.endpoint.conftest import EndpointPipeline
 from tests.record.play import alive, end
 

@@ -10,7 +10,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
-from sim.memory.record import MemoryRecord, MemoryRecords
+from penstock.testing.record import MemoryRecord, MemoryRecords
 from sim.protocol import script
 from sim.protocol.keepers import LEASE_S, MemoryKeeper, RedisKeeper
 from sim.protocol.model import describe_step

@@ -9,7 +9,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
-from sim.memory.record import MemoryRecord, MemoryRecords
+from penstock.testing.record import MemoryRecord, MemoryRecords
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

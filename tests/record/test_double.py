@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.settings import RecordSettings
 from penstock.record import Record
-from sim.memory.record import MemoryRecord, MemoryRecords
+from penstock.testing.record import MemoryRecord, MemoryRecords
 
 
 class UnfinishedRecord(MemoryRecord):

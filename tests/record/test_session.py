@@ -16,9 +16,9 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
+from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.retry import deadline_error
 from sim.forked import pause_process
-from sim.memory.record import MemoryRecord, MemoryRecords
 from sim.waiting import PATIENCE_S, wait_for
 from tests.record.play import alive, die, end, say
 
