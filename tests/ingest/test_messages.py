@@ -19,6 +19,7 @@ from penstock.ingest.gateway.app import create_app
 from penstock.ingest.openai import CHAT, StreamMeta, make_stream_meta
 from penstock.ingest.openai.body import parse_body
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.endpoint import TEXT, use_response_template
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.messages import EndEvent, FinishReason, Timings, TokenEvent, Usage
 from penstock.names import START_HASH, roll_hash
@@ -169,7 +170,8 @@ def test_input_that_is_no_json_is_refused(value: str) -> None:
 
 def make_meta(*, has_template: bool = True, is_held: bool = False) -> StreamMeta:
     body = MESSAGES.parse_body(ASKED | {"tools": [TOOL | {"strict": True} if is_held else TOOL]})
-    return make_stream_meta(MESSAGES, body, "msg_1", response_template=TEMPLATE if has_template else None)
+    form = use_response_template(MESSAGES, body, [], TEMPLATE) if has_template else TEXT
+    return make_stream_meta(MESSAGES, body, "msg_1", form=form)
 
 
 def answer_whole(text: str, reason: FinishReason = "stop", **options: bool) -> MessageAnswer:

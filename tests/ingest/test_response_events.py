@@ -16,6 +16,7 @@ from penstock.client.core import Event, build_answer
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import RESPONSES, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.endpoint import use_response_template
 from penstock.ingest.openai.responses import Response, describe_input_items
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.messages import EndEvent, FinishReason, Logprobs, TokenEvent, Usage
@@ -33,7 +34,7 @@ PIECES = ["<think>", "</think>", CALL, CALL, " ", "\n", "some", " text", "<tool_
 
 def make_meta(**more: Any) -> StreamMeta:
     body = RESPONSES.parse_body({"model": "m", "input": "hi", "tools": [TOOL]} | more)
-    return make_stream_meta(RESPONSES, body, "resp_1", response_template=TEMPLATE)
+    return make_stream_meta(RESPONSES, body, "resp_1", form=use_response_template(RESPONSES, body, [], TEMPLATE))
 
 
 def make_log(

@@ -195,11 +195,11 @@ class BatchRun:
             body = endpoint.parse_body(row.body)
             requests = [apply_terms(args, self._batch) for args in endpoint.make_requests(body, request_id)]
             client, template = await self._wait_for_pipeline(body.model)
-            template = use_response_template(endpoint, body, requests, template)
+            form = use_response_template(endpoint, body, requests, template)
             async with self._pipelines.row_slots[client]:
                 answers = await gather_answers([_wait_for_answer(client, args) for args in requests])
             tenant = self._batch.tenant
-            meta = make_stream_meta(endpoint, body, request_id, tenant=tenant, response_template=template)
+            meta = make_stream_meta(endpoint, body, request_id, tenant=tenant, form=form)
             answer = endpoint.make_answer(meta, answers).model_dump(mode="json")
         except DeadlineExceeded:
             return self._make_skipped_row(row, "batch_expired")

@@ -111,7 +111,7 @@ async def accept_request(
         tenant=caller.tenant,
         body_hash="" if key is None else hash_answer_fields(endpoint, body),
         input_items=input_items,
-        response_template=use_response_template(endpoint, body, submit_args, served.response_template),
+        form=use_response_template(endpoint, body, submit_args, served.response_template),
     )
     cap_open_answers(submit_args, caller.max_request_tokens)
     earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)

@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -141,6 +141,18 @@ class ApiEndpoint(ABC, Generic[B]):
         """Return the maker of the answer's stream."""
 
 
+class AnswerForm(NamedTuple):
+    """By what the text of answers is parsed."""
+
+    template: dict[str, Any] | None = None
+    """The model's response template; None: answers are text."""
+    calls: CallsForm = "free"
+    """How calls are written."""
+
+
+TEXT = AnswerForm()
+
+
 def make_stream_meta(
     endpoint: ApiEndpoint[B],
     body: B,
@@ -150,10 +162,9 @@ def make_stream_meta(
     tenant: str = "default",
     body_hash: str = "",
     input_items: list[dict[str, Any]] | None = None,
-    response_template: dict[str, Any] | None = None,
+    form: AnswerForm = TEXT,
 ) -> StreamMeta:
-    """Return the meta data of a new request. Answers are parsed by the model's `response_template`, if it has one."""
-    held = None if response_template is None else body.hold_calls(response_template)
+    """Return the meta data of a new request, whose answers have the form that `use_response_template` returned."""
     return StreamMeta(
         id=request_id,
         path=endpoint.path,
@@ -165,8 +176,8 @@ def make_stream_meta(
         pipeline=pipeline,
         tenant=tenant,
         input_items=input_items,
-        response_template=response_template,
-        calls="free" if held is None else "held" if held.answer is None else "or_json",
+        response_template=form.template,
+        calls=form.calls,
     )
 
 
@@ -178,21 +189,21 @@ def hash_answer_fields(endpoint: ApiEndpoint[B], body: B) -> str:
 
 def use_response_template(
     endpoint: ApiEndpoint[B], body: B, requests: Sequence[SubmitArgs], template: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """Return by what a body's answers are parsed, of the model's `template`, and have its requests tell all marks.
+) -> AnswerForm:
+    """Return the form of a body's answers, by the model's `template`, and have its requests tell all marks.
 
     Where calls are held to a grammar, the requests get it.
 
-    It is None where answers are text, and where a grammar says what they are and there are no tools. Raises `ApiError`
-    400 where tools were given to a model without one, or calls cannot be held.
+    Without a template answers are text; so they are where a grammar says what they are and there are no tools. Raises
+    `ApiError` 400 where tools were given to a model without one, or calls cannot be held.
     """
     has_tools = bool(getattr(body, "offered_tools", None))
     if not endpoint.parses_answers or (body.find_grammar() is not None and not has_tools):
-        return None
+        return TEXT
     if template is None and getattr(body, "tools", None):
         raise unsupported_value("tools", "the model's tokenizer has no response template to tell calls from text by.")
     if template is None:
-        return None
+        return TEXT
     try:
         held = body.hold_calls(template)
         grammar = None if held is None else held.make_spec()
@@ -206,7 +217,7 @@ def use_response_template(
         args["special_text"] = True
         if grammar is not None:
             args["grammar"] = grammar
-    return template
+    return AnswerForm(template, "free" if held is None else "held" if held.answer is None else "or_json")
 
 
 def make_chat_requests(
