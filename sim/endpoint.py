@@ -135,10 +135,15 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "status":
             self._send_json(fault.status, {"error": {"message": fault.message}}, fault.headers)
             return
-        with endpoint.count_request(), contextlib.suppress(OSError):
-            self._stream(body, fault)
+        with contextlib.suppress(OSError):
+            with endpoint.count_request():
+                ends = self._stream_pieces(body, fault)
+            # Only now, as the next question may be here before this thread goes on after the last write.
+            for content in ends:
+                self._send_chunk(content)
 
-    def _stream(self, body: dict[str, Any], fault: Fault | None) -> None:
+    def _stream_pieces(self, body: dict[str, Any], fault: Fault | None) -> list[bytes]:
+        """Send the pieces of an answer, and return the chunks that end it; none after a fault."""
         endpoint, is_chat = self.server.endpoint, self.path.endswith("/chat/completions")
         self.send_response(200)
         for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
@@ -152,19 +157,18 @@ class _Handler(BaseHTTPRequestHandler):
                 break
             if fault is not None and index == fault.after:
                 self._fail(fault)
-                return
+                return []
             endpoint.gate.wait()
             time.sleep(endpoint.pause_s)
             delta = {"content": f" {first + index}"} | (endpoint.delta_fields if index == 0 else {})
             self._send_event({"choices": [{"index": 0, "delta": delta} if is_chat else {"text": delta["content"]}]})
-        self._send_event({"choices": [{"index": 0, "delta": {}, "text": "", **end, **endpoint.end_fields}]})
+        ends = [_encode_event({"choices": [{"index": 0, "delta": {}, "text": "", **end, **endpoint.end_fields}]})]
         if endpoint.with_usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = len(str(body.get("prompt") or body.get("messages")).split())
             details = {"prompt_tokens_details": {"cached_tokens": 1}}
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
-            self._send_event({"choices": [], "usage": usage | details | endpoint.usage_fields})
-        self._send_chunk(b"data: [DONE]\n\n")
-        self._send_chunk(b"")
+            ends.append(_encode_event({"choices": [], "usage": usage | details | endpoint.usage_fields}))
+        return [*ends, b"data: [DONE]\n\n", b""]
 
     def _fail(self, fault: Fault) -> None:
         """Do what a fault says. The connection ends then."""
@@ -176,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.recv(1)  # until the reader closes it
 
     def _send_event(self, event: dict[str, Any]) -> None:
-        self._send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self._send_chunk(_encode_event(event))
 
     def _send_chunk(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
@@ -190,6 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(encoded)))
         self.end_headers()
         self.wfile.write(encoded)
+
+
+def _encode_event(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def _count_so_far(body: dict[str, Any]) -> int:
