@@ -25,7 +25,6 @@ from penstock.local.stack import Stack
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from sim.forked import ForkedStack
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 PROMPTS = ("In the beginning", "And the king said", "The words of the wise", "And it came to pass")
@@ -98,7 +97,7 @@ def run(given: Arguments) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as name:
         folder = Path(name)
         write_rows(folder / "in.jsonl", count)
-        how = given.choose_size(Stack, Stack, ForkedStack)
+        how = given.choose_stack()
         with how(folder / "stack", pipeline="batch", environment=ENVIRONMENT) as stack:
             stack.wait_until_ready(600)
             begun_s = time.monotonic()

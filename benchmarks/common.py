@@ -12,6 +12,9 @@ from typing import Literal, TypeVar
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from penstock.local.stack import Stack
+from sim.forked import ForkedStack
+
 mpl.use("agg")
 T = TypeVar("T")
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
@@ -36,6 +39,10 @@ class Arguments:
     def choose_size(self, full: T, quick: T, smoke: T) -> T:
         """Return that one of the three that belongs to this run's size."""
         return {"full": full, "quick": quick, "smoke": smoke}[self.size]
+
+    def choose_stack(self) -> type[Stack]:
+        """Return the stack to start: in a smoke run one whose processes are forked, which start within moments."""
+        return ForkedStack if self.size == "smoke" else Stack
 
     @property
     def is_full(self) -> bool:

@@ -41,7 +41,6 @@ from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from sim.endpoint import MODEL, write_numbers
-from sim.forked import ForkedStack
 
 NUM_READERS = 32
 NUM_PIECES, PAUSE_S = 40, 0.02
@@ -244,7 +243,7 @@ def main() -> None:
     given = Options(**vars(parser.parse_args()))
     print(describe_machine())
     size = given.choose_size((1000, 5, 3), (200, 2, 1), (20, 1, 1))
-    how = given.choose_size(Stack, Stack, ForkedStack)
+    how = given.choose_stack()
     report_figures(run_requests(*size, given.command, how), given)
 
 

@@ -43,7 +43,6 @@ from benchmarks.interference import (
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
-from sim.forked import ForkedStack
 
 MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
@@ -80,7 +79,7 @@ def run(given: Arguments) -> dict[str, float]:
     count, warm_count, job_lines = given.choose_size(
         (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (8, 8, 400)
     )
-    how = given.choose_size(Stack, Stack, ForkedStack)
+    how = given.choose_stack()
     with run_stack(how, _LARGE_ENVIRONMENT) as stack:
         run_round(stack, warm_count, tokens)
         rss_kb = read_resident_kb(stack)

@@ -29,10 +29,8 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.errors import PenstockError
-from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
-from sim.forked import ForkedStack
 
 NUM_STREAMS = 4
 PROMPT_TOKENS, STREAM_NEW = 64, 256
@@ -233,7 +231,7 @@ def run(given: Arguments) -> dict[str, float]:
     engine = alternate_windows("engine", EngineSide(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        given.choose_size(Stack, Stack, ForkedStack)(Path(directory), environment=_ENVIRONMENT) as stack,
+        given.choose_stack()(Path(directory), environment=_ENVIRONMENT) as stack,
     ):
         stack.wait_until_ready(300)
         with Client(stack.addresses) as client:

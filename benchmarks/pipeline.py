@@ -40,7 +40,6 @@ from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Sampling
-from sim.forked import ForkedStack
 
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB_VARIABLE: "0"}
@@ -185,7 +184,7 @@ def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
     wide = measure_two_threads(max(1, rounds // 3), load, max_new)
-    with open_sides(given.choose_size(Stack, Stack, ForkedStack)) as all_sides:
+    with open_sides(given.choose_stack()) as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
             side.engine.measure_tokens_per_s(make_prompts(random.Random(1), 8, 16, 64), 8)

@@ -34,7 +34,6 @@ from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tools import TierLocation, open_tiers
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
-from sim.forked import ForkedStack
 
 BUDGET_MB = 24
 VALKEY_NAME = "Valkey, blocks"
@@ -114,7 +113,7 @@ def run(given: Arguments) -> dict[str, float]:
     """Run, check and draw; return the figures."""
     minutes = given.choose_size(10.0, 0.4, 0.03)
     load = SoakLoad(given.choose_size(20, 20, 2))
-    with start_system(given.choose_size(Stack, Stack, ForkedStack)) as (stack, server, places, disk):
+    with start_system(given.choose_stack()) as (stack, server, places, disk):
         with Watch(make_sampler(stack, server, places)) as watch:
             run_load(stack, load, minutes)
         names = {worker.name for worker in stack.workers}

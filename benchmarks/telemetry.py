@@ -28,7 +28,6 @@ from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.ops.live import LiveWatch
 from penstock.waiting import wait_until
-from sim.forked import ForkedStack
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",
@@ -149,7 +148,7 @@ def open_sides(how: type[Stack]) -> Iterator[dict[str, Callable[[int, int, int],
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
     rounds, load, max_new = given.choose_size((16, 160, 64), (6, 96, 64), (1, 4, 8))
-    return measure_ratio(given.choose_size(Stack, Stack, ForkedStack), rounds, load, max_new)
+    return measure_ratio(given.choose_stack(), rounds, load, max_new)
 
 
 def measure_ratio(how: type[Stack], rounds: int, load: int, max_new: int) -> dict[str, float]:

@@ -1,12 +1,10 @@
 """What soaks measure over time, and whether it stays flat."""
 
-import os
 import statistics
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -79,9 +77,3 @@ def read_resident_mb(pids: Mapping[str, int]) -> dict[str, float]:
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     found = {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
     return {name: found[pid] for name, pid in pids.items() if pid in found}
-
-
-def count_open_files(pids: Mapping[str, int]) -> dict[str, float]:
-    """Return the open file descriptors of each process; empty if the system does not list them."""
-    folders = {name: Path(f"/proc/{pid}/fd") for name, pid in pids.items()}
-    return {name: float(len(os.listdir(folder))) for name, folder in folders.items() if folder.is_dir()}
