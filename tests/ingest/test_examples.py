@@ -32,6 +32,7 @@ def command_node(directory: Path) -> list[str]:
 
 LANGUAGES: dict[str, Callable[[Path], list[str]]] = {
     "python": lambda directory: [sys.executable, str(EXAMPLES / "backend_python.py")],
+    "node": command_node,
 }
 
 
