@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 
 from penstock.config.settings import RecordSettings
@@ -33,6 +34,7 @@ class MemoryRecords:
         self.readers: dict[Stage, dict[str, str]] = {"prefill": {}, "decode": {}}
         self.cancelled: dict[str, list[str]] = {}
         """By session the ids of cancelled requests that it has not heard of."""
+        self._listeners: dict[str, list[Callable[[bytes], object]]] = {}
 
     def now_ms(self) -> int:
         """Return the time by the clock of the records, in ms."""
@@ -46,11 +48,26 @@ class MemoryRecords:
             return None
         return found
 
+    @contextmanager
+    def listen(self, request_id: str, deliver: Callable[[bytes], object]) -> Iterator[None]:
+        """Call `deliver` with the JSON of each event of a request that is written while the context lasts."""
+        with self.lock:
+            listeners = self._listeners.setdefault(request_id, [])
+            listeners.append(deliver)
+        try:
+            yield
+        finally:
+            with self.lock:
+                listeners.remove(deliver)
+
     def put(self, request_id: str, rec: RequestRecord, keep_ms: int | None = None) -> None:
         """Put a request's next record in the place of the one before, and keep it from now on for `keep_ms`."""
         before, self.records[request_id] = self.records.get(request_id), rec
         if keep_ms is not None:
             self.expires_ms[request_id] = self.now_ms() + keep_ms
+        for deliver in self._listeners.get(request_id, ()):
+            for event in _list_events(rec)[0 if before is None else len(_list_events(before)) :]:
+                deliver(event.encode())
         if before is None or before.free is not rec.free:
             for stage, from_ms in zip(STAGES, rec.free, strict=True):
                 if from_ms:
@@ -64,7 +81,8 @@ class MemoryRecord(Record):
 
     # `Record`'s own constructor wants a client. What is inherited does without one: `tests/record/test_double.py`.
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
-        self._records, self._lock, self._settings = records, records.lock, settings
+        self._records, self._settings = records, settings
+        self._lock: AbstractContextManager[object] = records.lock
         self._lease_ms = round(settings.lease_s * 1000)
         self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
         self._keep_ms = round(settings.keep_s * 1000)
