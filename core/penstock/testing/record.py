@@ -59,6 +59,8 @@ class MemoryRecords:
         finally:
             with self.lock:
                 listeners.remove(deliver)
+                if not listeners:
+                    self._listeners.pop(request_id, None)
 
     def put(self, request_id: str, rec: RequestRecord, keep_ms: int | None = None) -> None:
         """Put a request's next record in the place of the one before, and keep it from now on for `keep_ms`."""
