@@ -31,7 +31,7 @@ def canonicalize_state(state: State, fenced: bool = True) -> State:
     order = ([0, 1] if ranks[0] <= ranks[1] else [1, 0]) + ([2, 3] if ranks[2] <= ranks[3] else [3, 2])
     places = {old: new for new, old in enumerate(order)} | {FREE: FREE, GHOST: GHOST}
     return State(
-        rec=_rename_record(state.rec, names, epochs, places[state.rec.session]),
+        rec=_rename_record(state.rec, names, epochs, NOBODY if held is NOBODY else places[held]),
         saved=_rename_record(saved, names, epochs, NOBODY if saved.session == NOBODY else GHOST),
         bus=tuple([(one, places[at]) for one, at in bus]),
         workers=tuple([workers[index] for index in order]),
@@ -47,7 +47,7 @@ def canonicalize_state(state: State, fenced: bool = True) -> State:
 
 @lru_cache(None)
 def _collect_record_names(rec: RequestRecord) -> frozenset[int]:
-    return frozenset((0, rec.bound)) | _collect_message_names((rec.message,))
+    return frozenset((0, rec.bound or 0)) | _collect_message_names((rec.message,))
 
 
 @lru_cache(None)
@@ -80,12 +80,12 @@ def _rename_bus(bus: tuple[tuple[Message, int], ...], names: Numbers) -> tuple[t
 
 
 @lru_cache(None)
-def _rename_record(old: RequestRecord, names: Numbers, epochs: Numbers, session: int) -> RequestRecord:
+def _rename_record(old: RequestRecord, names: Numbers, epochs: Numbers, session: int | None) -> RequestRecord:
     return old._replace(
         epoch=_rank_epoch(old.epoch, epochs),
         session=session,
         attempts=min(old.attempts, MAX_ATTEMPTS + 1),
-        bound=names.index(old.bound),
+        bound=names.index(old.bound or 0),
         message=old.message and _rename_message(old.message, names),
         tokens=(0,) * len(old.tokens),
     )

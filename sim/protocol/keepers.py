@@ -1,15 +1,14 @@
 """Where a replay finds a request's record: on a real server, or in the double of one."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import redis
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import STAGES, START_HASH, Pipeline, Stage
-from penstock.testing.record import MemoryRecords
-from penstock.testing.record import RequestRecord as MemoryRequestRecord
+from penstock.testing.record import NEW, MemoryRecords, RequestRecord
 from sim.protocol.script import DUE, LATER, NEVER
 
 LEASE_S = 600.0
@@ -163,8 +162,7 @@ class MemoryKeeper:
 
     def __init__(self, records: MemoryRecords, request_id: str) -> None:
         self._records, self._id = records, request_id
-        self._saved_record: Any = None
-        self._saved_free: dict[Stage, int] = {}
+        self._saved: RequestRecord | None = None
 
     def clear_free(self) -> None:
         for free in self._records.free.values():
@@ -186,50 +184,46 @@ class MemoryKeeper:
 
     def pass_waiting_times(self) -> None:
         if (found := self._records.find(self._id)) is not None:
-            found.not_before_ms = min(found.not_before_ms, 1)
-        for free in self._records.free.values():
-            free.update({self._id: 1} if self._id in free else {})
+            prefill, decode = [min(1, from_ms) for from_ms in found.free]
+            self._records.put(
+                self._id, found._replace(not_before_ms=min(1, found.not_before_ms), free=(prefill, decode))
+            )
 
     def save(self) -> None:
-        found = self._records.find(self._id)
-        self._saved_record = None if found is None else replace(found, tokens=list(found.tokens))
-        self._saved_free = {stage: free[self._id] for stage, free in self._records.free.items() if self._id in free}
+        self._saved = self._records.find(self._id)
 
     def restore(self, sessions: set[str]) -> str:
         self._records.records.pop(self._id, None)
         self.clear_free()
-        for stage, from_ms in self._saved_free.items():
-            self._records.free[stage][self._id] = from_ms
         for session in sessions:
             self._records.sessions[parse_stage(session)].pop(session, None)
-        if self._saved_record is None:
+        if self._saved is None:
             return ""
-        found = self._records.records[self._id] = replace(self._saved_record, tokens=list(self._saved_record.tokens))
-        if found.session:
-            lasts_ms = self.now_ms() + round(1000 * LEASE_S)
-            self._records.sessions[parse_stage(found.session)][found.session] = lasts_ms
-        return str(found.session)
+        self._records.put(self._id, self._saved)
+        if (holder := self._saved.session) is not None:
+            self._records.sessions[parse_stage(holder)][holder] = self.now_ms() + round(1000 * LEASE_S)
+        return holder or ""
 
     def now_ms(self) -> int:
         return self._records.now_ms()
 
     def read(self) -> RequestState:
-        found, now_ms = self._records.find(self._id) or MemoryRequestRecord(), self.now_ms()
+        found, now_ms = self._records.find(self._id) or NEW, self.now_ms()
         prefill, decode = [_place_time(self._records.free[stage].get(self._id), now_ms) for stage in STAGES]
         log: list[tuple[str, TokenEvent | EndEvent]] = [(f"{at}-1", event) for at, event in enumerate(found.tokens)]
         log += [(f"{len(found.tokens)}-2", found.end)] if found.end is not None else []
         return RequestState(
             epoch=found.epoch,
-            session=found.session,
+            session=found.session or "",
             waits=found.not_before_ms > now_ms,
             stage=found.stage,
-            bound=found.bound,
-            body=found.body,
+            bound=found.bound or "",
+            body=found.body or "",
             attempts=found.attempts,
             cancelled=found.cancelled,
-            message=found.message,
+            message=found.message or b"",
             num_tokens=len(found.tokens),
-            rolling_hash=found.rolling_hash,
+            rolling_hash=found.tokens[-1].id.partition("-")[2] if found.tokens else START_HASH,
             free=(prefill, decode),
             log=[(name, json.loads(event.encode())) for name, event in log],
         )

@@ -20,7 +20,7 @@ def generate_mishaps(state: State, rules: Rules) -> Steps:
     """Generate crashes, pauses, rebalances, worker stops, and losses of data in Redis."""
     left, rec = state.left, state.rec
     yield from _generate_session_ends(state, rules)
-    if rec.waits or LATER in rec.free:
+    if rec.not_before_ms or LATER in rec.free:
         yield Step("due", call=("due",)), state._replace(rec=script.pass_waiting_times(rec))
     yield from _generate_redeliveries(state, rules)
     if left.losses:

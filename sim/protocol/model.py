@@ -112,9 +112,9 @@ def describe_step(step: Step) -> str:
             return f"{step.kind}: ended"
         case (str(kind), *_):
             return f"{step.kind}: {kind}"
-        case None:
-            return step.kind
-    return f"{step.kind}: {step.reply}"
+        case int(reply):
+            return f"{step.kind}: {reply:d}"
+    return step.kind
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, event_id, roll_hash
 from penstock.record import Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
 from sim.protocol.keepers import LEASE_S, Keeper, RequestState, parse_stage, stage_of_worker
-from sim.protocol.script import GHOST, NOBODY, Message, Reply, RequestRecord
+from sim.protocol.script import DUE, GHOST, NOBODY, Message, Reply, RequestRecord
 
 
 def make_token(epoch: int, position: int) -> int:
@@ -204,7 +204,7 @@ class Replay:
         assert found == RequestState(
             epoch=self.epochs[rec.epoch],
             session=found.session,
-            waits=rec.waits,
+            waits=rec.not_before_ms > DUE,
             stage=rec.stage,
             bound=str(rec.bound or ""),
             body=str(rec.body or ""),

@@ -1,18 +1,25 @@
-"""The record's scripts (`core/penstock/record/lua/`) in plain Python: from a record to the next one and a reply.
+"""The record of the model: what its names, times and tokens are, and the rules that a flaw leaves out.
 
-`clock` stands for the server's clock and grows with each claim. A token is the epoch of the claim that sampled it, as
-if tokens of two attempts always differed. A session is the number of its worker; `GHOST` stands for all sessions
-that are still in `sessions` though their workers are dead or have another one. The stage's `free` set is kept in
-the record, as there is only one request.
+What the scripts do is in `penstock.testing.transitions`. `clock` grows with each claim, and gives the epochs; the time
+for all else stands still. A token is the epoch of the claim that sampled it, as if tokens of two attempts always
+differed. A session is the number of its worker; `GHOST` stands for all sessions that still last though their workers
+are dead or have another one. A session ends by a step of its own, until then it lives.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
-NOBODY, GHOST = -1, -2
+from penstock.names import Stage
+from penstock.testing import transitions
+from penstock.testing.transitions import Times, cancel_request
+from penstock.testing.transitions import hand_off_request as note_handed_off
+
+__all__ = ["cancel_request", "note_handed_off"]
+NOBODY, GHOST = None, -2
 """In place of a worker's number: nobody, or a dead worker that the others still believe to be alive."""
-NEVER, LATER, DUE = 0, 1, 2
-"""When any worker of a stage may take the request over."""
-PLACES = {"prefill": 0, "decode": 1}
+NEVER, DUE, LATER = 0, 1, 2
+"""When any worker of a stage may take the request over. The time now is `DUE`."""
+LIVING = dict.fromkeys((GHOST, 0, 1, 2, 3), LATER)
 MAX_ATTEMPTS = 2
 Reply = tuple[Any, ...]
 
@@ -35,164 +42,87 @@ class End(NamedTuple):
     error: str
 
 
-class RequestRecord(NamedTuple):
-    """A request's record, and its log: `tokens`, then `end`."""
-
-    epoch: int = 0
-    session: int = NOBODY
-    stage: str = "new"
-    bound: int = 0
-    body: int = 0
-    attempts: int = 0
-    found: int = 0
-    """The number of tokens when it was claimed: in Redis a holder says it with its tokens."""
-    most: int = 0
-    """The most tokens that a claim in this stage made."""
-    cancelled: bool = False
-    message: Message | None = None
-    waits: bool = False
-    """Nobody may claim the request for a while, not even the holder of its delivery."""
-    free: tuple[int, int] = (NEVER, NEVER)
-    """When the request may be taken over, for each stage."""
-    tokens: tuple[int, ...] = ()
-    end: End | None = None
-    num_ends: int = 0
+RequestRecord = transitions.RequestRecord[int, Message, int, End]
+NEW: RequestRecord = RequestRecord(bound=0, body=0)
 
 
-NEW = RequestRecord()
-
-
-def set_free_time(rec: RequestRecord, stage: str, when: int) -> RequestRecord:
-    """Return the record with another entry in a stage's `free` set."""
-    return rec._replace(free=(when, rec.free[1]) if stage == "prefill" else (rec.free[0], when))
-
-
-def park_message(rec: RequestRecord, stage: str, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
-    """Do what `claim.lua` does without a session."""
-    is_kept = rec.stage == stage and rec.message is not None
-    after, reply = claim_request(rec, stage, NOBODY, message, clock)
-    if reply[0] in ("bound", "conflict"):
-        return rec, reply
-    if is_kept or rec.stage == "end":
-        return rec, ("down",)
-    if reply[0] != "claim":
-        return rec, reply
-    return set_free_time(after._replace(attempts=after.attempts - 1), stage, DUE), ("down",)
+def park_message(rec: RequestRecord, stage: Stage, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
+    """Put a message down."""
+    asked = message.job, _get_body(stage, message), message
+    rec, reply = transitions.claim_request(rec, stage, None, asked, LIVING, _tell_times(clock))
+    return rec, (reply.kind,)
 
 
 def claim_request(
-    rec: RequestRecord, stage: str, session: int, message: Message, clock: int, flaw: str = "", *, lives: bool = True
+    rec: RequestRecord, stage: Stage, session: int, message: Message, clock: int, flaw: str = "", *, lives: bool = True
 ) -> tuple[RequestRecord, Reply]:
-    """Do what `claim.lua` does. `lives` says whether the calling session is in `sessions`."""
-    prefill = stage == "prefill"
-    if prefill and rec.body not in (0, message.body):
-        return rec, ("conflict",)
-    if prefill and rec.stage == "handed":
-        return rec, ("bound",)
-    rebinds = flaw == "no binding" or (flaw == "binding changes" and not prefill)
-    if rec.bound and rec.bound != message.job and not rebinds:
-        return rec, ("bound",)
-    bound = rec.bound if prefill or flaw == "no binding" else message.job
-    if rec.stage == "end":
-        rec = rec._replace(epoch=max(rec.epoch + 1, clock)) if prefill else rec._replace(bound=bound)
-        return rec, _build_claim_reply(rec, ended=True)
-    is_taken = rec.session != NOBODY or rec.waits
-    if not lives or (is_taken and (prefill or rec.stage != "prefill")):
-        return rec, ("busy",)
-    attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts
-    rec = set_free_time(rec, stage, NEVER)._replace(
-        epoch=max(rec.epoch + 1, clock),
-        session=session,
-        stage=stage,
-        bound=bound,
-        body=message.body if prefill else rec.body,
-        attempts=attempts + 1,
-        found=len(rec.tokens),
-        most=rec.most if rec.stage == stage else 0,
-        message=message,
-        waits=False,
-    )
-    return rec, _build_claim_reply(rec)
+    """Claim the request. `lives` says whether the calling session does."""
+    rebinds = flaw == "no binding" or (flaw == "binding changes" and stage == "decode")
+    before = rec._replace(bound=0) if rebinds else rec
+    asked = message.job, _get_body(stage, message), message
+    living = LIVING if lives else {name: until for name, until in LIVING.items() if name != session}
+    after, reply = transitions.claim_request(before, stage, session, asked, living, _tell_times(clock))
+    if flaw == "no binding" or (rebinds and after is before):
+        after = after._replace(bound=rec.bound)
+    return after, _build_claim_reply(after) if reply.kind == "claim" else (reply.kind,)
 
 
 def take_over_request(
-    rec: RequestRecord, stage: str, session: int, clock: int, *, lives: bool = True
+    rec: RequestRecord, stage: Stage, session: int, clock: int, *, lives: bool = True
 ) -> tuple[RequestRecord, Reply]:
-    """Do what `take.lua` does to this request."""
-    if not lives or rec.free[PLACES[stage]] != DUE:
+    """Take the request over, if it is free."""
+    if not lives or rec.free[stage == "decode"] != DUE:
         return rec, ("none",)
-    rec = set_free_time(rec, stage, NEVER)
-    if rec.stage != stage or rec.session != NOBODY or rec.message is None:
-        return rec, ("gone",)
-    epoch = max(rec.epoch + 1, clock)
-    rec = rec._replace(epoch=epoch, session=session, attempts=rec.attempts + 1, found=len(rec.tokens), waits=False)
-    return rec, _build_claim_reply(rec)
+    rec, is_taken = transitions.take_over_request(rec, stage, session, _tell_times(clock))
+    return rec, _build_claim_reply(rec) if is_taken else ("gone",)
 
 
-def end_sessions(rec: RequestRecord, sessions: tuple[int, ...], flaw: str = "") -> RequestRecord:
-    """Do what `reap.lua` does when the time of `sessions` is over."""
+def end_sessions(rec: RequestRecord, sessions: tuple[int | None, ...], flaw: str = "") -> RequestRecord:
+    """Return the record after the end of `sessions`."""
     if rec.session not in sessions:
         return rec
-    after = rec._replace(session=NOBODY)
-    return after if flaw == "reaps without freeing" else set_free_time(after, rec.stage, DUE)
+    after = transitions.end_session(rec, DUE)
+    return after._replace(free=rec.free) if flaw == "reaps without freeing" else after
 
 
 def pass_waiting_times(rec: RequestRecord) -> RequestRecord:
     """Return the record after the server's clock has passed all waiting times."""
-    prefill, decode = [min(DUE, when * 2) for when in rec.free]
-    return rec._replace(waits=False, free=(prefill, decode))
-
-
-def _build_claim_reply(rec: RequestRecord, *, ended: bool = False) -> Reply:
-    return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts, 0 if ended else rec.most
+    prefill, decode = [min(DUE, when) for when in rec.free]
+    return rec._replace(not_before_ms=NEVER, free=(prefill, decode))
 
 
 def append_tokens(
     rec: RequestRecord, epoch: int, position: int, count: int, flaw: str = ""
 ) -> tuple[RequestRecord, int]:
-    """Do what `append.lua` does with `count` tokens. Reply 1: written; 0: refused; 2: the request is cancelled."""
-    if rec.epoch != epoch and flaw != "appends by anybody":
-        return rec, 0
-    if position < len(rec.tokens):
-        return rec, int(rec.tokens[position : position + count] == (epoch,) * count)
-    if rec.stage == "end":
-        return rec, 0
-    if rec.cancelled:
-        return rec, 2
-    if position > len(rec.tokens):
-        return rec, 0
-    rec = rec._replace(tokens=rec.tokens + (epoch,) * count)
-    made = len(rec.tokens) - rec.found
-    return rec._replace(attempts=0, most=made) if made > rec.most else rec, 1
+    """Append `count` tokens. Reply 1: written; 0: refused; 2: the request is cancelled."""
+    asks = rec.epoch if flaw == "appends by anybody" else epoch
+    return transitions.append_tokens(rec, asks, position, (epoch,) * count)
 
 
 def finish_request(rec: RequestRecord, epoch: int, end: End, flaw: str = "") -> tuple[RequestRecord, int]:
-    """Do what `finish.lua` does."""
-    if rec.epoch != epoch or (len(rec.tokens) != end.tokens and flaw != "ends uncounted"):
-        return rec, 0
-    if rec.stage == "end":
-        return rec, 1
-    return rec._replace(stage="end", session=NOBODY, message=None, end=end, num_ends=rec.num_ends + 1), 1
-
-
-def note_handed_off(rec: RequestRecord, epoch: int) -> tuple[RequestRecord, int]:
-    """Do what `handed.lua` does."""
-    if rec.epoch != epoch or rec.stage != "prefill":
-        return rec, 0
-    return rec._replace(stage="handed", session=NOBODY, attempts=0, message=None), 1
+    """Write the end."""
+    num_tokens = len(rec.tokens) if flaw == "ends uncounted" else end.tokens
+    return transitions.finish_request(rec, epoch, num_tokens, end)
 
 
 def release_request(
     rec: RequestRecord, epoch: int, *, failed: bool, waits: bool, delivered: bool = False
 ) -> tuple[RequestRecord, int]:
-    """Do what `release.lua` does."""
-    if rec.epoch != epoch or rec.stage in ("end", "handed") or rec.session == NOBODY:
-        return rec, 0
-    attempts = rec.attempts if failed else max(0, rec.attempts - 1)
-    rec = rec._replace(session=NOBODY, attempts=attempts, waits=waits)
-    return set_free_time(rec, rec.stage, LATER if waits or delivered else DUE), 1
+    """Give the request back. Where it `waits` or has a delivery it is free later."""
+    alone_ms = int(delivered and not waits)
+    return transitions.release_request(rec, epoch, DUE, wait_ms=int(waits), alone_ms=alone_ms, failed=failed)
 
 
-def cancel_request(rec: RequestRecord) -> tuple[RequestRecord, int]:
-    """Do what `cancel.lua` does."""
-    return (rec, 0) if rec.stage == "end" else (rec._replace(cancelled=True), 1)
+@cache
+def _tell_times(clock: int) -> Times:
+    return Times(now_ms=DUE, epoch_ms=clock, lease_ms=1, longest_ms=1)
+
+
+def _get_body(stage: Stage, message: Message) -> int:
+    """Return the body that a claim compares: a job has none."""
+    return message.body if stage == "prefill" else 0
+
+
+def _build_claim_reply(rec: RequestRecord) -> Reply:
+    ended = rec.stage == "end"
+    return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts, 0 if ended else rec.most

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sim.protocol.script import NEW, NOBODY, End, Message, Reply, RequestRecord
+from penstock.names import Stage
+from sim.protocol.script import NEW, End, Message, Reply, RequestRecord
 
-FREE = NOBODY
+FREE = -1
 """The holder of a message that no worker has: the bus. `GHOST` is a member that is dead or does not
 read, which the bus has not noticed."""
 POISONOUS = ("exhausted", "failed")
@@ -114,7 +115,7 @@ class Step(NamedTuple):
     """A transition: its kind, its worker, and the script that it called, if any, with the reply."""
 
     kind: str
-    worker: int = NOBODY
+    worker: int = FREE
     call: tuple[Any, ...] = ()
     reply: Reply | int | None = None
 
@@ -135,7 +136,7 @@ def replace_worker(state: State, index: int, worker: Worker, **others: Any) -> S
     return state._replace(workers=(*workers[:index], worker, *workers[index + 1 :]), **others)
 
 
-def stage_of(index: int) -> str:
+def stage_of(index: int) -> Stage:
     """Return the stage of a worker: the first two are prefill."""
     return "prefill" if index < 2 else "decode"
 

@@ -18,10 +18,10 @@ from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
 from penstock.testing.bus import MemoryBus
+from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
-from sim.world.engine import FormulaEngine, list_tokens, load_tokenizer
 from sim.world.network import (
     Link,
     WorldPublisher,
@@ -206,7 +206,7 @@ class Scene:
 
     def _run_worker(self, place: Place) -> None:
         chance = random.Random(self.chance.random())
-        engine: Any = FormulaEngine(self.world, chance)
+        engine: Any = FormulaEngine(chance)
         role: Any = (PrefillRole if place.stage == "prefill" else DecodeRole)(self.pipeline, engine)
         settings = RecordSettings(max_attempts=1000)
 

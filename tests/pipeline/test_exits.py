@@ -213,7 +213,7 @@ class Exits:
         records = records_of(self._line.decode)
 
         def refuse(claim: Claim, _: EndEvent) -> AppendOutcome:
-            records[claim.id].stage, records[claim.id].session = "end", ""
+            records[claim.id] = records[claim.id]._replace(stage="end", session=None)
             return AppendOutcome.REFUSED
 
         with patch.object(self._line.decode.record, "_finish", refuse):

@@ -86,7 +86,7 @@ def make_call(
     rng: random.Random, rec: RequestRecord, saved: RequestRecord, clock: int, epochs: list[int], flaw: str = ""
 ) -> tuple[Step, RequestRecord]:
     """Return any call by any worker, with the expected reply, and the record after it."""
-    is_due = rec.waits or LATER in rec.free
+    is_due = rec.not_before_ms or LATER in rec.free
     kinds = ["claim", "park", "take", "cancel", "sync", "lose"] + ["reap"] * (rec.session != NOBODY) + ["due"] * is_due
     if not epochs or rng.random() < 0.3:
         kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[3] * (len(kinds) - 6)])[0]

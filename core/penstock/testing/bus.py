@@ -121,7 +121,7 @@ class MemoryMember:
         self._bus, self._stage, self._name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
         self._held: dict[tuple[str, str], Entry] = {}
-        self._is_consuming = True
+        self._is_consuming, self._is_dead = True, False
         self.current_problem = ""
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
@@ -201,6 +201,12 @@ class MemoryMember:
             self._held = {}
             self._bus.changed.notify_all()
 
+    def die(self) -> None:
+        """Be dead: other members have what this one held, and whatever it is asked it raises `BusUnavailable`."""
+        with self._bus.changed:
+            self._is_dead = True
+            self.give_back_all()
+
     def close(self) -> None:
         """Leave the group."""
         self.give_back_all()
@@ -210,6 +216,8 @@ class MemoryMember:
                 del self._bus.members[self._stage, self._name]
 
     def _raise_if_fenced(self) -> None:
+        if self._is_dead:
+            raise BusUnavailable(f"{self._name} was killed")
         newest = self._bus.members.get((self._stage, self._name))
         if newest is not None and newest is not self:
             raise MemberFenced(f"another member of the group has the name {self._name}")

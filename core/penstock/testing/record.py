@@ -1,42 +1,22 @@
-"""`Record` in memory. Each method does what its script in `penstock.record` does, which tells the reasons."""
+"""`Record` in memory. What happens to a request is in `transitions`; here is what a server does with many of them."""
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
-from penstock.names import START_HASH, Stage
+from penstock.names import STAGES, START_HASH, Stage
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
-from penstock.record.claim import GOOD_PROGRESS, TakenOver
-from penstock.record.log import RecordStage
+from penstock.record.claim import TakenOver
 from penstock.record.record import Renewed
 from penstock.redis.scripts import ScriptCall
+from penstock.testing import transitions
 
-
-@dataclass
-class RequestRecord:
-    """A request's record and its log. Times are in ms by the clock of `MemoryRecords`."""
-
-    epoch: int = 0
-    session: str = ""
-    stage: RecordStage = "new"
-    bound: str = ""
-    body: str = ""
-    attempts: int = 0
-    num_found: int = 0
-    """How many tokens there were when it was claimed."""
-    most: int = 0
-    """The most tokens that a claim in this stage made."""
-    cancelled: bool = False
-    message: bytes = b""
-    not_before_ms: int = 0
-    rolling_hash: str = START_HASH
-    tokens: list[TokenEvent] = field(default_factory=list)
-    end: EndEvent | None = None
-    expires_ms: int = 0
+RequestRecord = transitions.RequestRecord[str, bytes, TokenEvent, EndEvent]
+NEW: RequestRecord = RequestRecord()
 
 
 class MemoryRecords:
@@ -45,6 +25,8 @@ class MemoryRecords:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.records: dict[str, RequestRecord] = {}
+        self.expires_ms: dict[str, int] = {}
+        """Until when each record is kept."""
         self.sessions: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
         """The time in ms until which each session lasts."""
         self.free: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
@@ -52,6 +34,7 @@ class MemoryRecords:
         self.readers: dict[Stage, dict[str, str]] = {"prefill": {}, "decode": {}}
         self.cancelled: dict[str, list[str]] = {}
         """By session the ids of cancelled requests that it has not heard of."""
+        self._listeners: dict[str, list[Callable[[bytes], object]]] = {}
 
     def now_ms(self) -> int:
         """Return the time by the clock of the records, in ms."""
@@ -60,10 +43,39 @@ class MemoryRecords:
     def find(self, request_id: str) -> RequestRecord | None:
         """Return a request's record, or None where there is none, or its time is over."""
         found = self.records.get(request_id)
-        if found is not None and found.expires_ms <= self.now_ms():
+        if found is not None and self.expires_ms[request_id] <= self.now_ms():
             del self.records[request_id]
             return None
         return found
+
+    @contextmanager
+    def listen(self, request_id: str, deliver: Callable[[bytes], object]) -> Iterator[None]:
+        """Call `deliver` with the JSON of each event of a request that is written while the context lasts."""
+        with self.lock:
+            listeners = self._listeners.setdefault(request_id, [])
+            listeners.append(deliver)
+        try:
+            yield
+        finally:
+            with self.lock:
+                listeners.remove(deliver)
+                if not listeners:
+                    self._listeners.pop(request_id, None)
+
+    def put(self, request_id: str, rec: RequestRecord, keep_ms: int | None = None) -> None:
+        """Put a request's next record in the place of the one before, and keep it from now on for `keep_ms`."""
+        before, self.records[request_id] = self.records.get(request_id), rec
+        if keep_ms is not None:
+            self.expires_ms[request_id] = self.now_ms() + keep_ms
+        for deliver in self._listeners.get(request_id, ()):
+            for event in _list_events(rec)[0 if before is None else len(_list_events(before)) :]:
+                deliver(event.encode())
+        if before is None or before.free is not rec.free:
+            for stage, from_ms in zip(STAGES, rec.free, strict=True):
+                if from_ms:
+                    self.free[stage][request_id] = from_ms
+                else:
+                    self.free[stage].pop(request_id, None)
 
 
 class MemoryRecord(Record):
@@ -71,7 +83,8 @@ class MemoryRecord(Record):
 
     # `Record`'s own constructor wants a client. What is inherited does without one: `tests/record/test_double.py`.
     def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
-        self._records, self._lock, self._settings = records, records.lock, settings
+        self._records, self._settings = records, settings
+        self._lock: AbstractContextManager[object] = records.lock
         self._lease_ms = round(settings.lease_s * 1000)
         self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
         self._keep_ms = round(settings.keep_s * 1000)
@@ -97,63 +110,43 @@ class MemoryRecord(Record):
 
     def _claim(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Claim | Busy | Bound | Conflict | None:
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
-        now_ms, prefill = self._records.now_ms(), stage == "prefill"
-        rec = self._records.find(asked.id) or RequestRecord()
-        if (settled := _find_other_message(rec, stage, asked)) is not None:
-            return settled
-        if not session and (rec.stage == "end" or (rec.stage == stage and rec.message)):
-            return None
-        if rec.stage == "end":
-            if prefill:
-                rec.epoch = max(rec.epoch + 1, now_ms)
-            else:
-                rec.bound = asked.job_id
-            return self._build_claim(asked.id, stage, rec)
-        if (busy := self._find_holder(rec, stage, session, now_ms)) is not None:
-            return busy
-        attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts
-        rec.most = rec.most if rec.stage == stage else 0
-        rec.epoch, rec.session, rec.stage = max(rec.epoch + 1, now_ms), session, stage
-        rec.attempts, rec.not_before_ms, rec.message = attempts + bool(session), 0, asked.message
-        rec.num_found, rec.expires_ms = len(rec.tokens), now_ms + self._pending_ms
-        rec.body = asked.body_hash or rec.body
-        if not prefill:
-            rec.bound = asked.job_id
-        self._records.records[asked.id] = rec
-        if not session:
-            self._records.free[stage][asked.id] = now_ms
-            return None
-        self._records.free[stage].pop(asked.id, None)
-        return self._build_claim(asked.id, stage, rec)
+        before, living = self._records.find(asked.id) or NEW, self._records.sessions[stage]
+        told = asked.job_id, asked.body_hash, asked.message
+        rec, reply = transitions.claim_request(before, stage, session or None, told, living, self._read_times())
+        if rec is not before:
+            self._records.put(asked.id, rec, None if rec.stage == "end" else self._pending_ms)
+        match reply.kind:
+            case "claim":
+                return self._build_claim(asked.id, stage, rec)
+            case "busy":
+                return Busy(reply.wait_ms / 1000)
+            case "bound":
+                return Bound()
+            case "conflict":
+                return Conflict()
+        return None
 
-    def _find_holder(self, rec: RequestRecord, stage: Stage, session: str, now_ms: int) -> Busy | None:
-        """Return for how long the request is not to be claimed; None if it is."""
-        living = self._records.sessions[stage]
-        if session and session not in living:
-            return Busy(self._lease_ms / 3000)
-        if stage == "decode" and rec.stage == "prefill":
-            return None
-        if rec.session in living:
-            return Busy(max(self._lease_ms / 4, min(living[rec.session] - now_ms, self._lease_ms)) / 1000)
-        wait_ms = rec.not_before_ms - now_ms
-        return Busy(wait_ms / 1000) if 0 < wait_ms <= self._longest_ms else None
+    def _read_times(self) -> transitions.Times:
+        now_ms = self._records.now_ms()
+        return transitions.Times(now_ms, now_ms, self._lease_ms, self._longest_ms)
 
     def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
         taken: list[TakenOver] = []
         with self._lock:
-            now_ms, free = self._records.now_ms(), self._records.free[stage]
+            times, free = self._read_times(), self._records.free[stage]
             if session not in self._records.sessions[stage]:
                 return []
-            due = sorted((from_ms, name) for name, from_ms in free.items() if from_ms <= now_ms)
-            due = due or [(from_ms, name) for name, from_ms in free.items() if from_ms > now_ms + self._longest_ms]
+            due = sorted((from_ms, name) for name, from_ms in free.items() if from_ms <= times.now_ms)
+            due = due or [
+                (from_ms, name) for name, from_ms in free.items() if from_ms > times.now_ms + self._longest_ms
+            ]
             for _, name in due[:max_requests]:
                 del free[name]
-                rec = self._records.find(name)
-                if rec is not None and rec.stage == stage and not rec.session and rec.message:
-                    rec.epoch, rec.session = max(rec.epoch + 1, now_ms), session
-                    rec.not_before_ms, rec.expires_ms = 0, now_ms + self._pending_ms
-                    rec.attempts, rec.num_found = rec.attempts + 1, len(rec.tokens)
-                    taken.append(TakenOver(self._build_claim(name, stage, rec), rec.message))
+                if (before := self._records.find(name)) is not None:
+                    rec, is_taken = transitions.take_over_request(before, stage, session, times)
+                    self._records.put(name, rec, self._pending_ms if is_taken else None)
+                    if is_taken:
+                        taken.append(TakenOver(self._build_claim(name, stage, rec), rec.message or b""))
         return taken
 
     def _build_claim(self, request_id: str, stage: Stage, rec: RequestRecord) -> Claim:
@@ -162,7 +155,7 @@ class MemoryRecord(Record):
             stage=stage,
             epoch=rec.epoch,
             num_tokens=len(rec.tokens),
-            rolling_hash=rec.rolling_hash,
+            rolling_hash=rec.tokens[-1].id.partition("-")[2] if rec.tokens else START_HASH,
             is_ended=rec.stage == "end",
             is_cancelled=rec.cancelled,
             attempts=rec.attempts,
@@ -174,30 +167,14 @@ class MemoryRecord(Record):
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         with self._lock:
             for claim, tokens in groupby(entries, lambda entry: entry[0]):
-                events = [event for _, event in tokens]
+                events = tuple(event for _, event in tokens)
                 position, rolled = int(events[0].id.partition("-")[0]), events[-1].id.partition("-")[2]
-                outcome = self._append(claim, position, rolled, events)
+                before = self._records.find(claim.id) or NEW
+                rec, outcome = transitions.append_tokens(before, claim.epoch, position, events)
+                if rec is not before:
+                    self._records.put(claim.id, rec)
                 self._sent += [(claim, position, claim.rolling_hash, outcome)] * len(events)
                 claim.num_tokens, claim.rolling_hash = position + len(events), rolled
-
-    def _append(self, claim: Claim, position: int, rolled: str, events: list[TokenEvent]) -> AppendOutcome:
-        rec = self._records.find(claim.id)
-        if rec is None or rec.epoch != claim.epoch:
-            return AppendOutcome.FENCED
-        if position < len(rec.tokens):
-            written = rec.tokens[position : position + len(events)]
-            return AppendOutcome.OK if written == events else AppendOutcome.FENCED
-        if rec.stage == "end":
-            return AppendOutcome.FENCED
-        if rec.cancelled:
-            return AppendOutcome.CANCELLED
-        if position > len(rec.tokens):
-            return AppendOutcome.FENCED
-        rec.tokens += events
-        rec.rolling_hash, made = rolled, len(rec.tokens) - rec.num_found
-        if made > rec.most:
-            rec.attempts, rec.most = 0, min(made, GOOD_PROGRESS)
-        return AppendOutcome.OK
 
     def collect_outcomes(self) -> list[AppendOutcome]:
         sent, self._sent = self._sent, []
@@ -217,39 +194,33 @@ class MemoryRecord(Record):
             return [self._finish(claim, end) for claim, end in ends]
 
     def _finish(self, claim: Claim, end: EndEvent) -> AppendOutcome:
-        rec = self._records.find(claim.id)
-        if rec is None or rec.epoch != claim.epoch or len(rec.tokens) != claim.num_tokens:
-            return AppendOutcome.FENCED
-        if rec.stage == "end":
-            return AppendOutcome.OK
-        rec.end, keep_ms = self._complete_end(claim, end)
-        rec.end.encode()  # raises for what cannot be written, as the record in Redis does
-        rec.stage, rec.session, rec.message = "end", "", b""
-        rec.expires_ms = self._records.now_ms() + keep_ms
-        return AppendOutcome.OK
+        before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end)
+        end.encode()  # raises for what cannot be written, as the record in Redis does
+        rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end)
+        if rec is not before:
+            self._records.put(claim.id, rec, keep_ms)
+        return outcome
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         def note(claim: Claim) -> bool:
-            rec = self._records.find(claim.id)
-            if rec is None or rec.epoch != claim.epoch or rec.stage != "prefill":
-                return False
-            rec.stage, rec.session, rec.attempts, rec.message = "handed", "", 0, b""
-            return True
+            rec, is_noted = transitions.hand_off_request(self._records.find(claim.id) or NEW, claim.epoch)
+            if is_noted:
+                self._records.put(claim.id, rec)
+            return is_noted
 
         with self._lock:
             return [note(claim) for claim in claims]
 
     def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         with self._lock:
-            rec = self._records.find(claim.id)
-            if rec is None or rec.epoch != claim.epoch or rec.stage in ("end", "handed") or not rec.session:
-                return False
-            from_ms = self._records.now_ms() + round(wait_s * 1000)
-            rec.session, rec.not_before_ms = "", from_ms if wait_s else 0
-            self._records.free[claim.stage][claim.id] = from_ms + (self._lease_ms if delivered else 0)
-            if not failed and rec.attempts > 0:
-                rec.attempts -= 1
-            return True
+            before, now_ms = self._records.find(claim.id) or NEW, self._records.now_ms()
+            wait_ms, alone_ms = round(wait_s * 1000), self._lease_ms if delivered else 0
+            rec, is_released = transitions.release_request(
+                before, claim.epoch, now_ms, wait_ms=wait_ms, alone_ms=alone_ms, failed=failed
+            )
+            if is_released:
+                self._records.put(claim.id, rec)
+            return is_released
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
         return [self.release_claim(claim, delivered=delivered) for claim, delivered in claims]
@@ -288,8 +259,7 @@ class MemoryRecord(Record):
             for name in over:
                 for request_id, rec in self._records.records.items():
                     if rec.session == name:
-                        rec.session = ""
-                        self._records.free[stage][request_id] = now_ms
+                        self._records.put(request_id, transitions.end_session(rec, now_ms))
                 self._records.cancelled.pop(name, None)
                 living.pop(name, None)
             return self._count_free(stage, now_ms)
@@ -326,16 +296,13 @@ class MemoryRecord(Record):
 
     def cancel_request(self, request_id: str) -> bool:
         with self._lock:
-            rec = self._records.find(request_id)
-            if rec is None:
-                expires_ms = self._records.now_ms() + self._pending_ms
-                rec = self._records.records[request_id] = RequestRecord(expires_ms=expires_ms)
-            if rec.stage == "end":
-                return False
-            if rec.session and not rec.cancelled:
-                self._records.cancelled.setdefault(rec.session, []).append(request_id)
-            rec.cancelled = True
-            return True
+            before = self._records.find(request_id)
+            rec, is_open = transitions.cancel_request(before or NEW)
+            if is_open:
+                self._records.put(request_id, rec, self._pending_ms if before is None else None)
+                if rec.session and before is not None and not before.cancelled:
+                    self._records.cancelled.setdefault(rec.session, []).append(request_id)
+            return is_open
 
     def read_log(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
         with self._lock:
@@ -349,10 +316,10 @@ class MemoryRecord(Record):
                 return None
             return RequestStatus(
                 epoch=rec.epoch,
-                session=rec.session,
+                session=rec.session or "",
                 stage=rec.stage,
-                bound=rec.bound,
-                body=rec.body,
+                bound=rec.bound or "",
+                body=rec.body or "",
                 num_tokens=len(rec.tokens),
                 attempts=rec.attempts,
                 cancelled=rec.cancelled,
@@ -364,12 +331,3 @@ class MemoryRecord(Record):
 
 def _list_events(rec: RequestRecord) -> list[TokenEvent | EndEvent]:
     return [*rec.tokens, *([rec.end] if rec.end is not None else [])]
-
-
-def _find_other_message(rec: RequestRecord, stage: Stage, asked: UnclaimedMessage) -> Bound | Conflict | None:
-    """Return why the message is not the one that settles the request; None if it may be."""
-    if asked.body_hash and rec.body and rec.body != asked.body_hash:
-        return Conflict()
-    if (stage == "prefill" and rec.stage == "handed") or (rec.bound and rec.bound != asked.job_id):
-        return Bound()
-    return None

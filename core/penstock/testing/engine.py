@@ -1,10 +1,12 @@
 """An engine that answers by a formula: any worker that goes on with a request gives the same tokens.
 
-It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes virtual time for each step, and has no KV.
+It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -20,13 +22,14 @@ from penstock.engine.sequence import State
 from penstock.kvstore.block import BlockHasher, PromptBlocks
 from penstock.messages import Logprobs
 from penstock.names import CLASSES, PriorityClass
-from sim.world.runtime import SimEvent, World
 
 BLOCK_SIZE = 16
 MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH = 16, 128, 4096
 STEP_S = (0.002, 0.02)
 """The shortest and the longest usual step."""
 EVENT_WAIT_S = 0.02
+END_TOKEN = 1
+"""The token that ends an answer of the demo model's tokenizer. The formula never gives it."""
 
 
 @cache
@@ -39,7 +42,7 @@ class FormulaModel:
     """What workers know of the model."""
 
     name, response_template, fingerprint = "formula", None, "ab" * 32
-    eos_token_ids: frozenset[int] = frozenset()
+    eos_token_ids = frozenset([END_TOKEN])
     context_length = MAX_LENGTH
 
     @cached_property
@@ -73,9 +76,10 @@ class FormulaToken:
 class FormulaEngine:
     """The engine of one worker process."""
 
-    world: World
     chance: Random
     model: FormulaModel = field(default_factory=FormulaModel)
+    choose_token: Callable[[Sequence[int], int, int], int] = compute_token
+    """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     is_asynchronous = False
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
@@ -83,7 +87,7 @@ class FormulaEngine:
         self._seqs: dict[str, EngineSequence] = {}
         self._loading: list[tuple[float, EngineSequence]] = []
         self._storing: list[tuple[float, EngineSequence, Future[float]]] = []
-        self._wake = SimEvent(self.world)
+        self._wake = threading.Event()
 
     def free_capacity(self, klass: PriorityClass, num_tokens: int) -> int:
         """Return how many more requests fit."""
@@ -108,7 +112,7 @@ class FormulaEngine:
         """Load its blocks for a while, then compute it."""
         assert request.id not in self._seqs, f"{request.id}: added twice"
         self._seqs[request.id] = request
-        self._loading.append((self.world.now_s + self.chance.expovariate(200.0), request))
+        self._loading.append((time.monotonic() + self.chance.expovariate(200.0), request))
 
     def remove_request(self, request_id: str) -> None:
         """Drop a request."""
@@ -122,7 +126,7 @@ class FormulaEngine:
         if not seq.lease_owner:
             return None
         future: Future[float] = Future()
-        self._storing.append((self.world.now_s + self.chance.expovariate(100.0), seq, future))
+        self._storing.append((time.monotonic() + self.chance.expovariate(100.0), seq, future))
         return future
 
     def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
@@ -139,14 +143,14 @@ class FormulaEngine:
     def finish_step(self) -> list[FormulaToken]:
         """Take the time of a step, and return a token of each request."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
-        self.world.sleep(self.chance.uniform(*STEP_S))
+        time.sleep(self.chance.uniform(*STEP_S))
         sampled = []
         for seq in running:
             if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:
                 continue
             seq.num_computed_tokens = len(seq.token_ids)
             prompt = seq.token_ids[: seq.num_prompt_tokens]
-            token = compute_token(prompt, seq.seed, seq.num_output_tokens)
+            token = self.choose_token(prompt, seq.seed, seq.num_output_tokens)
             seq.append_token(token)
             sampled.append(FormulaToken(seq, token))
         return sampled
@@ -157,7 +161,7 @@ class FormulaEngine:
 
     def collect_events(self) -> Iterator[Loaded | Stored]:
         """Yield what happened."""
-        now_s = self.world.now_s
+        now_s = time.monotonic()
         due = [entry for entry in self._loading if entry[0] <= now_s]
         self._loading = [entry for entry in self._loading if entry[0] > now_s]
         for due_s, seq in due:
@@ -178,7 +182,7 @@ class FormulaEngine:
     def wait_for_event(self) -> None:
         """Wait a moment."""
         due = [entry[0] for entry in self._loading] + [entry[0] for entry in self._storing]
-        self._wake.wait(max(0.0, min([EVENT_WAIT_S, *(due_s - self.world.now_s for due_s in due)])))
+        self._wake.wait(max(0.0, min([EVENT_WAIT_S, *(due_s - time.monotonic() for due_s in due)])))
         self._wake.clear()
 
     def wake_waiter(self) -> None:
@@ -196,7 +200,7 @@ class FormulaEngine:
     def close(self) -> None:
         """Write what jobs wait for, and drop everything else."""
         for _, _, future in self._storing:
-            future.set_result(self.world.now_s)
+            future.set_result(time.monotonic())
         self.abandon()
 
     def abandon(self) -> None:

@@ -1,0 +1,185 @@
+"""A whole pipeline in a test's own process, without servers: real clients, real workers on threads, and kills.
+
+    with TestPipeline() as pipeline, pipeline.client() as client:
+        request_id = client.submit("Once upon a time", max_tokens=20)
+        pipeline.kill_worker("decode-0", after_tokens=5)
+        pipeline.start_worker("decode")
+        assert len(client.result(request_id).token_ids) == 20
+
+docs/testing.md says what may be tested by it, and what needs servers.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+
+from penstock.config.settings import RecordSettings
+from penstock.decode_worker.role import DecodeRole
+from penstock.messages import Result, TokenEvent, decode_message
+from penstock.names import Pipeline, Stage
+from penstock.prefill_worker.role import PrefillRole
+from penstock.record import Claim
+from penstock.testing.bus import MemoryBus
+from penstock.testing.client import MemoryAsyncClient, MemoryClient
+from penstock.testing.engine import END_TOKEN, FormulaEngine, compute_token, load_tokenizer
+from penstock.testing.record import MemoryRecord, MemoryRecords
+from penstock.worker.loop import StopSignal, run_until_stopped
+from penstock.worker.worker import Worker
+
+Answer = Callable[[str], str]
+"""Returns the text that answers a prompt's text. The same prompt has to give the same text."""
+
+
+class _Way:
+    """The way of a worker to the records: their lock, which a dead worker does not get."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.is_cut = lock, False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.is_cut:
+            self._lock.release()
+            raise redis.ConnectionError("this worker was killed")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def cut(self) -> None:
+        """Let nothing through any more."""
+        with self._lock:
+            self.is_cut = True
+
+
+class _WorkerRecord(MemoryRecord):
+    """The record as a worker has it that may be killed when it has written so many tokens."""
+
+    def __init__(self, records: MemoryRecords, settings: RecordSettings) -> None:
+        super().__init__(records, settings)
+        self.way: Any = _Way(records.lock)
+        self._lock = self.way
+        self.tokens_to_live: int | None = None
+        self.die: Callable[[], object] = lambda: None
+
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+        """Write the tokens one by one, up to the last in the worker's life."""
+        for entry in entries:
+            with self._lock:
+                super().send_tokens([entry])
+                if self.tokens_to_live is not None:
+                    self.tokens_to_live -= 1
+                    if self.tokens_to_live <= 0:
+                        self.die()
+
+
+class _Running:
+    """A worker and the thread of its loop."""
+
+    def __init__(self, stage: Stage, name: str, bus: MemoryBus, record: _WorkerRecord, engine: FormulaEngine) -> None:
+        self.name, self.record, self.member = name, record, bus.join_group(stage, name)
+        role: Any = (PrefillRole if stage == "prefill" else DecodeRole)(bus.pipeline, engine)
+        self._worker = Worker(role, bus.pipeline, name, record, self.member)
+        self._stop = StopSignal()
+        self.failure: Exception | None = None
+        record.die = self.die
+        self.thread = threading.Thread(target=self._run, name=f"penstock-{name}")
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            run_until_stopped(self._worker, self._stop, drain_s=0.0)
+        except Exception as error:
+            self.failure = None if self.record.way.is_cut else error
+            self._worker.abandon()
+
+    def die(self) -> None:
+        """Let nothing that the worker does have an effect any more. The bus notices at once, its session runs out."""
+        self.record.way.cut()
+        self.member.die()
+
+    def stop(self) -> None:
+        """Let the worker leave, and wait for that."""
+        self._stop.set()
+        self.thread.join()
+
+
+class TestPipeline:
+    """A pipeline in memory, with one worker of each stage to begin with. Leaving the context stops the workers.
+
+    Without `answer` workers give tokens by a formula of the prompt, the request's seed or id, and the position.
+    """
+
+    __test__ = False  # for pytest, which takes each class for tests whose name begins so
+
+    def __init__(self, answer: Answer | None = None, record: RecordSettings | None = None) -> None:
+        self.bus, self.records = MemoryBus(Pipeline("test")), MemoryRecords()
+        self.bus.create_topics()
+        self._answer, self._settings = answer, record or RecordSettings(lease_s=1.0)
+        self._workers: dict[str, _Running] = {}
+
+    def client(self) -> MemoryClient:
+        """Return a client of the pipeline."""
+        return MemoryClient(self.bus, self.records)
+
+    def async_client(self) -> MemoryAsyncClient:
+        """Return a client for the event loop that runs."""
+        return MemoryAsyncClient(self.bus, self.records)
+
+    def start_worker(self, stage: Stage, name: str = "") -> str:
+        """Start a worker, and return its name. One of the same name has to be dead, or has left."""
+        name = name or next(made for number in range(10**6) if (made := f"{stage}-{number}") not in self._workers)
+        engine = FormulaEngine(Random(name), choose_token=self._choose_token)
+        record = _WorkerRecord(self.records, self._settings)
+        self._workers[name] = _Running(stage, name, self.bus, record, engine)
+        return name
+
+    def kill_worker(self, name: str, after_tokens: int = 0) -> None:
+        """Kill a worker now, or in the moment at which it has written so many more tokens.
+
+        What it holds is another worker's after a lease (`RecordSettings.lease_s`, here a second).
+        """
+        if after_tokens:
+            with self.records.lock:
+                self._workers[name].record.tokens_to_live = after_tokens
+        else:
+            self._workers[name].die()
+
+    def stop_worker(self, name: str) -> None:
+        """Let a worker leave: it gives back what it has, which another one may take at once."""
+        self._workers[name].stop()
+
+    def wait_for_results(self, count: int, timeout_s: float = 60.0) -> list[Result]:
+        """Return the results in the results topic once there are so many. Raise `TimeoutError`."""
+        topic, end_s = self.bus.pipeline.results_topic, time.monotonic() + timeout_s
+        with self.bus.changed:
+            while len(found := self.bus.read_all(topic)) < count:
+                if not self.bus.changed.wait(end_s - time.monotonic()):
+                    raise TimeoutError(f"{len(found)} of {count} results")
+        return [decode_message(Result, message.value) for message in found]
+
+    def _choose_token(self, prompt: Sequence[int], seed: int, position: int) -> int:
+        if self._answer is None:
+            return compute_token(prompt, seed, position)
+        tokenizer = load_tokenizer()
+        tokens = tokenizer.encode(self._answer(tokenizer.decode(prompt)), add_special_tokens=False)
+        return int(tokens[position]) if position < len(tokens) else END_TOKEN
+
+    def __enter__(self) -> Self:
+        self.start_worker("prefill")
+        self.start_worker("decode")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop all workers. Raise what ended one that was not killed."""
+        for worker in self._workers.values():
+            worker.stop()
+        failures = [worker.failure for worker in self._workers.values() if worker.failure is not None]
+        if failures and error is None:
+            raise failures[0]
