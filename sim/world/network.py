@@ -45,6 +45,11 @@ class Link:
     is_busy: bool = False
     """Whether a call is executed, whose own calls are part of it."""
 
+    @classmethod
+    def without_length(cls, world: World) -> "Link":
+        """Return a way on which nothing takes time, or is lost."""
+        return cls(world, Random(0), make_redis_error, is_busy=True)
+
     def call(self, execute: Callable[[], Any], *, may_be_late: bool = False) -> Any:
         """Execute something at the server. Raises if no reply comes; it may be executed all the same, also later."""
         if self.is_busy:

@@ -229,6 +229,10 @@ class Doubles:
         process = self.world.current.process if self.world.current is not None else self.world.outside
         return EPOCH_S + self.world.now_s + process.clock_ahead_s
 
+    def replace(self, original: object, double: object) -> None:
+        """Let a double stand in the place of something else of the product."""
+        self._by_id[id(original)] = double
+
     @contextlib.contextmanager
     def install(self, is_simulated: Callable[[str], bool]) -> Iterator[None]:
         """Let all loaded modules whose name is simulated have these doubles."""
