@@ -18,8 +18,8 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import Empty
 from types import ModuleType
@@ -31,6 +31,8 @@ EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning."""
 TURN_S = 20e-6
 """The longest time that a thread computes before it waits for something, if nothing else is said."""
+FUTURE_POLL_S = 0.005
+"""How often futures are looked at that a thread waits for."""
 Ticket = tuple["Thread", int]
 """A thread, and the number of its wait."""
 
@@ -214,7 +216,7 @@ class Doubles:
             id(time): self.time, id(threading): self.threading, id(sys.modules["queue"]): self.queue,
             id(random): self.random, id(sys.modules["secrets"]): self.secrets, id(uuid): self.uuid,
             id(ThreadPoolExecutor): self._bind(SimPool), id(time.monotonic): self.read_monotonic,
-            id(time.time): self.read_wall_clock, id(threading.Thread): self.threading.Thread,
+            id(time.time): self.read_wall_clock, id(wait): self.wait_for_futures, id(threading.Thread): self.threading.Thread,
         }  # fmt: skip
 
     def _bind(self, made: type) -> Callable[..., Any]:
@@ -228,6 +230,14 @@ class Doubles:
         """Return the wall clock of the process that runs."""
         process = self.world.current.process if self.world.current is not None else self.world.outside
         return EPOCH_S + self.world.now_s + process.clock_ahead_s
+
+    def wait_for_futures(self, futures: Sequence[Any], timeout: float) -> tuple[set[Any], set[Any]]:
+        """Wait for futures as `concurrent.futures.wait` does."""
+        end_s = self.world.now_s + timeout
+        while not all(future.done() for future in futures) and self.world.now_s < end_s:
+            self.world.sleep(FUTURE_POLL_S)
+        done = {future for future in futures if future.done()}
+        return done, set(futures) - done
 
     def replace(self, original: object, double: object) -> None:
         """Let a double stand in the place of something else of the product."""

@@ -344,7 +344,7 @@ class Scene:
     def _send(self, request: Request, who: str) -> None:
         while True:
             publisher = self.servers.open_publisher(who)
-            with contextlib.suppress(BusUnavailable):
+            with contextlib.suppress(BusUnavailable), contextlib.closing(publisher):
                 publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
                 return
 

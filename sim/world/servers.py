@@ -4,16 +4,21 @@ At the level `fast` these are the doubles of bus and record, over a link. At the
 run, and the doubles are those of their client libraries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from penstock.bus.contract import Bus, Member, Publisher
+from confluent_kafka import Consumer, Producer
+
+from penstock.bus.contract import Bus, Member, Outgoing, Publisher
+from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.names import Pipeline, Stage
 from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
+from sim.world.kafka_broker import BrokerBus, KafkaBroker
+from sim.world.kafka_client import WorldConsumer, WorldProducer
 from sim.world.network import Link, WorldPublisher, WorldRecord, WorldRecords, join_over
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
@@ -24,10 +29,20 @@ JUDGE = "judge"
 """Who asks the servers from outside of the world."""
 
 
+class ReadBus(Protocol):
+    """What the judge asks a bus."""
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Return every message now visible in a topic."""
+
+    def count_unsettled(self) -> dict[str, int]:
+        """Return how many messages of each input topic are not settled."""
+
+
 class Servers(Protocol):
     """What a run needs of the servers of a level."""
 
-    bus: Bus
+    bus: ReadBus
     """The bus as the judge reads it."""
     record: Record
     """The record as the judge reads it."""
@@ -125,8 +140,9 @@ class StreamsServers:
         """Create the topics."""
         self._redis = RedisServer(self._world, self._find_link)
         self.record = self.open_record(JUDGE, RecordSettings())
-        self.bus: Bus = self._open_bus(JUDGE)
-        self.bus.create_topics()
+        bus = self._open_bus(JUDGE)
+        bus.create_topics()
+        self.bus: ReadBus = bus
 
     def _open_bus(self, who: str) -> Bus:
         return StreamsBus(self._pipeline, _make_url(who, "bus"), BusSettings())
@@ -156,9 +172,53 @@ class StreamsServers:
         return lambda: None
 
 
+class KafkaServers(StreamsServers):
+    """Kafka as the product's own bus, and one Redis with its record."""
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return the pool of connections, and Kafka's clients."""
+        return [
+            *super().list_doubles(),
+            (Consumer, lambda settings: WorldConsumer(self._world, self._broker, self._find(settings), settings)),
+            (Producer, lambda settings: WorldProducer(self._world, self._broker, self._find(settings), settings)),
+        ]
+
+    def _find(self, settings: Mapping[str, Any]) -> Link:
+        found = self._find_link(settings["bootstrap.servers"], "bus")
+        assert found is not None, "the judge has no client"
+        return found
+
+    def start(self) -> None:
+        """Create the topics."""
+        self._redis = RedisServer(self._world, self._find_link)
+        self.record = self.open_record(JUDGE, RecordSettings())
+        count = BusSettings().partitions
+        self._broker = KafkaBroker(self._world, dict.fromkeys(self._pipeline.all_topics(), count))
+        self.bus = BrokerBus(self._pipeline, self._broker)
+
+    def _open_bus(self, who: str) -> Bus:
+        return KafkaBus(self._pipeline, who, BusSettings())
+
+    def join_group(self, stage: Stage, name: str) -> Member:
+        """Join a stage's group."""
+        found = self._find_link(name, "bus")
+        if found is not None:
+            self._broker.stands_until_s = found.stands_until_s
+        return super().join_group(stage, name)
+
+    def ask(self, who: str) -> None:
+        """Ask both servers."""
+        redis_client(_make_url(who, "redis")).ping()
+        self._find({"bootstrap.servers": who}).call(lambda: None)
+
+    def rebalance(self, stage: Stage, name: str) -> None:
+        """Let the group lose a member, as if its time were over."""
+        self._broker.fence(self._pipeline.consumer_group(stage), name)
+
+
 def _make_url(who: str, server: str) -> str:
     return f"redis://{who}.{server}"
 
 
-LEVELS: dict[str, Any] = {"fast": MemoryServers, "streams": StreamsServers}
+LEVELS: dict[str, Any] = {"fast": MemoryServers, "streams": StreamsServers, "kafka": KafkaServers}
 """The servers of each level."""
