@@ -7,7 +7,6 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
@@ -285,9 +284,9 @@ class KafkaBroker:
         asked, commits = list(wanted), self._find_group(group).commits
         for owner in self._owners.values():
             pending = owner.current
-            if stable and pending is not None and pending.group == group:
-                if {(place.topic, place.partition) for place in pending.offsets} & set(asked):
-                    raise make_failure(KafkaError.UNSTABLE_OFFSET_COMMIT, retriable=True)
+            places = pending.offsets if pending is not None and pending.group == group else []
+            if stable and {(place.topic, place.partition) for place in places} & set(asked):
+                raise make_failure(KafkaError.UNSTABLE_OFFSET_COMMIT, retriable=True)
         return [commits.get(partition, TopicPartition(*partition)) for partition in asked]
 
     # The judge.

@@ -7,6 +7,7 @@ commits and messages, so they stand still and die with it.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from sim.world.runtime import SimCondition, SimQueue, World
 HEARTBEAT_S = 1.0
 RETRY_S = 0.1
 FETCH_WAIT_S = 0.05
+Report = Callable[[KafkaError | None, None], object]
 Rebalance = Callable[["WorldConsumer", list[TopicPartition]], None]
 
 
@@ -94,7 +96,7 @@ class WorldConsumer(Client):
         while not self._is_closed:
             owned, name = set(self._positions), self._name
             try:
-                answer = self._ask(lambda: self._broker.beat(self._group, name, self._topics, owned), TIMEOUT_S)  # noqa: B023
+                answer = self._ask(partial(self._broker.beat, self._group, name, self._topics, owned), TIMEOUT_S)
                 if owned == set(self._positions) and name == self._name:
                     self._epoch, self._wanted = answer
             except KafkaException as error:
@@ -108,11 +110,9 @@ class WorldConsumer(Client):
     def _commit_forever(self) -> None:
         while True:
             places = self._commits.get()
+            ask = partial(self._broker.commit, self._group, places, (self._name, self._epoch))
             try:
-                self._ask(
-                    lambda: self._broker.commit(self._group, places, (self._name, self._epoch)),  # noqa: B023
-                    2 * TIMEOUT_S,
-                )
+                self._ask(ask, 2 * TIMEOUT_S)
                 self._answers.append((None, places))
             except KafkaException as error:
                 self._answers.append((error.args[0], places))
@@ -172,7 +172,7 @@ class WorldConsumer(Client):
                 continue
             log, position = self._broker.logs[partition], self._positions[partition]
             end = self._broker.find_stable_end(partition) if self._is_stable else len(log)
-            if position > end:
+            if position > len(log):
                 position = 0
             while position < end:
                 entry, position = log[position], position + 1
@@ -264,36 +264,33 @@ class WorldProducer(Client):
         self._writer = broker.make_name() if self._owner_id or settings.get("enable.idempotence") else ""
         self._num_written = self._num_open = 0
         self._queue = SimQueue(world)
-        self._reports: deque[tuple[Callable[..., None], KafkaError | None]] = deque()
+        self._reports: deque[tuple[Report, KafkaError | None]] = deque()
         self._has_reports = SimCondition(world)
         self._start_thread("kafka-send", self._send_forever)
 
     def produce(
-        self, topic: str, value: bytes, key: bytes | None, partition: int, headers: Any, on_delivery: Callable[..., None]
+        self, topic: str, value: bytes, key: bytes | None, partition: int, headers: Any, on_delivery: Report
     ) -> None:
         """Hand over a message."""
         number = self._broker.choose_partition(topic, key) if partition < 0 else partition
         self._num_open += 1
-        self._queue.put((((topic, number), Entry(value, key, headers)), on_delivery))
+        self._queue.put((((topic, number), Entry(value, key, headers)), self._key, on_delivery))
 
     def _send_forever(self) -> None:
         while True:
-            entry, report = self._queue.get()
+            entry, key, report = self._queue.get()
+            words = self._writer, self._num_written, [entry], key
             try:
-                self._ask(
-                    lambda: self._broker.write_entries(self._writer, self._num_written, [entry], self._key),  # noqa: B023
-                    self._limit_s,
-                )
+                self._ask(partial(self._broker.write_entries, *words), self._limit_s)
                 self._num_written += 1
                 self._report(report, None)
             except KafkaException as error:
                 # Whether it was written is not known: what follows must not be taken for it.
-                self._writer = f"{self._writer}+" if self._writer else ""
-                self._num_written = 0
+                self._writer, self._num_written = self._writer and self._broker.make_name(), 0
                 is_late = error.args[0].code() == KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
                 self._report(report, KafkaError(KafkaError._MSG_TIMED_OUT) if is_late else error.args[0])  # noqa: SLF001
 
-    def _report(self, report: Callable[..., None], error: KafkaError | None) -> None:
+    def _report(self, report: Report, error: KafkaError | None) -> None:
         self._num_open -= 1
         self._reports.append((report, error))
         self._has_reports.notify_all()
@@ -323,7 +320,7 @@ class WorldProducer(Client):
     def purge(self) -> None:
         """Give up the messages that are not sent."""
         while not self._queue.empty():
-            _, report = self._queue.get_nowait()
+            *_, report = self._queue.get_nowait()
             self._report(report, KafkaError(KafkaError._PURGE_QUEUE))  # noqa: SLF001 - that is its name
 
     def init_transactions(self, timeout: float) -> None:
@@ -338,9 +335,7 @@ class WorldProducer(Client):
     ) -> None:
         """Commit offsets with the transaction."""
         key, (group, *member) = self._find_key(), membership
-        self._ask(
-            lambda: self._broker.add_offsets(key, group, offsets, cast("MemberKey", tuple(member))), timeout
-        )
+        self._ask(lambda: self._broker.add_offsets(key, group, offsets, cast("MemberKey", tuple(member))), timeout)
 
     def commit_transaction(self, timeout: float) -> None:
         """Commit the transaction."""

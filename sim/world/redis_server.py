@@ -1,13 +1,14 @@
-"""Redis for the second level: the server is fakeredis, which runs the scripts of the product, and each process has wires
-to it on which commands and replies are late, lost or cut off.
+"""Redis for the second level: fakeredis is the server and runs the product's scripts, and processes have wires to it.
 
-What a client sends is executed by the server's thread of that wire, in order, whether the client lives then or not. So a
-crash, a lost request and a lost reply may fall between any two round trips, and what blocks waits in virtual time.
+On these, commands and replies are late, lost or cut off. What a client sends is executed by the server's thread of that
+wire, in order, whether the client lives then or not. So a crash, a lost command and a lost reply may fall between any
+two commands, and what blocks waits in virtual time.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from queue import Empty
-from typing import Any
+from typing import Any, cast
 
 import fakeredis
 import hiredis
@@ -21,8 +22,12 @@ from fakeredis.commands_mixins.scripting_mixin import LUA_MODULE
 from sim.world.network import Link
 from sim.world.runtime import SimEvent, SimQueue, World
 
+HELLO = [b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n"]
 RESET_SHARE = 0.3
 """The share of lost commands and replies whose wire is reset, so that the client need not wait to know it."""
+
+OTHERS_SHARE = 0.1
+"""How often other clients' commands come between two of one round trip."""
 
 
 class WorldSocket(FakeSocket):
@@ -30,22 +35,31 @@ class WorldSocket(FakeSocket):
     collects garbage after it, which took most of the time of a scene.
     """
 
-    def sendall(self, data: Any) -> None:
-        """Execute commands. They are taken apart by hiredis, as fakeredis takes long for that."""
+    def execute(self, data: bytes) -> Iterator[int]:
+        """Execute commands, and yield before each its number. hiredis parses them faster than fakeredis does."""
         reader = hiredis.Reader()
         reader.feed(data)
-        while (fields := reader.gets()) is not False:
+        for number in itertools.count():
+            fields: Any = reader.gets()
+            if fields is False:
+                return
+            yield number
             self._process_command(fields)
+
+    def stop_waiting(self) -> None:
+        """Give up a command that waits for data."""
+        if self._blocked:
+            self._unblock_reason = b"timeout"
+            self._db.wake_all()
 
     def eval(self, script: bytes, numkeys: int, *words: bytes) -> Any:
         """Run a script."""
-        server: Any = self._server
-        lua = self._get_server_runtime(server)
-        compiled = server.__dict__.setdefault("compiled", {})
+        lua, state = self._get_server_runtime(self._server), vars(self._server)
+        compiled = state.setdefault("compiled", {})
         if script not in compiled:
             compiled[script] = lua.compile(script)
-        server._lua_current_socket[0] = self
-        server._lua_set_keys_argv(lua.table_from(words[:numkeys]), lua.table_from(words[numkeys:]))
+        state["_lua_current_socket"][0] = self
+        state["_lua_set_keys_argv"](lua.table_from(words[:numkeys]), lua.table_from(words[numkeys:]))
         self._script_resp = 2
         try:
             return self._convert_lua_result(compiled[script](), nested=False)
@@ -83,7 +97,8 @@ class Wire:
         if self._link is not None:
             self._sent.put(data)
             return
-        self._server_end.sendall(data)
+        for _ in self._server_end.execute(data):
+            pass
         self._take_replies()
 
     def _serve(self, link: Link) -> None:
@@ -98,7 +113,13 @@ class Wire:
                 break
             while (stands_s := link.stands_until_s() - self._world.now_s) > 0:
                 self._world.sleep(stands_s)
-            self._server_end.sendall(data)
+            # Between two commands of a round trip the server may do another client's, and the wire may break.
+            last = link.chance.choice([0, 1, 2, 8]) if fate < 0.6 * link.loss else None
+            for part in self._server_end.execute(data):
+                if part == last:
+                    break
+                if part and link.chance.random() < OTHERS_SHARE:
+                    self._world.yield_turn()
             if link.is_cut() or fate < link.loss:
                 self._break(link)
                 break
@@ -127,9 +148,7 @@ class Wire:
         if not self._is_closed:
             self._is_closed = True
             self._sent.put(None)
-            if self._server_end._blocked:
-                self._server_end._unblock_reason = b"timeout"
-                self._server_end._db.wake_all()
+            self._server_end.stop_waiting()
 
 
 class WorldConnection(fakeredis.FakeRedisConnection):
@@ -148,21 +167,21 @@ class WorldConnection(fakeredis.FakeRedisConnection):
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Agree on a protocol. What redis-py tells about itself is left out."""
         if int(self.protocol) == 3:
-            self.send_command("HELLO", 3, check_health=False)
+            self.send_packed_command(HELLO, check_health=False)
             self.read_response()
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         """Return the next reply, within the time limit of the socket."""
-        wire: Any = self._sock
+        wire, disconnect = cast(Any, self._sock), cast(Any, self.disconnect)
         if wire is None:
             raise redis.ConnectionError("the connection is closed")
         try:
             reply = wire.replies.get(timeout=self.socket_timeout)
         except Empty:
-            self.disconnect()
+            disconnect()
             raise redis.TimeoutError("Timeout reading from socket") from None
         if isinstance(reply, redis.ConnectionError):
-            self.disconnect()
+            disconnect()
         if isinstance(reply, Exception):
             raise reply
         return reply if disable_decoding else self._decode(reply)
@@ -195,7 +214,3 @@ class RedisServer:
 
     def _make_wire(self, host: str) -> Wire:
         return Wire(self._world, self._fake, self._find_link(*host.split(".")))
-
-    def read_keys(self) -> Sequence[bytes]:
-        """Return the names of all keys."""
-        return list(self._fake.dbs[0])

@@ -62,6 +62,8 @@ class World:
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Thread, int]] = []
         self._numbers = itertools.count()
+        self._threads: list[Thread] = []
+        """All that there ever were. One of a dead process that were freed would run to its end, in its `finally`s."""
         self.main = greenlet.getcurrent()
         self.current: Thread | None = None
         self.outside = Process("outside")
@@ -106,6 +108,7 @@ class World:
         """Start a thread of a process."""
         thread = Thread(self, process, name, run)
         process.threads.append(thread)
+        self._threads.append(thread)
         self._ready.append(thread)
         return thread
 
@@ -216,7 +219,8 @@ class Doubles:
             id(time): self.time, id(threading): self.threading, id(sys.modules["queue"]): self.queue,
             id(random): self.random, id(sys.modules["secrets"]): self.secrets, id(uuid): self.uuid,
             id(ThreadPoolExecutor): self._bind(SimPool), id(time.monotonic): self.read_monotonic,
-            id(time.time): self.read_wall_clock, id(wait): self.wait_for_futures, id(threading.Thread): self.threading.Thread,
+            id(time.time): self.read_wall_clock, id(threading.Thread): self.threading.Thread,
+            id(wait): self.wait_for_futures,
         }  # fmt: skip
 
     def _bind(self, made: type) -> Callable[..., Any]:

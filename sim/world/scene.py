@@ -376,7 +376,8 @@ class Scene:
         if self.num_clients_left or self.world.num_turns % 64:
             return False
         results = {
-            extract_request_id(message.value, None) for message in self.servers.bus.read_all(self.pipeline.results_topic)
+            extract_request_id(message.value, None)
+            for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
         return self.accepted <= results
 

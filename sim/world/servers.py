@@ -7,6 +7,7 @@ run, and the doubles are those of their client libraries.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import redis
 from confluent_kafka import Consumer, Producer
 
 from penstock.bus.contract import Bus, Member, Outgoing, Publisher
@@ -134,7 +135,10 @@ class StreamsServers:
 
     def list_doubles(self) -> list[tuple[object, object]]:
         """Return the pool of connections to the server of this world."""
-        return [(connection_pool, lambda url, **options: self._redis.connection_pool(url, **options))]
+        return [(connection_pool, self._connect)]
+
+    def _connect(self, url: str, **options: Any) -> redis.ConnectionPool:
+        return self._redis.connection_pool(url, **options)
 
     def start(self) -> None:
         """Create the topics."""
