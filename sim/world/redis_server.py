@@ -6,7 +6,7 @@ two commands, and what blocks waits in virtual time.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from fakeredis._helpers import SimpleError
 from fakeredis._socket import FakeSocket
 from fakeredis.commands_mixins.scripting_mixin import LUA_MODULE
 
+from penstock.record.append import APPEND
+from penstock.record.record import CLAIM, FINISH, TAKE
 from sim.world.network import Link
 from sim.world.runtime import SimEvent, SimQueue, World
 
@@ -26,8 +28,41 @@ HELLO = [b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n"]
 RESET_SHARE = 0.3
 """The share of lost commands and replies whose wire is reset, so that the client need not wait to know it."""
 
+CLAIM_TEXT, TAKE_TEXT = CLAIM.text.encode(), TAKE.text.encode()
+WRITER_TEXTS = {APPEND.text.encode(): 4, FINISH.text.encode(): 3}
+"""The scripts that write to a log, with the place of the epoch among their keys and arguments."""
 OTHERS_SHARE = 0.1
 """How often other clients' commands come between two of one round trip."""
+
+
+class EpochWatch:
+    """Watches the scripts of the record: no epoch is given out twice, and only the newest claim writes.
+
+    The engine's tokens follow from a request, so those of a worker that has lost it would not show in the log.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[bytes, int] = {}
+        """By a request's record."""
+        self.breaches: list[str] = []
+
+    def note_call(self, script: bytes, words: Sequence[bytes], reply: Any) -> None:
+        """Note a call and its reply."""
+        if script == CLAIM_TEXT and reply[0] == b"claim":
+            self._note_claim(words[0], reply)
+        elif script == TAKE_TEXT:
+            for name, claim, _ in reply:
+                self._note_claim(words[-2].replace(b"%s", name), claim)
+        elif script in WRITER_TEXTS and reply == 1:
+            epoch = int(words[WRITER_TEXTS[script]])
+            if epoch != self._newest.get(words[0]):
+                self.breaches.append(f"{words[0].decode()} was written with epoch {epoch}, and it was claimed since")
+
+    def _note_claim(self, record: bytes, claim: Sequence[Any]) -> None:
+        _, epoch, _, _, is_ended, *_ = claim
+        if not is_ended and epoch <= self._newest.get(record, 0):
+            self.breaches.append(f"{record.decode()} was claimed with epoch {epoch} twice")
+        self._newest[record] = max(epoch, self._newest.get(record, 0))
 
 
 class WorldSocket(FakeSocket):
@@ -62,7 +97,9 @@ class WorldSocket(FakeSocket):
         state["_lua_set_keys_argv"](lua.table_from(words[:numkeys]), lua.table_from(words[numkeys:]))
         self._script_resp = 2
         try:
-            return self._convert_lua_result(compiled[script](), nested=False)
+            reply = self._convert_lua_result(compiled[script](), nested=False)
+            state["watch"].note_call(script, words, reply)
+            return reply
         except LUA_MODULE.LuaError as error:
             raise SimpleError(_msgs.SCRIPT_ERROR_MSG.format("", error)) from None
         finally:
@@ -204,6 +241,7 @@ class RedisServer:
     def __init__(self, world: World, find_link: Callable[[str, str], Link | None]) -> None:
         self._world, self._find_link = world, find_link
         self._fake = fakeredis.FakeServer(version=(7,), server_type="valkey")
+        self.watch = vars(self._fake)["watch"] = EpochWatch()
 
     def connection_pool(self, url: str, **options: Any) -> redis.ConnectionPool:
         """Return a pool as `penstock.redis.client.connection_pool` does."""

@@ -188,7 +188,8 @@ class Scene:
         if not is_over:
             self._note_what_is_left()
         self._record_topics()
-        findings = check_history(self.history) + [Finding("failed", "", text) for text in self.failures]
+        failures = self.failures + self.servers.list_breaches()
+        findings = check_history(self.history) + [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
 
     def _note(self, entry: Entry) -> None:

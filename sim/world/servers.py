@@ -72,6 +72,9 @@ class Servers(Protocol):
     def note_death(self, stage: Stage, name: str) -> Callable[[], None]:
         """Note that a process was killed, and return what the bus does when it notices that."""
 
+    def list_breaches(self) -> list[str]:
+        """Return what happened on the servers that never may."""
+
 
 class MemoryServers:
     """The servers of the level `fast`."""
@@ -126,6 +129,10 @@ class MemoryServers:
 
         return notice
 
+    def list_breaches(self) -> list[str]:
+        """Return nothing."""
+        return []
+
 
 class StreamsServers:
     """One Redis with record and bus, which are the product's own."""
@@ -174,6 +181,10 @@ class StreamsServers:
     def note_death(self, stage: Stage, name: str) -> Callable[[], None]:
         """Return nothing to do: the member's key runs out."""
         return lambda: None
+
+    def list_breaches(self) -> list[str]:
+        """Return what the record's epochs forbid."""
+        return self._redis.watch.breaches
 
 
 class KafkaServers(StreamsServers):
