@@ -58,11 +58,49 @@ class Client:
         return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)} if count else {})
 
 
-class WorldConsumer(Client):
+class Positions:
+    """Where a consumer reads each of its partitions."""
+
+    def __init__(self) -> None:
+        self.positions: dict[Partition, int] = {}
+        self.ends: dict[Partition, int] = {}
+        """The ends that were told."""
+        self.paused: set[Partition] = set()
+
+    def assign(self, places: list[TopicPartition]) -> None:
+        """Read these partitions, without a group."""
+        self.positions, self.ends = {}, {}
+        self.incremental_assign(places)
+
+    def incremental_assign(self, places: list[TopicPartition]) -> None:
+        """Read these partitions, too."""
+        for place in places:
+            self.positions[place.topic, place.partition] = max(0, place.offset)
+            self.ends.pop((place.topic, place.partition), None)
+
+    def pause(self, places: list[TopicPartition]) -> None:
+        """Do not return messages of partitions."""
+        self.paused |= {(place.topic, place.partition) for place in places}
+
+    def resume(self, places: list[TopicPartition]) -> None:
+        """Return messages of partitions again."""
+        self.paused -= {(place.topic, place.partition) for place in places}
+
+    def seek(self, place: TopicPartition) -> None:
+        """Go on elsewhere."""
+        partition = place.topic, place.partition
+        if partition not in self.positions:
+            raise make_failure(KafkaError._STATE)  # noqa: SLF001 - that is its name
+        self.positions[partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
+        self.ends.pop(partition, None)
+
+
+class WorldConsumer(Client, Positions):
     """`confluent_kafka.Consumer`."""
 
     def __init__(self, world: World, broker: KafkaBroker, link: Link, settings: Mapping[str, Any]) -> None:
-        super().__init__(world, broker, link)
+        Client.__init__(self, world, broker, link)
+        Positions.__init__(self)
         self._group = settings["group.id"]
         self._is_stable = settings["isolation.level"] == "read_committed"
         self._tells_ends = settings.get("enable.partition.eof", False)
@@ -71,9 +109,6 @@ class WorldConsumer(Client):
         self._name, self._epoch = "", 0
         self._topics: Sequence[str] = ()
         self._callbacks: dict[str, Rebalance] = {}
-        self._positions: dict[Partition, int] = {}
-        self._ends: dict[Partition, int] = {}
-        self._paused: set[Partition] = set()
         self._wanted: set[Partition] | None = None
         """The assignment that the brokers told last; None where the membership is lost."""
         self._commits = SimQueue(world)
@@ -94,10 +129,10 @@ class WorldConsumer(Client):
 
     def _beat_forever(self) -> None:
         while not self._is_closed:
-            owned, name = set(self._positions), self._name
+            owned, name = set(self.positions), self._name
             try:
                 answer = self._ask(partial(self._broker.beat, self._group, name, self._topics, owned), TIMEOUT_S)
-                if owned == set(self._positions) and name == self._name:
+                if owned == set(self.positions) and name == self._name:
                     self._epoch, self._wanted = answer
             except KafkaException as error:
                 if error.args[0].code() == KafkaError.UNKNOWN_MEMBER_ID and name == self._name:
@@ -105,7 +140,7 @@ class WorldConsumer(Client):
             with self._broker.changed:
                 self._broker.changed.notify_all()
             with self._beat_now:
-                self._beat_now.wait_for(lambda: set(self._positions) != owned or name != self._name, HEARTBEAT_S)  # noqa: B023
+                self._beat_now.wait_for(lambda: set(self.positions) != owned or name != self._name, HEARTBEAT_S)  # noqa: B023
 
     def _commit_forever(self) -> None:
         while True:
@@ -139,7 +174,7 @@ class WorldConsumer(Client):
         """Give up and take partitions as the brokers told."""
         if not self._callbacks:
             return
-        owned = set(self._positions)
+        owned = set(self.positions)
         if self._wanted is None:
             self._call_back("lost", owned)
             self._take_name()
@@ -162,60 +197,33 @@ class WorldConsumer(Client):
                 self._world.sleep(RETRY_S)
             self._serve_answers()
             for partition in places:
-                self._positions.pop(partition, None)
+                self.positions.pop(partition, None)
 
     def _fetch(self) -> Message | None:
         if self._link.is_cut() or self._link.stands_until_s() > self._world.now_s:
             return None
-        for partition in list(self._positions):
-            if partition in self._paused:
+        for partition in list(self.positions):
+            if partition in self.paused:
                 continue
-            log, position = self._broker.logs[partition], self._positions[partition]
+            log, position = self._broker.logs[partition], self.positions[partition]
             end = self._broker.find_stable_end(partition) if self._is_stable else len(log)
             if position > len(log):
                 position = 0
             while position < end:
                 entry, position = log[position], position + 1
                 if entry.is_visible:
-                    self._positions.pop(partition)  # the others come first
-                    self._positions[partition] = position
+                    self.positions.pop(partition)  # the others come first
+                    self.positions[partition] = position
                     self._world.sleep(self._link.chance.expovariate(1 / self._link.delay_s) / 8)
-                    if self._positions.get(partition) != position:
+                    if self.positions.get(partition) != position:
                         return None
                     return make_message(partition, position - 1, entry)
-            self._positions[partition] = position
-            if self._tells_ends and self._ends.get(partition) != position:
-                self._ends[partition] = position
+            self.positions[partition] = position
+            if self._tells_ends and self.ends.get(partition) != position:
+                self.ends[partition] = position
                 end_error = KafkaError(KafkaError._PARTITION_EOF)  # noqa: SLF001 - that is its name
                 return make_message(partition, position, None, end_error)
         return None
-
-    def assign(self, places: list[TopicPartition]) -> None:
-        """Read these partitions, without a group."""
-        self._positions, self._ends = {}, {}
-        self.incremental_assign(places)
-
-    def incremental_assign(self, places: list[TopicPartition]) -> None:
-        """Read these partitions, too."""
-        for place in places:
-            self._positions[place.topic, place.partition] = max(0, place.offset)
-            self._ends.pop((place.topic, place.partition), None)
-
-    def pause(self, places: list[TopicPartition]) -> None:
-        """Do not return messages of partitions."""
-        self._paused |= {(place.topic, place.partition) for place in places}
-
-    def resume(self, places: list[TopicPartition]) -> None:
-        """Return messages of partitions again."""
-        self._paused -= {(place.topic, place.partition) for place in places}
-
-    def seek(self, place: TopicPartition) -> None:
-        """Go on elsewhere."""
-        partition = place.topic, place.partition
-        if partition not in self._positions:
-            raise make_failure(KafkaError._STATE)  # noqa: SLF001 - that is its name
-        self._positions[partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
-        self._ends.pop(partition, None)
 
     def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
         """Send a commit. The answer comes in `poll`."""
@@ -243,7 +251,7 @@ class WorldConsumer(Client):
     def close(self) -> None:
         """Leave the group."""
         if self._callbacks and not self._is_closed:
-            self._call_back("revoke", set(self._positions))
+            self._call_back("revoke", set(self.positions))
             self._is_closed = True
             try:
                 self._link.call(lambda: self._broker.leave(self._group, self._name))
