@@ -161,6 +161,10 @@ FLAWS = (
         "if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end", "", "streams",
     ),
     Flaw(
+        "an ended request stays among those that its session holds", f"{RECORD}/lua/finish.lua",
+        "if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end", "", "streams",
+    ),
+    Flaw(
         "what must not run twice is sent again", "core/penstock/redis/client.py",
         "connection.disconnect()\n        raise\n    finally", "connection.disconnect()\n"
         "        return execute_once(client, commands)\n    finally", "streams",

@@ -44,7 +44,7 @@ class Link:
     stands_until_s: Callable[[], float] = lambda: 0.0
     """Until when the server stands still. What it is asked meanwhile it does later, for whom that may be too late."""
     is_busy: bool = False
-    """Whether a call is executed, whose own calls are part of it."""
+    """Whether a call is executed, whose own calls are part of it: those are executed at once."""
 
     @classmethod
     def without_length(cls, world: World) -> "Link":

@@ -183,8 +183,9 @@ class StreamsServers:
         return lambda: None
 
     def list_breaches(self) -> list[str]:
-        """Return what the record's epochs forbid."""
-        return self._redis.watch.breaches
+        """Return what the record's epochs forbid, and sets of held requests that are left though none is held."""
+        left = redis_client(_make_url(JUDGE, "redis")).keys(self._pipeline.held_key("*"))
+        return self._redis.watch.breaches + [f"{key.decode()} is left" for key in left]
 
 
 class KafkaServers(StreamsServers):
