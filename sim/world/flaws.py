@@ -183,8 +183,9 @@ FLAWS = (
         "if info.pending == 0 then", "if true then", "streams",
     ),
     Flaw(
-        "deliveries whose reply was lost are forgotten", f"{BUS}/streams/member.py",
-        "self._recovering = True\n", "pass\n", "streams",
+        "a message that was not written counts as published", f"{BUS}/streams/bus.py",
+        "with bus_errors(), self._client.pipeline(transaction=len(messages) > 1)",
+        "with contextlib.suppress(redis.RedisError), self._client.pipeline(transaction=len(messages) > 1)", "streams",
     ),
     Flaw(
         "an offset is committed too far", f"{BUS}/kafka/offsets.py",

@@ -31,6 +31,8 @@ NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
 CALM_S = 300.0
 """How long after the last mishap all requests must be answered."""
+CUT_S = (1.0, 8.0, 40.0)
+"""How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
 MAX_TOKENS = 24
 POLL_S = 0.5
 
@@ -59,6 +61,8 @@ class Rates:
     """The mean time until a worker is told to leave; 0 if none is."""
     rebalance_s: float
     """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
+    kill_s: float
+    """The mean time until a process is killed wherever it is, between any two calls to a server; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -73,6 +77,7 @@ class Rates:
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
+            kill_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -178,6 +183,7 @@ class Scene:
             self._repeat_mishap(self.rates.leave_s, partial(self._stop_worker, place))
             self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
+            self._repeat_mishap(self.rates.kill_s, partial(self._kill_anywhere, place))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
@@ -224,6 +230,8 @@ class Scene:
         Reconnector(make_worker, lambda: self.servers.ask(place.name), beat).run_until_stopped(place.stop, 2.0)
         self._note({"what": "left", "worker": place.name})
         self._start_again(place)
+        if place.process is not None:
+            self.world.kill(place.process)
 
     def _find_link(self, who: str, server: str) -> Link | None:
         """Return the way of a process or client to a server; None for the judge, who asks from outside."""
@@ -241,7 +249,7 @@ class Scene:
             make_error,
             loss,
             self.rates.delay_s,
-            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
+            lambda: place.cuts.get(server, 0.0) > self.world.now_s,
             lambda: self.pauses[server],
         )
 
@@ -284,6 +292,10 @@ class Scene:
         self._start_again(place)
         self.world.kill(process)
 
+    def _kill_anywhere(self, place: Place) -> None:
+        if place.process is not None and place.process.is_alive:
+            self._kill(place.process, "anywhere")
+
     def _start_again(self, place: Place) -> None:
         """Start another process in the place of one that has ended, after a while."""
 
@@ -314,7 +326,8 @@ class Scene:
         self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
     def _cut_way(self, place: Place) -> None:
-        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
+        most_s = self.chance.choice(CUT_S)
+        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, most_s)
 
     # Clients.
 
