@@ -8,6 +8,7 @@ import sys
 import time
 
 from sim.world.scene import Plan, Scene, shorten_plan
+from sim.world.servers import LEVELS
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--level", default="", choices=["", *LEVELS], help="one for all seeds; else drawn by the seed")
     parser.add_argument("--until-found", action="store_true", help="end with the first seed that finds something")
     parser.add_argument("--max-s", type=float, default=1e9, help="begin no new seed after so many seconds")
     parser.add_argument(
@@ -30,7 +32,7 @@ def main() -> None:
     for seed in range(given.seed, given.seed + given.seeds):
         if time.monotonic() - begun_s > given.max_s or (given.until_found and found):
             break
-        plan = Plan.draw(seed, given.requests)
+        plan = Plan.draw(seed, given.requests, given.level)
         verdict = Scene(plan).run()
         if verdict.findings and given.shorten:
             verdict = Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import redis
+from confluent_kafka import KafkaException
 
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.config.settings import RecordSettings
@@ -43,28 +44,33 @@ class Link:
     stands_until_s: Callable[[], float] = lambda: 0.0
     """Until when the server stands still. What it is asked meanwhile it does later, for whom that may be too late."""
     is_busy: bool = False
-    """Whether a call is executed, whose own calls are part of it."""
+    """Whether a call is executed, whose own calls are part of it: those are executed at once."""
 
-    def call(self, execute: Callable[[], Any], *, may_be_late: bool = False) -> Any:
+    @classmethod
+    def without_length(cls, world: World) -> "Link":
+        """Return a way on which nothing takes time, or is lost."""
+        return cls(world, Random(0), make_redis_error, is_busy=True)
+
+    def call(self, execute: Callable[[], Any], *, may_be_late: bool = False, limit_s: float = TIMEOUT_S) -> Any:
         """Execute something at the server. Raises if no reply comes; it may be executed all the same, also later."""
         if self.is_busy:
             return execute()
         self.world.sleep(self.chance.expovariate(1 / self.delay_s))
         fate = self.chance.random()
         if self.is_cut() or fate < self.loss / 2:
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the request was lost")
         stands_s = self.stands_until_s() - self.world.now_s
-        if stands_s > TIMEOUT_S:
+        if stands_s > limit_s:
             if may_be_late:
                 outside = self.world.outside
                 self.world.start_thread(outside, "late", lambda: self._execute_late(execute, stands_s))
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the server stands still")
         self.world.sleep(stands_s)
         reply = self._execute(execute)
         if fate < self.loss:
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the reply was lost")
         self.world.sleep(self.chance.expovariate(1 / self.delay_s))
         return reply
@@ -78,7 +84,7 @@ class Link:
 
     def _execute_late(self, execute: Callable[[], Any], after_s: float) -> None:
         self.world.sleep(after_s)
-        with contextlib.suppress(PenstockError):
+        with contextlib.suppress(PenstockError, KafkaException):
             self._execute(execute)
 
 

@@ -18,8 +18,8 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import Empty
 from types import ModuleType
@@ -31,6 +31,8 @@ EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning."""
 TURN_S = 20e-6
 """The longest time that a thread computes before it waits for something, if nothing else is said."""
+FUTURE_POLL_S = 0.005
+"""How often futures are looked at that a thread waits for."""
 Ticket = tuple["Thread", int]
 """A thread, and the number of its wait."""
 
@@ -60,6 +62,8 @@ class World:
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Thread, int]] = []
         self._numbers = itertools.count()
+        self._threads: list[Thread] = []
+        """All that there ever were. One of a dead process that were freed would run to its end, in its `finally`s."""
         self.main = greenlet.getcurrent()
         self.current: Thread | None = None
         self.outside = Process("outside")
@@ -104,6 +108,7 @@ class World:
         """Start a thread of a process."""
         thread = Thread(self, process, name, run)
         process.threads.append(thread)
+        self._threads.append(thread)
         self._ready.append(thread)
         return thread
 
@@ -215,6 +220,7 @@ class Doubles:
             id(random): self.random, id(sys.modules["secrets"]): self.secrets, id(uuid): self.uuid,
             id(ThreadPoolExecutor): self._bind(SimPool), id(time.monotonic): self.read_monotonic,
             id(time.time): self.read_wall_clock, id(threading.Thread): self.threading.Thread,
+            id(wait): self.wait_for_futures,
         }  # fmt: skip
 
     def _bind(self, made: type) -> Callable[..., Any]:
@@ -228,6 +234,18 @@ class Doubles:
         """Return the wall clock of the process that runs."""
         process = self.world.current.process if self.world.current is not None else self.world.outside
         return EPOCH_S + self.world.now_s + process.clock_ahead_s
+
+    def wait_for_futures(self, futures: Sequence[Any], timeout: float) -> tuple[set[Any], set[Any]]:
+        """Wait for futures as `concurrent.futures.wait` does."""
+        end_s = self.world.now_s + timeout
+        while not all(future.done() for future in futures) and self.world.now_s < end_s:
+            self.world.sleep(FUTURE_POLL_S)
+        done = {future for future in futures if future.done()}
+        return done, set(futures) - done
+
+    def replace(self, original: object, double: object) -> None:
+        """Let a double stand in the place of something else of the product."""
+        self._by_id[id(original)] = double
 
     @contextlib.contextmanager
     def install(self, is_simulated: Callable[[str], bool]) -> Iterator[None]:

@@ -17,28 +17,22 @@ from penstock.messages import EndEvent, Request, Result, Sampling, decode_messag
 from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
-from penstock.testing.bus import MemoryBus
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
-from sim.world.network import (
-    Link,
-    WorldPublisher,
-    WorldRecord,
-    WorldRecords,
-    join_over,
-    make_bus_error,
-    make_redis_error,
-)
+from sim.world.network import Link, make_bus_error, make_redis_error
 from sim.world.runtime import Doubles, Process, World
+from sim.world.servers import JUDGE, LEVELS, Servers
 
-SIMULATED = "penstock."
+SIMULATED = ("penstock.", "fakeredis.", "redis.")
 """Modules that run by the world's clock and threads."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
 CALM_S = 300.0
 """How long after the last mishap all requests must be answered."""
+CUT_S = (1.0, 8.0, 40.0)
+"""How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
 MAX_TOKENS = 24
 POLL_S = 0.5
 
@@ -67,6 +61,8 @@ class Rates:
     """The mean time until a worker is told to leave; 0 if none is."""
     rebalance_s: float
     """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
+    kill_s: float
+    """The mean time until a process is killed wherever it is, between any two calls to a server; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -81,6 +77,7 @@ class Rates:
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
+            kill_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -94,11 +91,16 @@ class Plan:
     rates: Rates
     span_s: float
     """The time in which clients begin."""
+    level: str = "fast"
+    """Which of `LEVELS` it runs at."""
 
     @classmethod
-    def draw(cls, seed: int, requests: int) -> "Plan":
-        """Return the plan of a seed."""
-        return cls(seed, tuple(range(requests)), Rates.draw(random.Random(f"{seed}/rates")), 0.2 * requests)
+    def draw(cls, seed: int, requests: int, level: str = "") -> "Plan":
+        """Return the plan of a seed. One in ten runs is at a level other than `fast`, if none is given."""
+        chance = random.Random(f"{seed}/level")
+        drawn = "fast" if chance.random() < 0.9 else chance.choice([name for name in LEVELS if name != "fast"])
+        rates = Rates.draw(random.Random(f"{seed}/rates"))
+        return cls(seed, tuple(range(requests)), rates, 0.2 * requests, level or drawn)
 
 
 class QuietBeat:
@@ -158,6 +160,9 @@ class Scene:
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
         load_tokenizer()
+        self.servers: Servers = LEVELS[self.plan.level](self.world, self.pipeline, self._find_link)
+        for original, double in self.servers.list_doubles():
+            self.doubles.replace(original, double)
         with self.doubles.install(lambda name: name.startswith(SIMULATED)), _quiet_logs():
             try:
                 return self._run()
@@ -165,8 +170,7 @@ class Scene:
                 failpoints.disarm()
 
     def _run(self) -> Verdict:
-        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
-        self.bus.create_topics()
+        self.servers.start()
         for point in failpoints.POINTS:
             failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
@@ -177,8 +181,9 @@ class Scene:
         for place in self.places:
             self._start_worker(place)
             self._repeat_mishap(self.rates.leave_s, partial(self._stop_worker, place))
-            self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
+            self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
+            self._repeat_mishap(self.rates.kill_s, partial(self._kill_anywhere, place))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
@@ -189,7 +194,8 @@ class Scene:
         if not is_over:
             self._note_what_is_left()
         self._record_topics()
-        findings = check_history(self.history) + [Finding("failed", "", text) for text in self.failures]
+        failures = self.failures + self.servers.list_breaches()
+        findings = check_history(self.history) + [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
 
     def _note(self, entry: Entry) -> None:
@@ -211,32 +217,39 @@ class Scene:
         settings = RecordSettings(max_attempts=1000)
 
         def make_worker() -> Worker:
-            member = join_over(self.bus, place.stage, place.name, self._make_link(place, "bus", chance))
-            record = WorldRecord(self.records, settings, self._make_link(place, "redis", chance))
+            member = self.servers.join_group(place.stage, place.name)
             try:
+                record = self.servers.open_record(place.name, settings)
                 return Worker(role, self.pipeline, place.name, record, member)
             except BaseException:
                 member.close()
                 raise
 
-        def ask_servers() -> None:
-            self._make_link(place, "redis", chance).call(lambda: None)
-            self._make_link(place, "bus", chance).call(lambda: None)
-
         beat: Any = QuietBeat()
         place.stop = StopSignal()
-        Reconnector(make_worker, ask_servers, beat).run_until_stopped(place.stop, 2.0)
+        Reconnector(make_worker, lambda: self.servers.ask(place.name), beat).run_until_stopped(place.stop, 2.0)
         self._note({"what": "left", "worker": place.name})
         self._start_again(place)
+        if place.process is not None:
+            self.world.kill(place.process)
 
-    def _make_link(self, place: Place, server: str, chance: random.Random) -> Link:
+    def _find_link(self, who: str, server: str) -> Link | None:
+        """Return the way of a process or client to a server; None for the judge, who asks from outside."""
+        if who == JUDGE:
+            return None
+        make_error = make_redis_error if server == "redis" else make_bus_error
+        place = next((place for place in self.places if place.name == who), None)
+        loss = 0.0 if self.is_calm or (place is None and server == "redis") else self.rates.loss
+        chance = random.Random(self.chance.random())
+        if place is None:
+            return Link(self.world, chance, make_error, loss, self.rates.delay_s)
         return Link(
             self.world,
             chance,
-            make_redis_error if server == "redis" else make_bus_error,
-            0.0 if self.is_calm else self.rates.loss,
+            make_error,
+            loss,
             self.rates.delay_s,
-            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
+            lambda: place.cuts.get(server, 0.0) > self.world.now_s,
             lambda: self.pauses[server],
         )
 
@@ -269,16 +282,19 @@ class Scene:
         self.num_kills += 1
         place = next(place for place in self.places if place.process is process)
         self._note({"what": "kill", "worker": place.name, "point": point})
-        member = self.bus.members.get((place.stage, place.name))
+        act = self.servers.note_death(place.stage, place.name)
 
         def notice() -> None:
             self.world.sleep(self.chance.uniform(*NOTICE_S))
-            if member is not None and self.bus.members.get((place.stage, place.name)) is member:
-                member.give_back_all()
+            act()
 
         self.world.start_thread(self.world.outside, "notice", notice)
         self._start_again(place)
         self.world.kill(process)
+
+    def _kill_anywhere(self, place: Place) -> None:
+        if place.process is not None and place.process.is_alive:
+            self._kill(place.process, "anywhere")
 
     def _start_again(self, place: Place) -> None:
         """Start another process in the place of one that has ended, after a while."""
@@ -309,13 +325,9 @@ class Scene:
     def _pause_server(self) -> None:
         self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
-    def _rebalance(self, place: Place) -> None:
-        member = self.bus.members.get((place.stage, place.name))
-        if member is not None:
-            member.give_back_all()
-
     def _cut_way(self, place: Place) -> None:
-        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
+        most_s = self.chance.choice(CUT_S)
+        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, most_s)
 
     # Clients.
 
@@ -326,7 +338,7 @@ class Scene:
         return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass)
 
     def _run_client(self, number: int) -> None:
-        chance = random.Random(f"{self.seed}/client/{number}")
+        chance, who = random.Random(f"{self.seed}/client/{number}"), f"client-{number}"
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
@@ -337,24 +349,21 @@ class Scene:
              "may": may}
         )  # fmt: skip
         for _ in range(2 if chance.random() < self.rates.double else 1):
-            self._send(request, chance)
+            self._send(request, who)
         self.accepted.add(request.id)
         self._note({"what": "accepted", "id": request.id})
-        self._read(request, may, chance)
+        self._read(request, may, chance, who)
         self.num_clients_left -= 1
 
-    def _send(self, request: Request, chance: random.Random) -> None:
-        link = Link(self.world, chance, make_bus_error, self.rates.loss, self.rates.delay_s)
-        publisher = WorldPublisher(self.bus, link)
+    def _send(self, request: Request, who: str) -> None:
         while True:
-            with contextlib.suppress(BusUnavailable):
+            publisher = self.servers.open_publisher(who)
+            with contextlib.suppress(BusUnavailable), contextlib.closing(publisher):
                 publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
                 return
-            link.loss = 0.0 if self.is_calm else self.rates.loss
 
-    def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
-        link = Link(self.world, chance, make_redis_error, 0.0, self.rates.delay_s)
-        record = WorldRecord(self.records, RecordSettings(), link)
+    def _read(self, request: Request, may: list[str], chance: random.Random, who: str) -> None:
+        record = self.servers.open_record(who, RecordSettings())
         seen, texts = 0, ""
         cancel_after = chance.randrange(MAX_TOKENS) if may else None
         while True:
@@ -381,7 +390,8 @@ class Scene:
         if self.num_clients_left or self.world.num_turns % 64:
             return False
         results = {
-            extract_request_id(message.value, None) for message in self.bus.read_all(self.pipeline.results_topic)
+            extract_request_id(message.value, None)
+            for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
         return self.accepted <= results
 
@@ -391,27 +401,27 @@ class Scene:
             return True
         if self.world.num_turns % 64:
             return False
-        return not any(self.bus.count_unsettled().values()) and not any(map(self._is_open, self.accepted))
+        return not any(self.servers.bus.count_unsettled().values()) and not any(map(self._is_open, self.accepted))
 
     def _is_open(self, request_id: str) -> bool:
         """Return whether a session has a request, or it waits for one."""
-        status = self.records.find(request_id)
-        return status is not None and (status.end is None or bool(status.session))
+        status = self.servers.record.read_status(request_id)
+        return status is not None and (status.stage != "end" or bool(status.session))
 
     def _note_what_is_left(self) -> None:
-        for topic, count in self.bus.count_unsettled().items():
+        for topic, count in self.servers.bus.count_unsettled().items():
             if count:
                 self.failures.append(f"{count} messages of {topic} are left")
         for request_id in sorted(filter(self._is_open, self.accepted)):
-            self.failures.append(f"{request_id} is open: {self.records.find(request_id)!r}"[:300])
+            self.failures.append(f"{request_id} is open: {self.servers.record.read_status(request_id)!r}"[:300])
 
     def _record_topics(self) -> None:
-        for message in self.bus.read_all(self.pipeline.results_topic):
+        for message in self.servers.bus.read_all(self.pipeline.results_topic):
             result = decode_message(Result, message.value)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
             self._note({"what": "result", "id": result.id, **fields})
-        for message in self.bus.read_all(self.pipeline.dead_letter_topic):
+        for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
             self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
 
