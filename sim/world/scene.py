@@ -3,40 +3,44 @@
 import contextlib
 import logging
 import random
+import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
+from unittest import mock
+
+import redis
 
 from penstock import failpoints
 from penstock.client.core import prepare_message
 from penstock.config.settings import RecordSettings
 from penstock.decode_worker.role import DecodeRole
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, NameTaken
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.metering import add_sums, parse_day_sums
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Request, Result, Sampling, decode_message, encode_request, extract_request_id
 from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
-from penstock.testing.bus import MemoryBus
+from penstock.worker import watch
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
 from sim.world.engine import FormulaEngine, list_tokens, load_tokenizer
-from sim.world.network import (
-    Link,
-    WorldPublisher,
-    WorldRecord,
-    WorldRecords,
-    join_over,
-    make_bus_error,
-    make_redis_error,
-)
+from sim.world.gateways import Gateways
+from sim.world.http import HttpClient
+from sim.world.network import Link, WorldPublisher, WorldRecord, join_over, make_bus_error, make_redis_error
 from sim.world.runtime import Doubles, Process, World
+from sim.world.server import Place, Servers
 
 SIMULATED = "penstock."
 """Modules that run by the world's clock and threads."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
+HEARTBEAT_S = 1.0
 CALM_S = 300.0
 """How long after the last mishap all requests must be answered."""
 MAX_TOKENS = 24
@@ -67,6 +71,10 @@ class Rates:
     """The mean time until a worker is told to leave; 0 if none is."""
     rebalance_s: float
     """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
+    gateways: float
+    """The share of clients that ask gateways; the others are producers, and read the logs."""
+    kill_s: float
+    """The mean time until a gateway is killed; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -81,6 +89,7 @@ class Rates:
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
+            gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
         )  # fmt: skip
 
 
@@ -99,31 +108,6 @@ class Plan:
     def draw(cls, seed: int, requests: int) -> "Plan":
         """Return the plan of a seed."""
         return cls(seed, tuple(range(requests)), Rates.draw(random.Random(f"{seed}/rates")), 0.2 * requests)
-
-
-class QuietBeat:
-    """What the frame of a worker tells its heartbeat, which is not there."""
-
-    def update_status(self, **_: object) -> None:
-        """Do nothing."""
-
-    def write_beat(self) -> None:
-        """Do nothing."""
-
-    def raise_failure(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(eq=False)
-class Place:
-    """A worker's name, and the process that has it."""
-
-    stage: Stage
-    name: str
-    process: Process | None = None
-    stop: StopSignal | None = None
-    cuts: dict[str, float] = field(default_factory=dict)
-    """Until when the way to a server is cut."""
 
 
 @dataclass(frozen=True)
@@ -148,41 +132,53 @@ class Scene:
         self.pipeline = Pipeline("world")
         self.history: list[Entry] = []
         self.num_kills = 0
-        self.is_calm = False
         self.accepted: set[str] = set()
         self.failures: list[str] = []
         self.num_clients_left = 0
-        self.pauses = {"redis": 0.0, "bus": 0.0}
-        """Until when a server stands still."""
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
         load_tokenizer()
-        with self.doubles.install(lambda name: name.startswith(SIMULATED)), _quiet_logs():
-            try:
-                return self._run()
-            finally:
-                failpoints.disarm()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.doubles.install(lambda name: name.startswith(SIMULATED)))
+            self.servers = Servers(self.world, self.pipeline, self.rates.loss, self.rates.delay_s)
+            self.servers.pass_point = self._pass_call
+            self.gateways = Gateways(self.servers, self.chance, self._note_failure, self._start_again)
+            others = self.gateways.list_doubles()
+            stack.enter_context(self.doubles.install(lambda name: name.startswith(SIMULATED), others))
+            stack.enter_context(mock.patch.object(ObjectStorage, "open", self._open_objects))
+            stack.enter_context(self.servers.keys.install_clock())
+            stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
+            stack.enter_context(_quiet_logs())
+            stack.callback(failpoints.disarm)
+            return self._run()
 
     def _run(self) -> Verdict:
-        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
-        self.bus.create_topics()
         for point in failpoints.POINTS:
             failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
-        self.places = [Place(stage, f"{stage}-{number}") for stage in STAGES for number in range(chance.randint(1, 3))]
+        self.places = [
+            Place(f"{stage}-{number}", self._start_worker, stage)
+            for stage in STAGES
+            for number in range(chance.randint(1, 3))
+        ]
+        if self.rates.gateways:
+            self.places += [self.gateways.add_place(f"gateway-{number}") for number in range(chance.randint(1, 2))]
         self.num_clients_left = len(self.plan.clients)
         for number in self.plan.clients:
             self.world.start_thread(self.world.outside, f"client-{number}", partial(self._run_client, number))
         for place in self.places:
-            self._start_worker(place)
-            self._repeat_mishap(self.rates.leave_s, partial(self._stop_worker, place))
-            self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
+            place.start(place)
+            self._repeat_mishap(self.rates.leave_s, partial(self._stop, place))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
+            if place.stage is None:
+                self._repeat_mishap(self.rates.kill_s, partial(self._kill, place, "at any point"))
+            else:
+                self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
-        self.is_calm = True
+        self.servers.is_calm = True
         is_over = self.world.run(self._is_all_answered, CALM_S)
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
@@ -202,43 +198,42 @@ class Scene:
         ahead_s = self.chance.uniform(-1, 1) * self.rates.clocks_s
         process = Process(place.name, clock_ahead_s=ahead_s, on_failure=self._note_failure)
         place.process = process
-        self.world.start_thread(process, "main", lambda: self._run_worker(place))
+        self.world.start_thread(process, "main", lambda: self._run_worker(place, process))
 
-    def _run_worker(self, place: Place) -> None:
-        chance = random.Random(self.chance.random())
+    def _run_worker(self, place: Place, process: Process) -> None:
+        assert place.stage is not None
+        stage, chance = place.stage, random.Random(self.chance.random())
         engine: Any = FormulaEngine(self.world, chance)
-        role: Any = (PrefillRole if place.stage == "prefill" else DecodeRole)(self.pipeline, engine)
-        settings = RecordSettings(max_attempts=1000)
+        role: Any = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        settings, servers = RecordSettings(max_attempts=1000), self.servers
+        stop = StopSignal()
+        place.stop = stop.set
 
         def make_worker() -> Worker:
-            member = join_over(self.bus, place.stage, place.name, self._make_link(place, "bus", chance))
-            record = WorldRecord(self.records, settings, self._make_link(place, "redis", chance))
+            member = join_over(servers.bus, stage, place.name, servers.make_link(place, "bus", chance))
+            link = servers.make_link(place, "redis", chance)
+            record = WorldRecord(servers.records, settings, link, servers.keys.client)
             try:
-                return Worker(role, self.pipeline, place.name, record, member)
+                worker = Worker(role, self.pipeline, place.name, record, member, beat=beat)
             except BaseException:
                 member.close()
                 raise
+            beat.set_load_source(lambda: {"load": worker.report_load()})
+            return worker
 
-        def ask_servers() -> None:
-            self._make_link(place, "redis", chance).call(lambda: None)
-            self._make_link(place, "bus", chance).call(lambda: None)
+        def ask_bus() -> None:
+            servers.make_link(place, "bus", chance).call(lambda: None)
 
-        beat: Any = QuietBeat()
-        place.stop = StopSignal()
-        Reconnector(make_worker, ask_servers, beat).run_until_stopped(place.stop, 2.0)
+        beat = Heartbeat("redis://world", self.pipeline, stage, place.name, HEARTBEAT_S)
+        # The process ends where the name is taken, or Redis goes away meanwhile, and is started again.
+        with contextlib.suppress(NameTaken, redis.RedisError):
+            beat.take_name()
+            with beat:
+                beat.update_status(model=role.model_name)
+                Reconnector(make_worker, ask_bus, beat).run_until_stopped(stop, 2.0)
         self._note({"what": "left", "worker": place.name})
         self._start_again(place)
-
-    def _make_link(self, place: Place, server: str, chance: random.Random) -> Link:
-        return Link(
-            self.world,
-            chance,
-            make_redis_error if server == "redis" else make_bus_error,
-            0.0 if self.is_calm else self.rates.loss,
-            self.rates.delay_s,
-            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
-            lambda: self.pauses[server],
-        )
+        self.world.kill(process)
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
         """A process ends by an exception of a thread: that of the loop is a defect."""
@@ -248,13 +243,19 @@ class Scene:
         thread = self.world.current
         if thread is None or thread.process is self.world.outside:
             return
-        if not self.is_calm:
+        if not self.servers.is_calm:
             drawn = self.chance.random()
             if drawn < self.rates.crash:
-                self._kill(thread.process, point)
+                self._kill(self._find_place(thread.process), point)
             elif drawn < self.rates.crash + self.rates.stall:
                 self._stall(thread.process, point)
         self.world.yield_turn()
+
+    def _pass_call(self) -> None:
+        thread = self.world.current
+        assert thread is not None
+        if not self.servers.is_calm and thread.process.is_alive and self.chance.random() < self.rates.crash / 4:
+            self._kill(self._find_place(thread.process), "a call")
 
     def _stall(self, process: Process, point: str) -> None:
         """Let one thread stand still, or all of a process."""
@@ -264,28 +265,47 @@ class Scene:
             process.stands_until_s = self.world.now_s + seconds
         self.world.sleep(seconds)
 
-    def _kill(self, process: Process, point: str) -> None:
+    def _open_objects(self, url: str) -> ObjectStorage:
+        return ObjectStorage(self.servers.objects)
+
+    def _find_place(self, process: Process) -> Place:
+        return next(place for place in self.places if place.process is process)
+
+    def _exit_process(self, code: int) -> None:
+        """What `os._exit` does."""
+        assert self.world.current is not None
+        self._kill(self._find_place(self.world.current.process), f"exit {code}")
+
+    def _kill(self, place: Place, point: str) -> None:
         """Kill a process; another one takes its place, and the bus notices later that it is dead."""
+        process = place.process
+        if process is None or not process.is_alive:
+            return
         self.num_kills += 1
-        place = next(place for place in self.places if place.process is process)
         self._note({"what": "kill", "worker": place.name, "point": point})
-        member = self.bus.members.get((place.stage, place.name))
+        if place.stage is not None:
+            self._let_bus_notice((place.stage, place.name))
+        self.gateways.note_killed(place)
+        self._start_again(place)
+        self.world.kill(process)
+
+    def _let_bus_notice(self, key: tuple[Stage, str]) -> None:
+        members = self.servers.bus.members
+        member = members.get(key)
 
         def notice() -> None:
             self.world.sleep(self.chance.uniform(*NOTICE_S))
-            if member is not None and self.bus.members.get((place.stage, place.name)) is member:
+            if member is not None and members.get(key) is member:
                 member.give_back_all()
 
         self.world.start_thread(self.world.outside, "notice", notice)
-        self._start_again(place)
-        self.world.kill(process)
 
     def _start_again(self, place: Place) -> None:
         """Start another process in the place of one that has ended, after a while."""
 
         def restart() -> None:
             self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]))
-            self._start_worker(place)
+            place.start(place)
 
         self.world.start_thread(self.world.outside, "restart", restart)
 
@@ -295,22 +315,22 @@ class Scene:
         def repeat() -> None:
             while True:
                 self.world.sleep(self.chance.expovariate(1 / mean_s))
-                if self.is_calm:
+                if self.servers.is_calm:
                     return
                 do_mishap()
 
         if mean_s:
             self.world.start_thread(self.world.outside, "mishaps", repeat)
 
-    def _stop_worker(self, place: Place) -> None:
-        if place.stop is not None:
-            place.stop.set()
+    def _stop(self, place: Place) -> None:
+        place.stop()
 
     def _pause_server(self) -> None:
-        self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
+        self.servers.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
     def _rebalance(self, place: Place) -> None:
-        member = self.bus.members.get((place.stage, place.name))
+        assert place.stage is not None
+        member = self.servers.bus.members.get((place.stage, place.name))
         if member is not None:
             member.give_back_all()
 
@@ -330,31 +350,69 @@ class Scene:
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
+        if chance.random() < self.rates.gateways:
+            self._ask_gateways(request, may, chance)
+        else:
+            self._produce(request, may, chance)
+        self.num_clients_left -= 1
+
+    def _ask_gateways(self, request: Request, may: list[str], chance: random.Random) -> None:
+        sampling = request.sampling.model_copy(update={"seed": chance.randrange(1000)})
+        body: dict[str, Any] = {
+            "model": "formula", "prompt": request.token_ids, "max_tokens": sampling.max_tokens, "temperature": 0,
+            "ignore_eos": True, "seed": sampling.seed, "stream": bool(may) or chance.random() < 0.7,
+            "service_tier": "flex" if request.klass == "batch" else "default",
+        }  # fmt: skip
+
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
+
+        def note_accepted(request_id: str) -> None:
+            if request_id not in self.accepted:
+                self._note_submitted(request.model_copy(update={"id": request_id, "sampling": sampling}), may)
+                self.accepted.add(request_id)
+                self._note({"what": "accepted", "id": request_id})
+
+        client = HttpClient(
+            self.world,
+            self.gateways,
+            chance,
+            self._note,
+            note_accepted,
+            self.failures.append,
+            sampling.max_tokens,
+            bool(may),
+        )
+        client.ask(body, request.id if chance.random() < 0.8 else None)
+
+    def _note_submitted(self, request: Request, may: list[str]) -> None:
         tokens = list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",
              "may": may}
         )  # fmt: skip
+
+    def _produce(self, request: Request, may: list[str], chance: random.Random) -> None:
+        self._note_submitted(request, may)
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request, chance)
         self.accepted.add(request.id)
         self._note({"what": "accepted", "id": request.id})
         self._read(request, may, chance)
-        self.num_clients_left -= 1
 
     def _send(self, request: Request, chance: random.Random) -> None:
         link = Link(self.world, chance, make_bus_error, self.rates.loss, self.rates.delay_s)
-        publisher = WorldPublisher(self.bus, link)
+        publisher = WorldPublisher(self.servers.bus, link)
         while True:
             with contextlib.suppress(BusUnavailable):
                 publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
                 return
-            link.loss = 0.0 if self.is_calm else self.rates.loss
+            link.loss = 0.0 if self.servers.is_calm else self.rates.loss
 
     def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
         link = Link(self.world, chance, make_redis_error, 0.0, self.rates.delay_s)
-        record = WorldRecord(self.records, RecordSettings(), link)
+        record = WorldRecord(self.servers.records, RecordSettings(), link)
         seen, texts = 0, ""
         cancel_after = chance.randrange(MAX_TOKENS) if may else None
         while True:
@@ -381,7 +439,8 @@ class Scene:
         if self.num_clients_left or self.world.num_turns % 64:
             return False
         results = {
-            extract_request_id(message.value, None) for message in self.bus.read_all(self.pipeline.results_topic)
+            extract_request_id(message.value, None)
+            for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
         return self.accepted <= results
 
@@ -391,27 +450,48 @@ class Scene:
             return True
         if self.world.num_turns % 64:
             return False
-        return not any(self.bus.count_unsettled().values()) and not any(map(self._is_open, self.accepted))
+        if any(self.servers.bus.count_unsettled().values()) or any(map(self._is_open, self.accepted)):
+            return False
+        return not any(self.servers.records.free.values()) and not self._find_wrong_usage()
+
+    def _find_wrong_usage(self) -> str:
+        """Return how the meters differ from the results; empty where they do not, and where no gateway counts."""
+        if not self.gateways.places:
+            return ""
+        days = self.servers.keys.client.keys(self.pipeline.meter_key("day:*").replace("{", "\\{"))
+        counted = add_sums(
+            sums for day in days for sums in parse_day_sums(self.servers.keys.client.hgetall(day)).values()
+        )
+        results = [decode_message(Result, one.value) for one in self.servers.bus.read_all(self.pipeline.results_topic)]
+        usages = {one.id: one.usage for one in results}.values()
+        used = sum_usage(usages)
+        told = (counted.requests, counted.prefill_tokens + counted.cached_tokens, counted.decode_tokens)
+        wanted = (len(usages), used.prompt_tokens, used.completion_tokens)
+        return "" if told == wanted else f"the meters have {told}, the results {wanted}"
 
     def _is_open(self, request_id: str) -> bool:
         """Return whether a session has a request, or it waits for one."""
-        status = self.records.find(request_id)
+        status = self.servers.records.find(request_id)
         return status is not None and (status.end is None or bool(status.session))
 
     def _note_what_is_left(self) -> None:
-        for topic, count in self.bus.count_unsettled().items():
+        for topic, count in self.servers.bus.count_unsettled().items():
             if count:
                 self.failures.append(f"{count} messages of {topic} are left")
+        if wrong := self._find_wrong_usage():
+            self.failures.append(wrong)
+        for stage, free in self.servers.records.free.items():
+            self.failures += [f"{request_id} is free in {stage}" for request_id in free]
         for request_id in sorted(filter(self._is_open, self.accepted)):
-            self.failures.append(f"{request_id} is open: {self.records.find(request_id)!r}"[:300])
+            self.failures.append(f"{request_id} is open: {self.servers.records.find(request_id)!r}"[:300])
 
     def _record_topics(self) -> None:
-        for message in self.bus.read_all(self.pipeline.results_topic):
+        for message in self.servers.bus.read_all(self.pipeline.results_topic):
             result = decode_message(Result, message.value)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
             self._note({"what": "result", "id": result.id, **fields})
-        for message in self.bus.read_all(self.pipeline.dead_letter_topic):
+        for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
             self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
 
