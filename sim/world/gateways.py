@@ -17,6 +17,7 @@ from penstock.bus.contract import FollowedMessage
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, RecordSettings, load_group
 from penstock.ingest.gateway.app import create_app
+from penstock.names import WORKERS_KEY
 from penstock.record.live import LiveFeed
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
@@ -198,7 +199,11 @@ class Gateways:
         self.running: dict[Place, RunningGateway] = {}
 
     def add_place(self, name: str) -> Place:
-        """Return a place for a gateway."""
+        """Return a place for a gateway. Beside the pipeline's there is another model, which a worker always serves."""
+        key = self._servers.pipeline.worker_key("prefill", "other")
+        beat = {"stage": "prefill", "name": "other", "model": "other", "state": "ready", "since": 0}
+        self._servers.keys.client.set(key, json.dumps(beat))
+        self._servers.keys.client.sadd(WORKERS_KEY, key)
         self.places.append(made := Place(name, self._start))
         return made
 

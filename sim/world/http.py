@@ -2,19 +2,22 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from penstock.messages import Request
 from penstock.names import parse_event_id
 from sim.chaos.checker import Entry
 from sim.world.gateways import Connection, Gateways, parse_frames, read_error
 from sim.world.runtime import World
+from sim.world.server import Place
 
 PATIENCE_S = 60.0
 """How long a client waits for the next bytes before it tries another gateway."""
 PAUSES_S = (0.2, 2.0)
-PASSING_CODES = ("unavailable", "gateway_stopping", "timeout", "overloaded")
+PASSING_CODES = ("unavailable", "gateway_stopping", "timeout", "overloaded", "model_not_found")
 """Errors after which a client tries again."""
 
 
@@ -26,11 +29,9 @@ class HttpClient:
     gateways: Gateways
     chance: random.Random
     note: Callable[[Entry], None]
+    note_submitted: Callable[[Request, list[str]], None]
     note_accepted: Callable[[str], None]
     fail: Callable[[str], None]
-    max_tokens: int
-    may_cancel: bool = False
-    """Whether it cancels its request in the middle."""
     id: str = ""
     """The id of the answer, when it was told."""
     _last: str = ""
@@ -40,9 +41,18 @@ class HttpClient:
     _text: str = ""
     _finish: str | None = None
     _count: int | None = None
+    _max_tokens: int = 0
 
-    def ask(self, body: dict[str, Any], key: str | None) -> None:
-        """Send a request until it is accepted, under a key if there is one, and read the answer to its end."""
+    def ask(self, request: Request, may: list[str], key: str | None) -> None:
+        """Send a request until it is accepted, under a key if there is one, and read the answer to its end.
+
+        It is cancelled in the middle where that may be its end.
+        """
+        self._max_tokens, seed = request.sampling.max_tokens, self.chance.randrange(1000)
+        body = make_body(request, seed) | {"service_tier": "flex" if request.klass == "batch" else "default"}
+        is_streamed = bool(may) or self.chance.random() < 0.7
+        if is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         headers = {} if key is None else {"idempotency-key": key}
         while True:
             connection = self._connect("POST", "/v1/completions", headers, json.dumps(body).encode())
@@ -52,13 +62,16 @@ class HttpClient:
                 continue
             status, told = start
             if status == 200:
-                self.id = told["x-request-id"]
-                self.note_accepted(self.id)
-                if body["stream"]:
-                    self._read_stream(connection)
+                if self.id != told["x-request-id"]:
+                    self.id = told["x-request-id"]
+                    self.note_submitted(name_request(request, self.id, seed), may)
+                    self.note_accepted(self.id)
+                if is_streamed:
+                    self._read_stream(connection, cancels=bool(may))
                     return
             content = self._read_whole(connection)
             if content is None or (status != 200 and self._is_passing(status, content)):
+                self.world.sleep(self.chance.uniform(0.0, 20.0) if status == 404 else 0.0)
                 self._rest()
                 continue
             if status != 200:
@@ -70,17 +83,29 @@ class HttpClient:
             self._note_end()
             return
 
-    def cancel(self) -> None:
-        """Cancel the request, at any gateway."""
+    def fetch(
+        self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({}), body: bytes = b"", *,
+        is_there: Callable[[Place], bool] = lambda _: True, is_json: bool = True,
+    ) -> Any:  # fmt: skip
+        """Return the answer to a request, which is sent to one gateway after the other until one answers it.
+
+        Only a gateway is asked of which `is_there` says that it can be, and that is the same process afterwards.
+        """
         while True:
-            connection = self._connect("DELETE", f"/v1/streams/{self.id}", {})
-            start = None if connection is None else connection.read_start(PATIENCE_S)
-            if start is not None and start[0] == 200:
-                return
+            place = self.chance.choice(self.gateways.places)
+            process = place.process
+            if is_there(place) and place.process is process:
+                connection = self.gateways.connect(place, method, path, headers, body)
+                start = None if connection is None else connection.read_start(PATIENCE_S)
+                content = None if connection is None or start is None else self._read_whole(connection)
+                if start is not None and content is not None and start[0] == 200:
+                    return json.loads(content) if is_json else content
+                if start is not None and content is not None and not self._is_passing(start[0], content):
+                    self.fail(f"{method} {path}: {start[0]} {content.decode()[:200]}")
             self._rest()
 
     def _is_passing(self, status: int, content: bytes) -> bool:
-        return status in (429, 503) and read_error(content) in PASSING_CODES
+        return status in (404, 429, 503) and read_error(content) in PASSING_CODES
 
     def _connect(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Connection | None:
         return self.gateways.connect(self.chance.choice(self.gateways.places), method, path, headers, body)
@@ -96,18 +121,17 @@ class HttpClient:
             content += chunk
         return content
 
-    def _read_stream(self, connection: Connection | None) -> None:
+    def _read_stream(self, connection: Connection | None, *, cancels: bool) -> None:
         """Read the answer to its end, over as many connections as it takes."""
-        leave_after = self.chance.randrange(100)
-        cancel_after = self.chance.randrange(24) if self.may_cancel else None
+        leave_after = self.chance.randrange(24 if cancels else 100)
         while True:
             if connection is not None and self._read_connection(connection, leave_after):
                 return
             leave_after = self.chance.randrange(100)
             self._rest()
-            if cancel_after is not None:
-                self.cancel()
-                cancel_after = None
+            if cancels:
+                self.fetch("DELETE", f"/v1/streams/{self.id}")
+                cancels = False
             headers = {"last-event-id": self._last} if self._last else {}
             connection = self._connect("GET", f"/v1/streams/{self.id}", headers)
             start = None if connection is None else connection.read_start(PATIENCE_S)
@@ -170,9 +194,23 @@ class HttpClient:
         return False
 
     def _note_end(self, error: str | None = None) -> None:
-        if error is None and (self._finish is None or self._count != self.max_tokens):
+        if error is None and (self._finish is None or self._count != self._max_tokens):
             self.fail(f"{self.id}: an answer is over with {self._finish} and {self._count} tokens")
         self.note(
             {"what": "end", "id": self.id, "reader": "http", "finish": self._finish, "count": None, "error": error,
              "text": self._text, "calls": []}
         )  # fmt: skip
+
+
+def make_body(request: Request, seed: int) -> dict[str, Any]:
+    """Return a request as a body of `/v1/completions`."""
+    return {
+        "model": "formula", "prompt": request.token_ids, "max_tokens": request.sampling.max_tokens, "temperature": 0,
+        "ignore_eos": True, "seed": seed,
+    }  # fmt: skip
+
+
+def name_request(request: Request, request_id: str, seed: int) -> Request:
+    """Return the request that a gateway makes of its body."""
+    sampling = request.sampling.model_copy(update={"seed": seed})
+    return request.model_copy(update={"id": request_id, "sampling": sampling})

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -13,15 +13,19 @@ from unittest import mock
 import redis
 
 from penstock import failpoints
-from penstock.client.core import prepare_message
-from penstock.config.settings import RecordSettings
+from penstock.client.core import StreamReader, prepare_message
+from penstock.config.settings import EndpointSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
+from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.reply import open_connection
+from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import BusUnavailable, NameTaken
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.metering import add_sums, parse_day_sums
 from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Request, Result, Sampling, decode_message, encode_request, extract_request_id
-from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
+from penstock.names import REASON_HEADER, STAGES, Pipeline, WorkerKind, batch_lease_key
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
 from penstock.worker import watch
@@ -29,6 +33,8 @@ from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
+from sim.world.batches import BatchClient
+from sim.world.endpoint import REFUSED, SILENCE_S, EndpointServers, make_text
 from sim.world.engine import FormulaEngine, list_tokens, load_tokenizer
 from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
@@ -75,6 +81,12 @@ class Rates:
     """The share of clients that ask gateways; the others are producers, and read the logs."""
     kill_s: float
     """The mean time until a gateway is killed; 0 if none is."""
+    batches: float
+    """The share of these clients that have a batch."""
+    endpoint: float
+    """The share of answers with which something is wrong, where endpoints answer; 0 where prefill and decode do."""
+    away_s: float
+    """The mean time until all workers die, and are away for minutes; 0 if they never do."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -90,6 +102,8 @@ class Rates:
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
+            batches=maybe(0.3), away_s=chance.uniform(5.0, 60.0) if chance.random() < 0.2 else 0.0,
+            endpoint=chance.random() ** 2 if chance.random() < 0.2 else 0.0,
         )  # fmt: skip
 
 
@@ -144,7 +158,8 @@ class Scene:
             self.servers = Servers(self.world, self.pipeline, self.rates.loss, self.rates.delay_s)
             self.servers.pass_point = self._pass_call
             self.gateways = Gateways(self.servers, self.chance, self._note_failure, self._start_again)
-            others = self.gateways.list_doubles()
+            self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
+            others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
             stack.enter_context(self.doubles.install(lambda name: name.startswith(SIMULATED), others))
             stack.enter_context(mock.patch.object(ObjectStorage, "open", self._open_objects))
             stack.enter_context(self.servers.keys.install_clock())
@@ -157,12 +172,13 @@ class Scene:
         for point in failpoints.POINTS:
             failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
+        kinds: Sequence[WorkerKind] = ("endpoint",) if self.rates.endpoint else STAGES
         self.places = [
             Place(f"{stage}-{number}", self._start_worker, stage)
-            for stage in STAGES
+            for stage in kinds
             for number in range(chance.randint(1, 3))
         ]
-        if self.rates.gateways:
+        if self.rates.gateways and not self.rates.endpoint:
             self.places += [self.gateways.add_place(f"gateway-{number}") for number in range(chance.randint(1, 2))]
         self.num_clients_left = len(self.plan.clients)
         for number in self.plan.clients:
@@ -176,6 +192,7 @@ class Scene:
             else:
                 self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
+        self._repeat_mishap(self.rates.away_s, self._kill_workers)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.servers.is_calm = True
@@ -202,15 +219,14 @@ class Scene:
 
     def _run_worker(self, place: Place, process: Process) -> None:
         assert place.stage is not None
-        stage, chance = place.stage, random.Random(self.chance.random())
-        engine: Any = FormulaEngine(self.world, chance)
-        role: Any = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        kind, chance = place.stage, random.Random(self.chance.random())
         settings, servers = RecordSettings(max_attempts=1000), self.servers
+        role = self._make_role(kind, settings, chance)
         stop = StopSignal()
         place.stop = stop.set
 
         def make_worker() -> Worker:
-            member = join_over(servers.bus, stage, place.name, servers.make_link(place, "bus", chance))
+            member = join_over(servers.bus, kind, place.name, servers.make_link(place, "bus", chance))
             link = servers.make_link(place, "redis", chance)
             record = WorldRecord(servers.records, settings, link, servers.keys.client)
             try:
@@ -224,7 +240,7 @@ class Scene:
         def ask_bus() -> None:
             servers.make_link(place, "bus", chance).call(lambda: None)
 
-        beat = Heartbeat("redis://world", self.pipeline, stage, place.name, HEARTBEAT_S)
+        beat = Heartbeat("redis://world", self.pipeline, kind, place.name, HEARTBEAT_S)
         # The process ends where the name is taken, or Redis goes away meanwhile, and is started again.
         with contextlib.suppress(NameTaken, redis.RedisError):
             beat.take_name()
@@ -234,6 +250,14 @@ class Scene:
         self._note({"what": "left", "worker": place.name})
         self._start_again(place)
         self.world.kill(process)
+
+    def _make_role(self, kind: WorkerKind, settings: RecordSettings, chance: random.Random) -> Any:
+        if kind == "endpoint":
+            endpoints = Endpoints(parse_urls("http://one:1,http://other:1", 8))
+            asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
+            return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings))
+        engine: Any = FormulaEngine(self.world, chance)
+        return (PrefillRole if kind == "prefill" else DecodeRole)(self.pipeline, engine)
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
         """A process ends by an exception of a thread: that of the loop is a defect."""
@@ -276,7 +300,7 @@ class Scene:
         assert self.world.current is not None
         self._kill(self._find_place(self.world.current.process), f"exit {code}")
 
-    def _kill(self, place: Place, point: str) -> None:
+    def _kill(self, place: Place, point: str, after_s: float | None = None) -> None:
         """Kill a process; another one takes its place, and the bus notices later that it is dead."""
         process = place.process
         if process is None or not process.is_alive:
@@ -286,10 +310,10 @@ class Scene:
         if place.stage is not None:
             self._let_bus_notice((place.stage, place.name))
         self.gateways.note_killed(place)
-        self._start_again(place)
+        self._start_again(place, after_s)
         self.world.kill(process)
 
-    def _let_bus_notice(self, key: tuple[Stage, str]) -> None:
+    def _let_bus_notice(self, key: tuple[WorkerKind, str]) -> None:
         members = self.servers.bus.members
         member = members.get(key)
 
@@ -300,11 +324,11 @@ class Scene:
 
         self.world.start_thread(self.world.outside, "notice", notice)
 
-    def _start_again(self, place: Place) -> None:
+    def _start_again(self, place: Place, after_s: float | None = None) -> None:
         """Start another process in the place of one that has ended, after a while."""
 
         def restart() -> None:
-            self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]))
+            self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]) if after_s is None else after_s)
             place.start(place)
 
         self.world.start_thread(self.world.outside, "restart", restart)
@@ -324,6 +348,13 @@ class Scene:
 
     def _stop(self, place: Place) -> None:
         place.stop()
+
+    def _kill_workers(self) -> None:
+        """Kill all workers, as a power cut does: it takes minutes until they have their model again."""
+        after_s = self.chance.uniform(60.0, 200.0)
+        for place in self.places:
+            if place.stage is not None:
+                self._kill(place, "all workers", after_s)
 
     def _pause_server(self) -> None:
         self.servers.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
@@ -350,42 +381,37 @@ class Scene:
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
-        if chance.random() < self.rates.gateways:
-            self._ask_gateways(request, may, chance)
+        if self.rates.endpoint:
+            self._produce(*self._make_question(request, may, chance), chance)
+        elif chance.random() < self.rates.gateways:
+            http = HttpClient(
+                self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
+                self.failures.append,
+            )  # fmt: skip
+            if chance.random() < self.rates.batches:
+                BatchClient(http, request).run()
+            else:
+                http.ask(request, may, request.id if chance.random() < 0.8 else None)
         else:
             self._produce(request, may, chance)
         self.num_clients_left -= 1
 
-    def _ask_gateways(self, request: Request, may: list[str], chance: random.Random) -> None:
-        sampling = request.sampling.model_copy(update={"seed": chance.randrange(1000)})
-        body: dict[str, Any] = {
-            "model": "formula", "prompt": request.token_ids, "max_tokens": sampling.max_tokens, "temperature": 0,
-            "ignore_eos": True, "seed": sampling.seed, "stream": bool(may) or chance.random() < 0.7,
-            "service_tier": "flex" if request.klass == "batch" else "default",
-        }  # fmt: skip
-
-        if body["stream"]:
-            body["stream_options"] = {"include_usage": True}
-
-        def note_accepted(request_id: str) -> None:
-            if request_id not in self.accepted:
-                self._note_submitted(request.model_copy(update={"id": request_id, "sampling": sampling}), may)
-                self.accepted.add(request_id)
-                self._note({"what": "accepted", "id": request_id})
-
-        client = HttpClient(
-            self.world,
-            self.gateways,
-            chance,
-            self._note,
-            note_accepted,
-            self.failures.append,
-            sampling.max_tokens,
-            bool(may),
-        )
-        client.ask(body, request.id if chance.random() < 0.8 else None)
+    def _make_question(self, request: Request, may: list[str], chance: random.Random) -> tuple[Request, list[str]]:
+        """Return a request for endpoints, and the errors that may end it."""
+        kind = chance.choice([*REFUSED, *["count"] * 12])
+        prompt = f"{kind} {1000 if kind == 'break' else chance.choice([1, 5, 30])}|"
+        sampling = request.sampling.model_copy(update={"max_tokens": 200})
+        made = request.model_copy(update={"token_ids": None, "prompt": prompt, "sampling": sampling})
+        return made, [*may, REFUSED.get(kind, "model_error")]
 
     def _note_submitted(self, request: Request, may: list[str]) -> None:
+        if request.prompt is not None:
+            text = "" if request.prompt.split()[0] in REFUSED else make_text(request.prompt)
+            self._note(
+                {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
+                 "may": may}
+            )  # fmt: skip
+            return
         tokens = list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
@@ -393,12 +419,15 @@ class Scene:
              "may": may}
         )  # fmt: skip
 
+    def _note_accepted(self, request_id: str) -> None:
+        self.accepted.add(request_id)
+        self._note({"what": "accepted", "id": request_id})
+
     def _produce(self, request: Request, may: list[str], chance: random.Random) -> None:
         self._note_submitted(request, may)
         for _ in range(2 if chance.random() < self.rates.double else 1):
             self._send(request, chance)
-        self.accepted.add(request.id)
-        self._note({"what": "accepted", "id": request.id})
+        self._note_accepted(request.id)
         self._read(request, may, chance)
 
     def _send(self, request: Request, chance: random.Random) -> None:
@@ -413,20 +442,21 @@ class Scene:
     def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
         link = Link(self.world, chance, make_redis_error, 0.0, self.rates.delay_s)
         record = WorldRecord(self.servers.records, RecordSettings(), link)
-        seen, texts = 0, ""
-        cancel_after = chance.randrange(MAX_TOKENS) if may else None
+        reader, texts = StreamReader(), ""
+        cancel_after = chance.randrange(MAX_TOKENS) if "cancelled" in may else None
         while True:
-            for event in record.read_log(request.id, seen - 1):
+            for event in reader.feed_log(record.read_log(request.id, reader.log_after)):
                 texts += event.text
                 if isinstance(event, EndEvent):
-                    error = None if event.error is None else event.error.code
-                    end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": error}
-                    self._note({"what": "end", "id": request.id, "reader": "first", **end, "text": texts, "calls": []})
+                    error, count = event.error and event.error.code, event.usage.completion_tokens
+                    end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
+                    entry = {**end, "error": error, "text": texts, "calls": []}
+                    self._note({"what": "end", "id": request.id, "reader": "first", **entry})
                     return
-                entry = {"reader": "first", "event": event.id, "token": event.token}
-                self._note({"what": "token", "id": request.id, **entry})
-                seen += 1
-            if cancel_after is not None and seen >= cancel_after:
+                if request.prompt is None:
+                    told = {"reader": "first", "event": event.id, "token": event.token}
+                    self._note({"what": "token", "id": request.id, **told})
+            if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
             self.world.sleep(POLL_S * chance.random())
@@ -452,7 +482,9 @@ class Scene:
             return False
         if any(self.servers.bus.count_unsettled().values()) or any(map(self._is_open, self.accepted)):
             return False
-        return not any(self.servers.records.free.values()) and not self._find_wrong_usage()
+        if any(self.servers.records.free.values()) or self.servers.keys.client.keys(batch_lease_key("*")):
+            return False
+        return not self._find_wrong_usage()
 
     def _find_wrong_usage(self) -> str:
         """Return how the meters differ from the results; empty where they do not, and where no gateway counts."""
@@ -490,6 +522,8 @@ class Scene:
             result = decode_message(Result, message.value)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+            if self.rates.endpoint:
+                fields |= {"tokens": [], "count": None}
             self._note({"what": "result", "id": result.id, **fields})
         for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)

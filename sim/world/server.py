@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 from obstore.store import MemoryStore
 
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, WorkerKind
 from penstock.testing.bus import MemoryBus
 from sim.world.network import Link, WorldRecords, make_bus_error, make_redis_error
 from sim.world.runtime import EPOCH_S, Process, World
@@ -124,8 +124,8 @@ class Place:
     name: str
     start: "Callable[[Place], None]"
     """Starts a process in it."""
-    stage: Stage | None = None
-    """The stage of a worker."""
+    stage: WorkerKind | None = None
+    """What kind of worker it is."""
     process: Process | None = None
     stop: Callable[[], None] = lambda: None
     """Tells the process to leave."""
