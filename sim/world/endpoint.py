@@ -23,7 +23,8 @@ WRONG_LINES = (
 )  # fmt: skip
 HARMLESS_LINES = (
     b": comment\n", b"\n", b"event: x\n", b'data: {"choices": []}\n', b'data: {"usage": 5}\n',
-    b'data: {"usage": {"prompt_tokens": 1' + b"0" * 400 + b', "completion_tokens": -1}}\n', b"\xff: x\n",
+    b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": -1}}\n', b"\xff: x\n",
+    b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": 1' + b"0" * 400 + b"}}\n",
     b'data: {"choices": [{"text": 5, "finish_reason": null, "stop_reason": "\\ud800"}]}\n',
 )  # fmt: skip
 STATUSES = (429, 500, 502, 503, 404, 301)

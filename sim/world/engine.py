@@ -4,7 +4,7 @@ It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes virtu
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -75,6 +75,8 @@ class FormulaEngine:
 
     world: World
     chance: Random
+    pass_step: Callable[[], object] = lambda: None
+    """Called in each step: it may take long."""
     model: FormulaModel = field(default_factory=FormulaModel)
     is_asynchronous = False
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
@@ -140,6 +142,7 @@ class FormulaEngine:
         """Take the time of a step, and return a token of each request."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
         self.world.sleep(self.chance.uniform(*STEP_S))
+        self.pass_step()
         sampled = []
         for seq in running:
             if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import redis
+import redis.exceptions
 
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.config.settings import RecordSettings
@@ -46,6 +47,8 @@ class Link:
     """Until when the server stands still. What it is asked meanwhile it does later, for whom that may be too late."""
     pass_point: Callable[[], object] = lambda: None
     """Called before and after each call is executed: the caller's process may be killed there."""
+    is_full: Callable[[], bool] = lambda: False
+    """Whether the server executes nothing, as its memory is full."""
     is_busy: bool = False
     """Whether a call is executed, whose own calls are part of it."""
 
@@ -67,6 +70,8 @@ class Link:
             raise self.make_error("no answer: the server stands still")
         self.world.sleep(stands_s)
         self.pass_point()
+        if self.is_full():
+            raise redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
         reply = self._execute(execute)
         self.pass_point()
         if fate < self.loss:

@@ -146,6 +146,8 @@ class Servers:
         """Whether there are no mishaps any more."""
         self.pass_point: Callable[[], object] = lambda: None
         """Called before and after each call of a process."""
+        self.full_until_s = 0.0
+        """Until when Redis takes no command that may need memory."""
         self.pauses = {"redis": 0.0, "bus": 0.0}
         """Until when a server stands still."""
 
@@ -160,4 +162,5 @@ class Servers:
             lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
             lambda: self.pauses[server],
             self.pass_point,
+            lambda: server == "redis" and self.world.now_s < self.full_until_s,
         )
