@@ -145,7 +145,7 @@ class Rates:
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
             batches=maybe(0.3), away_s=chance.uniform(5.0, 60.0) if chance.random() < 0.2 else 0.0,
-            bug=maybe(0.003), slow=maybe(0.05), wedge=0.0005 if chance.random() < 0.15 else 0.0,
+            bug=maybe(0.003), slow=maybe(0.05), wedge=0.003 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
             endpoint=chance.random() ** 2 if chance.random() < 0.2 else 0.0,
