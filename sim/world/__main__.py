@@ -1,6 +1,7 @@
 """`python -m sim.world --seed N --requests M`."""
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ def main() -> None:
     if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])
+    gc.freeze()  # what is imported lives on: looking through it again and again takes a tenth of the time
     begun_s, total, kills, found = time.monotonic(), 0, 0, 0
     for seed in range(given.seed, given.seed + given.seeds):
         if time.monotonic() - begun_s > given.max_s or (given.until_found and found):

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 WORKER, RECORD, BUS = "core/penstock/worker", "core/penstock/record", "core/penstock/bus"
+ENDPOINT, INGEST = "core/penstock/endpoint_worker", "ingest/penstock/ingest"
 FOLDERS = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore", "sim")
 
 
@@ -212,6 +213,78 @@ FLAWS = (
     Flaw(
         "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",
         "return [] if error is not None else", "return commits if error is not None else", "kafka",
+    ),
+    Flaw(
+        "a loop that stands still keeps its claims", f"{WORKER}/watch.py",
+        "return self._stood_s > self.limit_s", "return False",
+    ),
+    Flaw(
+        "an error in a heartbeat ends its thread", f"{WORKER}/heartbeat.py",
+        'except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost',
+        "except ZeroDivisionError:",
+    ),
+    Flaw(
+        "an error in the lag ends backpressure's thread", "prefill_worker/penstock/prefill_worker/backpressure.py",
+        "except Exception:  # e.g. the heartbeat of another version: batch work must not wait for ever",
+        "except ZeroDivisionError:",
+    ),
+    Flaw(
+        "deadlines go by the worker's own clock", f"{WORKER}/worker.py",
+        "overdue, server_now_s = [], self.session.server_now_s()", "overdue, server_now_s = [], now_s()",
+    ),
+    Flaw(
+        "an endpoint's error is written as it came", f"{ENDPOINT}/reply.py",
+        "            return replace_surrogates(text)\n", "            return text\n",
+    ),
+    Flaw(
+        "an endpoint's stop string is written as it came", f"{ENDPOINT}/reply.py",
+        "replace_surrogates(told) if isinstance(", "told if isinstance(",
+    ),
+    Flaw(
+        "any count of tokens is believed", f"{ENDPOINT}/reply.py",
+        "isinstance(number, int) and 0 <= number <= MAX_TOLD_TOKENS", "isinstance(number, int) and 0 <= number",
+    ),
+    Flaw(
+        "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
+        "if seq.num_made > seq.most_pieces:", "if True:",
+    ),
+    Flaw(
+        "a batch's line whose model is not seen for a minute is unknown", f"{INGEST}/batch/answer.py",
+        "            with suppress(BusUnavailable, ApiError):\n"
+        "                return await self._pipelines.find_pipeline(model)\n",
+        "            now_s = asyncio.get_running_loop().time()\n"
+        "            try:\n"
+        "                return await self._pipelines.find_pipeline(model)\n"
+        "            except BusUnavailable:\n"
+        "                pass\n"
+        "            except ApiError as error:\n"
+        '                if error.status == 404 and now_s > vars(self).setdefault("begun_s", now_s) + 60.0:\n'
+        "                    raise\n",
+    ),
+    Flaw(
+        "a reader that comes back gets its last event again", f"{INGEST}/openai/sse.py",
+        'self._is_past[index] = _parse_position(position, "") > self._ranks[index]',
+        'self._is_past[index] = _parse_position(position, "") >= self._ranks[index]',
+    ),
+    Flaw(
+        "a POST under the key of another makes a request of its own", f"{INGEST}/gateway/stream_meta.py",
+        "hmac.digest(self._secret,", "hmac.digest(secrets.token_bytes(8),",
+    ),
+    Flaw(
+        "the meters start at the beginning again", f"{INGEST}/metering.py",
+        'self._offsets = _decode_hash(self._client.hgetall(self._pipeline.meter_key("places")))', "self._offsets = {}",
+    ),
+    Flaw(
+        "meters wait for no lease", f"{INGEST}/lua/count_results.lua",
+        "if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end", "",
+    ),
+    Flaw(
+        "finished lines of a batch are not written when its gateway leaves", f"{INGEST}/batch/answer.py",
+        "        finally:\n            await self.flush_rows()\n", "        finally:\n            pass\n",
+    ),
+    Flaw(
+        "a batch's lease is not given back", f"{INGEST}/batch/runner.py",
+        "            await self._leases.release_lease(spec.id)\n", "            pass\n",
     ),
 )  # fmt: skip
 

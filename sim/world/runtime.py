@@ -8,6 +8,7 @@ Modules of the product are not changed for this. `install` puts doubles in the p
 `random`, `secrets`, `uuid` and `ThreadPoolExecutor` in each module that has imported one of them.
 """
 
+import asyncio
 import contextlib
 import heapq
 import itertools
@@ -153,7 +154,7 @@ class World:
         elif thread.process.is_alive:
             self.num_turns += 1
             self.current = thread
-            thread.greenlet.switch()
+            thread.switch_to()
             self.current = None
         return True
 
@@ -166,7 +167,23 @@ class Thread:
         self.is_waiting = self.was_woken = self.is_over = False
         self.wait_number = 0
         self.joiners: list[Ticket] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that it runs."""
+        self._hooks: Any = (None, None)
         self.greenlet = greenlet.greenlet(self._run_to_end, world.main)
+
+    def switch_to(self) -> None:
+        """Let it run until it waits. What asyncio keeps for each thread of the system is the thread's own meanwhile."""
+        if self.loop is None:
+            self.greenlet.switch()
+        else:
+            asyncio._set_running_loop(self.loop)  # noqa: SLF001  # what loops that are no subclass call
+            sys.set_asyncgen_hooks(*self._hooks)
+            self.greenlet.switch()
+        if self.loop is not None:
+            self._hooks = sys.get_asyncgen_hooks()
+            asyncio._set_running_loop(None)  # noqa: SLF001
+            sys.set_asyncgen_hooks(None, None)
 
     def _run_to_end(self) -> None:
         try:
@@ -195,6 +212,7 @@ class Doubles:
             monotonic=self.read_monotonic, time=self.read_wall_clock, sleep=world.sleep,
             time_ns=lambda: int(doubles.read_wall_clock() * 1e9), perf_counter=self.read_monotonic,
             thread_time=self.read_monotonic, monotonic_ns=lambda: int(doubles.read_monotonic() * 1e9),
+            gmtime=time.gmtime, strftime=time.strftime,
         )  # fmt: skip
         self.threading = types.SimpleNamespace(
             Thread=self._bind(SimThread), Event=self._bind(SimEvent), Lock=self._bind(SimLock),
@@ -243,18 +261,19 @@ class Doubles:
         done = {future for future in futures if future.done()}
         return done, set(futures) - done
 
-    def replace(self, original: object, double: object) -> None:
-        """Let a double stand in the place of something else of the product."""
-        self._by_id[id(original)] = double
-
     @contextlib.contextmanager
-    def install(self, is_simulated: Callable[[str], bool]) -> Iterator[None]:
-        """Let all loaded modules whose name is simulated have these doubles."""
+    def install(
+        self, is_simulated: Callable[[str], bool], others: Sequence[tuple[object, object]] = ()
+    ) -> Iterator[None]:
+        """Let all loaded modules whose name is simulated have these doubles, and the second of each of `others` in the
+        place of the first.
+        """
+        by_id = self._by_id | {id(original): double for original, double in others}
         changed: list[tuple[ModuleType, str, Any]] = []
         for name, module in list(sys.modules.items()):
             if is_simulated(name):
                 for attribute, value in list(vars(module).items()):
-                    if (double := self._by_id.get(id(value))) is not None:
+                    if (double := by_id.get(id(value))) is not None:
                         changed.append((module, attribute, value))
                         setattr(module, attribute, double)
         try:

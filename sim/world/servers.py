@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import redis
 from confluent_kafka import Consumer, Producer
+from obstore.store import MemoryStore
 
 from penstock.bus.contract import Bus, Member, Outgoing, Publisher
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
+from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, WorkerKind, batch_lease_key
 from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
@@ -23,11 +25,7 @@ from sim.world.kafka_client import WorldConsumer, WorldProducer
 from sim.world.network import Link, WorldPublisher, WorldRecord, WorldRecords, join_over
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
-
-FindLink = Callable[[str, str], Link | None]
-"""Returns the way of a process or client, by its name, to a server (`redis` or `bus`); None where it has no length."""
-JUDGE = "judge"
-"""Who asks the servers from outside of the world."""
+from sim.world.ways import JUDGE, KeyServer, Ways
 
 
 class ReadBus(Protocol):
@@ -47,6 +45,8 @@ class Servers(Protocol):
     """The bus as the judge reads it."""
     record: Record
     """The record as the judge reads it."""
+    simulated: tuple[str, ...]
+    """What the names of modules begin with that run by the world's clock and threads."""
 
     def list_doubles(self) -> list[tuple[object, object]]:
         """Return what stands in the place of what of the product while the run lasts."""
@@ -54,7 +54,7 @@ class Servers(Protocol):
     def start(self) -> None:
         """Start the servers, after the doubles were installed."""
 
-    def join_group(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
@@ -63,14 +63,20 @@ class Servers(Protocol):
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
 
+    def find_addresses(self, who: str) -> Addresses:
+        """Return where a process finds the servers."""
+
     def ask(self, who: str) -> None:
         """Ask all servers. Raise what the product raises where one does not answer."""
 
-    def rebalance(self, stage: Stage, name: str) -> None:
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Let the bus give what a member holds to others."""
 
-    def note_death(self, stage: Stage, name: str) -> Callable[[], None]:
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
         """Note that a process was killed, and return what the bus does when it notices that."""
+
+    def list_left(self) -> list[str]:
+        """Return what the servers keep of requests that should be gone when all are answered."""
 
     def list_breaches(self) -> list[str]:
         """Return what happened on the servers that never may."""
@@ -79,8 +85,10 @@ class Servers(Protocol):
 class MemoryServers:
     """The servers of the level `fast`."""
 
-    def __init__(self, world: World, pipeline: Pipeline, find_link: FindLink) -> None:
-        self._world, self._pipeline, self._find_link = world, pipeline, find_link
+    simulated = ("penstock.",)
+
+    def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
+        self.world, self.pipeline, self.ways = world, pipeline, ways
 
     def list_doubles(self) -> list[tuple[object, object]]:
         """Return nothing: the doubles are given to the worker."""
@@ -88,38 +96,44 @@ class MemoryServers:
 
     def start(self) -> None:
         """Create the topics."""
-        self.bus, self._records = MemoryBus(self._pipeline), WorldRecords(self._world)
+        self.bus, self.records, self.keys = MemoryBus(self.pipeline), WorldRecords(self.world), KeyServer(self.world)
+        self.objects = MemoryStore()
+        """What gateways keep of files and batches."""
         self.bus.create_topics()
-        self.record = WorldRecord(self._records, RecordSettings(), self._find(JUDGE, "redis"))
+        self.record = WorldRecord(self.records, RecordSettings(), self._find(JUDGE, "redis"))
 
     def _find(self, who: str, server: str) -> Link:
-        found = self._find_link(who, server)
-        return Link.without_length(self._world) if found is None else found
+        found = self.ways.find_link(who, server)
+        return Link.without_length(self.world) if found is None else found
 
-    def join_group(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
         return join_over(self.bus, stage, name, self._find(name, "bus"))
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
         """Return a process's way to the record."""
-        return WorldRecord(self._records, settings, self._find(who, "redis"))
+        return WorldRecord(self.records, settings, self._find(who, "redis"), self.keys.client)
 
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
         return WorldPublisher(self.bus, self._find(who, "bus"))
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return addresses that nobody reads: `Gateways.list_doubles` finds the way by the process that runs."""
+        return Addresses(stream_url="redis://world", pipeline=self.pipeline.name)
 
     def ask(self, who: str) -> None:
         """Ask both servers."""
         for server in ("redis", "bus"):
             self._find(who, server).call(lambda: None)
 
-    def rebalance(self, stage: Stage, name: str) -> None:
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Let others have what a member holds."""
         member = self.bus.members.get((stage, name))
         if member is not None:
             member.give_back_all()
 
-    def note_death(self, stage: Stage, name: str) -> Callable[[], None]:
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
         """Return what gives back all that a member holds that is dead, if no other has its name by then."""
         member = self.bus.members.get((stage, name))
 
@@ -129,6 +143,11 @@ class MemoryServers:
 
         return notice
 
+    def list_left(self) -> list[str]:
+        """Return free requests, and leases of batches."""
+        free = [f"{name} is free in {stage}" for stage, names in self.records.free.items() for name in names]
+        return free + [f"{key.decode()} is left" for key in self.keys.client.keys(batch_lease_key("*"))]
+
     def list_breaches(self) -> list[str]:
         """Return nothing."""
         return []
@@ -137,8 +156,10 @@ class MemoryServers:
 class StreamsServers:
     """One Redis with record and bus, which are the product's own."""
 
-    def __init__(self, world: World, pipeline: Pipeline, find_link: FindLink) -> None:
-        self._world, self._pipeline, self._find_link = world, pipeline, find_link
+    simulated = ("penstock.", "fakeredis.", "redis.")
+
+    def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
+        self.world, self.pipeline, self.ways = world, pipeline, ways
 
     def list_doubles(self) -> list[tuple[object, object]]:
         """Return the pool of connections to the server of this world."""
@@ -149,43 +170,51 @@ class StreamsServers:
 
     def start(self) -> None:
         """Create the topics."""
-        self._redis = RedisServer(self._world, self._find_link)
+        self._redis = RedisServer(self.world, self.ways.find_link)
         self.record = self.open_record(JUDGE, RecordSettings())
         bus = self._open_bus(JUDGE)
         bus.create_topics()
         self.bus: ReadBus = bus
 
     def _open_bus(self, who: str) -> Bus:
-        return StreamsBus(self._pipeline, _make_url(who, "bus"), BusSettings())
+        return StreamsBus(self.pipeline, _make_url(who, "bus"), BusSettings())
 
-    def join_group(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
         return self._open_bus(name).join_group(stage, name)
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
         """Return a process's way to the record."""
-        return Record(redis_client(_make_url(who, "redis")), self._pipeline, settings)
+        return Record(redis_client(_make_url(who, "redis")), self.pipeline, settings)
 
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
         return self._open_bus(who).create_publisher()
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return where a process finds the server."""
+        return Addresses(stream_url=_make_url(who, "redis"), pipeline=self.pipeline.name)
 
     def ask(self, who: str) -> None:
         """Ask the server."""
         for server in ("redis", "bus"):
             redis_client(_make_url(who, server)).ping()
 
-    def rebalance(self, stage: Stage, name: str) -> None:
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Do nothing: a consumer of a group keeps what it has while its member's key lasts."""
 
-    def note_death(self, stage: Stage, name: str) -> Callable[[], None]:
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
         """Return nothing to do: the member's key runs out."""
         return lambda: None
 
+    def list_left(self) -> list[str]:
+        """Return sets of held requests, though none is held."""
+        left = redis_client(_make_url(JUDGE, "redis")).keys(self.pipeline.held_key("*"))
+        return [f"{key!r} is left" for key in left]
+
     def list_breaches(self) -> list[str]:
-        """Return what the record's epochs forbid, and sets of held requests that are left though none is held."""
-        left = redis_client(_make_url(JUDGE, "redis")).keys(self._pipeline.held_key("*"))
-        return self._redis.watch.breaches + [f"{key.decode()} is left" for key in left]
+        """Return what the record's epochs forbid."""
+        return self._redis.watch.breaches
 
 
 class KafkaServers(StreamsServers):
@@ -195,29 +224,29 @@ class KafkaServers(StreamsServers):
         """Return the pool of connections, and Kafka's clients."""
         return [
             *super().list_doubles(),
-            (Consumer, lambda settings: WorldConsumer(self._world, self._broker, self._find(settings), settings)),
-            (Producer, lambda settings: WorldProducer(self._world, self._broker, self._find(settings), settings)),
+            (Consumer, lambda settings: WorldConsumer(self.world, self._broker, self._find(settings), settings)),
+            (Producer, lambda settings: WorldProducer(self.world, self._broker, self._find(settings), settings)),
         ]
 
     def _find(self, settings: Mapping[str, Any]) -> Link:
-        found = self._find_link(settings["bootstrap.servers"], "bus")
+        found = self.ways.find_link(settings["bootstrap.servers"], "bus")
         assert found is not None, "the judge has no client"
         return found
 
     def start(self) -> None:
         """Create the topics."""
-        self._redis = RedisServer(self._world, self._find_link)
+        self._redis = RedisServer(self.world, self.ways.find_link)
         self.record = self.open_record(JUDGE, RecordSettings())
         count = BusSettings().partitions
-        self._broker = KafkaBroker(self._world, dict.fromkeys(self._pipeline.all_topics(), count))
-        self.bus = BrokerBus(self._pipeline, self._broker)
+        self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))
+        self.bus = BrokerBus(self.pipeline, self._broker)
 
     def _open_bus(self, who: str) -> Bus:
-        return KafkaBus(self._pipeline, who, BusSettings())
+        return KafkaBus(self.pipeline, who, BusSettings())
 
-    def join_group(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
-        found = self._find_link(name, "bus")
+        found = self.ways.find_link(name, "bus")
         if found is not None:
             self._broker.stands_until_s = found.stands_until_s
         return super().join_group(stage, name)
@@ -227,9 +256,9 @@ class KafkaServers(StreamsServers):
         redis_client(_make_url(who, "redis")).ping()
         self._find({"bootstrap.servers": who}).call(lambda: None)
 
-    def rebalance(self, stage: Stage, name: str) -> None:
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Let the group lose a member, as if its time were over."""
-        self._broker.fence(self._pipeline.consumer_group(stage), name)
+        self._broker.fence(self.pipeline.consumer_group(stage), name)
 
 
 def _make_url(who: str, server: str) -> str:
