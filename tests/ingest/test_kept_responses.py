@@ -478,7 +478,7 @@ async def test_a_gateway_that_keeps_nothing_says_so(kept: KeptPipeline, monkeypa
 def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
     scripted: ScriptedPipeline, tmp_path: Path
 ) -> None:
-    settings = {"BATCH_STORE": str(tmp_path / "store"), "RECORD_KEEP_S": "4"}
+    settings = {"BATCH_STORE": str(tmp_path / "store"), "RECORD_KEEP_S": "12"}
     with GatewayProcess(scripted.addresses, tmp_path, settings) as doomed:
         body = {"model": scripted.model, "input": "hi", "background": True, "stream": True}
         stream = EventSource(f"{doomed.url}/v1/responses").connect(body)
