@@ -81,6 +81,10 @@ class WorldSocket(FakeSocket):
             yield number
             self._process_command(fields)
 
+    def _xreadgroup(self, *args: Any, **options: Any) -> dict[bytes, Any] | None:
+        """Return what is to be read; None where nothing is: for an empty answer fakeredis does not wait."""
+        return super()._xreadgroup(*args, **options) or None
+
     def stop_waiting(self) -> None:
         """Give up a command that waits for data."""
         if self._blocked:

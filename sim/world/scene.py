@@ -29,7 +29,7 @@ SIMULATED = ("penstock.", "fakeredis.", "redis.")
 """Modules that run by the world's clock and threads."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
-CALM_S = 300.0
+CALM_S = 150.0
 """How long after the last mishap all requests must be answered."""
 CUT_S = (1.0, 8.0, 40.0)
 """How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
