@@ -208,7 +208,7 @@ class WorldConnection(fakeredis.FakeRedisConnection):
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Agree on a protocol. What redis-py tells about itself is left out."""
         if int(self.protocol) == 3:
-            self.send_packed_command(HELLO, check_health=False)
+            cast(Any, self).send_packed_command(HELLO, check_health=False)
             self.read_response()
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:

@@ -185,7 +185,7 @@ class StreamsServers:
     def list_breaches(self) -> list[str]:
         """Return what the record's epochs forbid, and sets of held requests that are left though none is held."""
         left = redis_client(_make_url(JUDGE, "redis")).keys(self._pipeline.held_key("*"))
-        return self._redis.watch.breaches + [f"{key.decode()} is left" for key in left]
+        return self._redis.watch.breaches + [f"{key!r} is left" for key in left]
 
 
 class KafkaServers(StreamsServers):
