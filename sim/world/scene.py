@@ -63,6 +63,8 @@ class Rates:
     """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
     kill_s: float
     """The mean time until a process is killed wherever it is, between any two calls to a server; 0 if none is."""
+    freeze_s: float
+    """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -78,6 +80,7 @@ class Rates:
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             kill_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
+            freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -184,6 +187,7 @@ class Scene:
             self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
             self._repeat_mishap(self.rates.kill_s, partial(self._kill_anywhere, place))
+            self._repeat_mishap(self.rates.freeze_s, partial(self._freeze, place))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
@@ -295,6 +299,10 @@ class Scene:
     def _kill_anywhere(self, place: Place) -> None:
         if place.process is not None and place.process.is_alive:
             self._kill(place.process, "anywhere")
+
+    def _freeze(self, place: Place) -> None:
+        if place.process is not None:
+            place.process.stands_until_s = self.world.now_s + self.chance.uniform(0.5, 6.0)
 
     def _start_again(self, place: Place) -> None:
         """Start another process in the place of one that has ended, after a while."""
