@@ -81,6 +81,10 @@ class WorldSocket(FakeSocket):
             yield number
             self._process_command(fields)
 
+    def _xreadgroup(self, *args: Any, **options: Any) -> dict[bytes, Any] | None:
+        """Return what is to be read; None where nothing is: for an empty answer fakeredis does not wait."""
+        return super()._xreadgroup(*args, **options) or None
+
     def stop_waiting(self) -> None:
         """Give up a command that waits for data."""
         if self._blocked:
@@ -204,7 +208,7 @@ class WorldConnection(fakeredis.FakeRedisConnection):
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Agree on a protocol. What redis-py tells about itself is left out."""
         if int(self.protocol) == 3:
-            cast(Any, self.send_packed_command)(HELLO, check_health=False)
+            cast(Any, self).send_packed_command(HELLO, check_health=False)
             self.read_response()
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:

@@ -127,6 +127,8 @@ class Rates:
     """The share of requests with a deadline that none misses by the clock of Redis."""
     away_s: float
     """The mean time until all workers die, and are away for minutes; 0 if they never do."""
+    freeze_s: float
+    """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -147,6 +149,7 @@ class Rates:
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
             endpoint=chance.random() ** 2 if chance.random() < 0.2 else 0.0,
+            freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -251,6 +254,7 @@ class Scene:
             self._repeat_mishap(self.rates.leave_s, partial(self._stop, place))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
             self._repeat_mishap(self.rates.kill_s, partial(self._kill, place, "anywhere"))
+            self._repeat_mishap(self.rates.freeze_s, partial(self._freeze, place))
             if place.stage is not None:
                 self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
@@ -409,6 +413,10 @@ class Scene:
             act()
 
         self.world.start_thread(self.world.outside, "notice", notice)
+
+    def _freeze(self, place: Place) -> None:
+        if place.process is not None:
+            place.process.stands_until_s = self.world.now_s + self.chance.uniform(0.5, 6.0)
 
     def _start_again(self, place: Place, after_s: float | None = None) -> None:
         """Start another process in the place of one that has ended, after a while."""
