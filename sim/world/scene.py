@@ -144,11 +144,11 @@ class Rates:
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
-            batches=maybe(0.3), away_s=chance.uniform(5.0, 60.0) if chance.random() < 0.2 else 0.0,
-            bug=maybe(0.003), slow=maybe(0.05), wedge=0.003 if chance.random() < 0.2 else 0.0,
+            batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.2 else 0.0,
+            bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
-            endpoint=chance.random() ** 2 if chance.random() < 0.2 else 0.0,
+            endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
         )  # fmt: skip
 
 
@@ -287,7 +287,8 @@ class Scene:
                 raise
 
             def report_status() -> dict[str, object]:
-                self._pass_call()
+                if not self.servers.is_calm and self.chance.random() < 20 * self.rates.bug:
+                    raise InjectedError
                 return {"load": worker.report_load()}
 
             beat.set_load_source(report_status)
