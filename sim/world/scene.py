@@ -40,6 +40,7 @@ from penstock.names import (
     batch_lease_key,
 )
 from penstock.ops.lag import LagWatch
+from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
@@ -65,6 +66,8 @@ HEARTBEAT_S = 1.0
 CALM_S = 1500.0
 """How long after the last mishap all requests must be answered."""
 DEADLINE_S = 1000.0
+SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
+"""Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
 URL = "redis://world"
 HOSTILE = (
@@ -210,6 +213,8 @@ class Scene:
             stack.enter_context(mock.patch.object(ObjectStorage, "open", self._open_objects))
             stack.enter_context(self.servers.keys.install_clock())
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
+            for limit, value in SMALL_LIMITS.items():
+                stack.enter_context(mock.patch.object(backpressure, limit, value))
             stack.enter_context(_quiet_logs())
             stack.callback(failpoints.disarm)
             return self._run()
@@ -544,7 +549,7 @@ class Scene:
                 if isinstance(event, EndEvent):
                     error, count = event.error and event.error.code, event.usage.completion_tokens
                     end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
-                    entry = {**end, "error": error, "text": texts, "calls": []}
+                    entry: Entry = {**end, "error": error, "text": texts, "calls": []}
                     self._note({"what": "end", "id": request.id, "reader": "first", **entry})
                     return
                 if request.prompt is None:
