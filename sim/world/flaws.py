@@ -157,16 +157,12 @@ FLAWS = (
         "overdue, server_now_s = [], self.session.server_now_s()", "overdue, server_now_s = [], now_s()",
     ),
     Flaw(
-        "an endpoint's error is written as it came", f"{ENDPOINT}/reply.py",
-        "            return replace_surrogates(text)\n", "            return text\n",
+        "halves of surrogate pairs are written as they came", "core/penstock/messages.py",
+        'return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")', "return text",
     ),
     Flaw(
         "an endpoint's stop string is written as it came", f"{ENDPOINT}/reply.py",
         "replace_surrogates(told) if isinstance(", "told if isinstance(",
-    ),
-    Flaw(
-        "any count of tokens is believed", f"{ENDPOINT}/reply.py",
-        "isinstance(number, int) and 0 <= number <= MAX_TOLD_TOKENS", "isinstance(number, int) and 0 <= number",
     ),
     Flaw(
         "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
@@ -192,7 +188,7 @@ FLAWS = (
     ),
     Flaw(
         "a POST under the key of another makes a request of its own", f"{INGEST}/gateway/stream_meta.py",
-        "hmac.digest(self._secret,", "hmac.digest(secrets.token_bytes(8),",
+        "hmac.digest(self._secret,", "hmac.digest(secrets.token_hex(8).encode(),",
     ),
     Flaw(
         "the meters start at the beginning again", f"{INGEST}/metering.py",

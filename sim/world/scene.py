@@ -39,7 +39,7 @@ from penstock.names import (
     WorkerKind,
     batch_lease_key,
 )
-from penstock.ops.lag import LagWatch
+from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
@@ -147,7 +147,7 @@ class Rates:
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
-            batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.2 else 0.0,
+            batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.35 else 0.0,
             bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
@@ -292,8 +292,7 @@ class Scene:
                 raise
 
             def report_status() -> dict[str, object]:
-                if not self.servers.is_calm and self.chance.random() < 20 * self.rates.bug:
-                    raise InjectedError
+                self._raise_sometimes()
                 return {"load": worker.report_load()}
 
             beat.set_load_source(report_status)
@@ -322,7 +321,17 @@ class Scene:
         if kind == "decode":
             return DecodeRole(self.pipeline, engine)
         watch = LagWatch(Addresses(stream_url=URL, pipeline=self.pipeline.name), BusSettings())
-        return PrefillRole(self.pipeline, engine, DecodeBackpressure(watch.read_latest).__enter__())
+
+        def read_lag() -> PipelineLag:
+            self._raise_sometimes()
+            return watch.read_latest()
+
+        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__())
+
+    def _raise_sometimes(self) -> None:
+        """Raise what no code expects, where threads of their own collect figures."""
+        if not self.servers.is_calm and self.chance.random() < 20 * self.rates.bug:
+            raise InjectedError
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
         """A thread ends by an exception, which is a defect unless it was injected; with its main thread a process."""
