@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import random
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -69,6 +70,7 @@ DEADLINE_S = 1000.0
 SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
+GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
 URL = "redis://world"
 HOSTILE = (
     b"", b"\x00", b"\xff\xfe{}", b"{", b"[]", b"5", b"null", b'{"id": 5}', b'{"v": 99, "id": "hostile"}',
@@ -195,6 +197,7 @@ class Scene:
         self.history: list[Entry] = []
         self.num_kills = 0
         self.numbers = itertools.count()
+        self.clients: list[HttpClient] = []
         self.accepted: set[str] = set()
         self.failures: list[str] = []
         self.num_clients_left = 0
@@ -496,6 +499,7 @@ class Scene:
                 self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
                 self.failures.append,
             )  # fmt: skip
+            self.clients.append(http)
             if chance.random() < self.rates.batches:
                 BatchClient(http, request).run()
             else:
@@ -633,6 +637,10 @@ class Scene:
             if self.rates.endpoint:
                 fields |= {"tokens": [], "count": None}
             self._note({"what": "result", "id": result.id, **fields})
+        unknown = {one["id"] for one in self.history if one["what"] == "result"} - self.accepted
+        made = [one for one in unknown if GATEWAY_ID.fullmatch(one)]
+        if len(made) > sum(client.num_lost for client in self.clients):
+            self.failures.append(f"gateways made requests that nobody asked for: {sorted(made)}"[:300])
         for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
             self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
