@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 from sim.world.scene import Plan, Scene, shorten_plan
 from sim.world.servers import LEVELS
@@ -24,6 +25,9 @@ def main() -> None:
     parser.add_argument(
         "--shorten", action="store_true", help="leave out mishaps and requests that a finding does not need"
     )
+    parser.add_argument(
+        "--rate", action="append", default=[], metavar="NAME=VALUE", help="a rate of mishaps in place of the drawn one"
+    )
     parser.add_argument("--history", action="store_true", help="print what happened")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
@@ -35,6 +39,8 @@ def main() -> None:
         if time.monotonic() - begun_s > given.max_s or (given.until_found and found):
             break
         plan = Plan.draw(seed, given.requests, given.level)
+        rates = {name: float(value) for name, _, value in (rate.partition("=") for rate in given.rate)}
+        plan = replace(plan, rates=replace(plan.rates, **rates))
         verdict = Scene(plan).run()
         if verdict.findings and given.shorten:
             verdict = Scene(shorten_plan(plan, lambda what: print(f"    still found {what}", flush=True))).run()

@@ -29,6 +29,7 @@ HARMLESS_LINES = (
 )  # fmt: skip
 STATUSES = (429, 500, 502, 503, 404, 301)
 WAITS = ("2", "nan", "-5", "0.5", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "")
+FAULTS = ("status", "cut", "silence", "line", "harmless", "harmless", "harmless", "type", "slow", "away", "no end")
 SILENCE_S = 5.0
 
 
@@ -55,7 +56,7 @@ class EndpointServers:
         """Return what is wrong with an answer; empty for nothing."""
         if self.chance.random() >= self.faults:
             return ""
-        return self.chance.choice(["status", "cut", "silence", "line", "harmless", "type", "slow", "away", "no end"])
+        return self.chance.choice(FAULTS)
 
 
 class EndpointConnection:

@@ -34,6 +34,8 @@ class HttpClient:
     fail: Callable[[str], None]
     id: str = ""
     """The id of the answer, when it was told."""
+    num_lost: int = 0
+    """How many requests without a key may have been accepted, of which no id was told."""
     _last: str = ""
     """The id of the last event."""
     _position: int = -1
@@ -57,6 +59,7 @@ class HttpClient:
         while True:
             connection = self._connect("POST", "/v1/completions", headers, json.dumps(body).encode())
             start = None if connection is None else connection.read_start(PATIENCE_S)
+            self.num_lost += key is None and connection is not None and (start is None or start[0] != 200)
             if connection is None or start is None:
                 self._rest()
                 continue

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import random
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -37,7 +38,8 @@ from penstock.names import (
     Pipeline,
     WorkerKind,
 )
-from penstock.ops.lag import LagWatch
+from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
@@ -63,7 +65,10 @@ CALM_S = 1500.0
 CUT_S = (1.0, 8.0, 40.0)
 """How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
 DEADLINE_S = 1000.0
+SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
+"""Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
+GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
 URL = "redis://world"
 HOSTILE = (
     b"", b"\x00", b"\xff\xfe{}", b"{", b"[]", b"5", b"null", b'{"id": 5}', b'{"v": 99, "id": "hostile"}',
@@ -144,11 +149,11 @@ class Rates:
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
-            batches=maybe(0.3), away_s=chance.uniform(5.0, 60.0) if chance.random() < 0.2 else 0.0,
-            bug=maybe(0.003), slow=maybe(0.05), wedge=0.003 if chance.random() < 0.2 else 0.0,
+            batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.35 else 0.0,
+            bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
-            endpoint=chance.random() ** 2 if chance.random() < 0.2 else 0.0,
+            endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
             freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
@@ -203,6 +208,7 @@ class Scene:
         self.history: list[Entry] = []
         self.num_kills = 0
         self.numbers = itertools.count()
+        self.clients: list[HttpClient] = []
         self.accepted: set[str] = set()
         self.failures: list[str] = []
         self.num_clients_left = 0
@@ -229,6 +235,8 @@ class Scene:
                 stack.enter_context(mock.patch.object(ObjectStorage, "open", return_value=objects))
                 stack.enter_context(self.memory.keys.install_clock())
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
+            for limit, value in SMALL_LIMITS.items():
+                stack.enter_context(mock.patch.object(backpressure, limit, value))
             stack.enter_context(_quiet_logs())
             stack.callback(failpoints.disarm)
             return self._run()
@@ -307,7 +315,7 @@ class Scene:
                 raise
 
             def report_status() -> dict[str, object]:
-                self._pass_call()
+                self._raise_sometimes()
                 return {"load": worker.report_load()}
 
             beat.set_load_source(report_status)
@@ -335,7 +343,17 @@ class Scene:
         if self.memory is None:
             return PrefillRole(self.pipeline, engine)
         watch = LagWatch(self.servers.find_addresses(name), BusSettings())
-        return PrefillRole(self.pipeline, engine, DecodeBackpressure(watch.read_latest).__enter__())
+
+        def read_lag() -> PipelineLag:
+            self._raise_sometimes()
+            return watch.read_latest()
+
+        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__())
+
+    def _raise_sometimes(self) -> None:
+        """Raise what no code expects, where threads of their own collect figures."""
+        if not self.ways.is_calm and self.chance.random() < 20 * self.rates.bug:
+            raise InjectedError
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
         """A thread ends by an exception, which is a defect unless it was injected; with its main thread a process."""
@@ -495,6 +513,7 @@ class Scene:
                 self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
                 self.failures.append,
             )  # fmt: skip
+            self.clients.append(http)
             if chance.random() < self.rates.batches:
                 BatchClient(http, request).run()
             else:
@@ -626,6 +645,10 @@ class Scene:
             if self.rates.endpoint:
                 fields |= {"tokens": [], "count": None}
             self._note({"what": "result", "id": result.id, **fields})
+        unknown = {one["id"] for one in self.history if one["what"] == "result"} - self.accepted
+        made = [one for one in unknown if GATEWAY_ID.fullmatch(one)]
+        if len(made) > sum(client.num_lost for client in self.clients):
+            self.failures.append(f"gateways made requests that nobody asked for: {sorted(made)}"[:300])
         for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
             self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
