@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sim.world.flaws import FLAWS, Flaw, find_flaw
-from sim.world.servers import LEVELS
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +39,13 @@ def test_nothing_is_lost_doubled_or_wrong_with(seed: int, rates: list[str]) -> N
     assert ", 0 findings," in told, told
 
 
-@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_found_over_redis_streams() -> None:
+    told = run_world("--seed", "1", "--seeds", "2", "--requests", "12", "--level", "streams")
+    assert "24 requests" in told, told
+    assert ", 0 findings," in told, told
+
+
+@pytest.mark.parametrize("level", ["fast", "kafka"])
 def test_a_seed_repeats(level: str) -> None:
     rates = [] if level != "fast" else ["--rate", "gateways=0.5", "--rate", "kill_s=2"]
     first, second = (run_world("--seed", "5", "--requests", "15", "--level", level, *rates) for _ in range(2))
