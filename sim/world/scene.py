@@ -173,16 +173,11 @@ class Plan:
 
     @classmethod
     def draw(cls, seed: int, requests: int, level: str = "") -> "Plan":
-        """Return the plan of a seed. One in ten runs is at a level other than `fast`, if none is given.
-
-        Gateways and endpoints are at the level `fast` alone.
-        """
+        """Return the plan of a seed. One in ten runs is at a level other than `fast`, if none is given."""
         chance = random.Random(f"{seed}/level")
         drawn = "fast" if chance.random() < 0.9 else chance.choice([name for name in LEVELS if name != "fast"])
-        rates, level = Rates.draw(random.Random(f"{seed}/rates")), level or drawn
-        if level != "fast":
-            rates = replace(rates, gateways=0.0, endpoint=0.0)
-        return cls(seed, tuple(range(requests)), rates, 0.2 * requests, level)
+        rates = Rates.draw(random.Random(f"{seed}/rates"))
+        return cls(seed, tuple(range(requests)), rates, 0.2 * requests, level or drawn)
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,8 @@ class Scene:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seed, self.rates = plan, plan.seed, plan.rates
+        if plan.level != "fast":  # gateways and endpoints are at no other level
+            self.rates = replace(self.rates, gateways=0.0, endpoint=0.0)
         self.world = World(plan.seed)
         self.doubles = Doubles(self.world)
         self.chance = random.Random(f"{plan.seed}/mishaps")
@@ -231,8 +228,7 @@ class Scene:
                 self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
                 others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
                 stack.enter_context(self.doubles.install(is_simulated, others))
-                objects = ObjectStorage(self.memory.objects)
-                stack.enter_context(mock.patch.object(ObjectStorage, "open", return_value=objects))
+                stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
                 stack.enter_context(self.memory.keys.install_clock())
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
             for limit, value in SMALL_LIMITS.items():
@@ -565,10 +561,12 @@ class Scene:
 
     def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
         record = self.servers.open_record(f"client-{request.id}", RecordSettings())
-        reader, texts = StreamReader(), ""
+        reader, texts, num_empty = StreamReader(), "", 0
         cancel_after = chance.randrange(MAX_TOKENS) if "cancelled" in may else None
         while True:
-            for event in reader.feed_log(record.read_log(request.id, reader.log_after)):
+            events = list(reader.feed_log(record.read_log(request.id, reader.log_after)))
+            num_empty = 0 if events else num_empty + 1
+            for event in events:
                 texts += event.text
                 if isinstance(event, EndEvent):
                     error, count = event.error and event.error.code, event.usage.completion_tokens
@@ -582,7 +580,7 @@ class Scene:
             if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
-            self.world.sleep(POLL_S * chance.random())
+            self.world.sleep(POLL_S * chance.random() * min(8, 1 + num_empty))
 
     # The judgement.
 
@@ -628,6 +626,8 @@ class Scene:
         return status is not None and (status.stage != "end" or bool(status.session))
 
     def _note_what_is_left(self) -> None:
+        if self.num_clients_left:
+            self.failures.append(f"{self.num_clients_left} clients have no answer")
         for topic, count in self.servers.bus.count_unsettled().items():
             if count:
                 self.failures.append(f"{count} messages of {topic} are left")

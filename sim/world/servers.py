@@ -16,6 +16,7 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
+from penstock.ingest.batch.objects import ObjectStorage
 from penstock.names import Pipeline, WorkerKind, batch_lease_key
 from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
@@ -117,6 +118,10 @@ class MemoryServers:
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
         return WorldPublisher(self.bus, self._find(who, "bus"))
+
+    def open_objects(self, url: str) -> ObjectStorage:
+        """Return a process's way to the object store."""
+        return ObjectStorage(self.objects)
 
     def find_addresses(self, who: str) -> Addresses:
         """Return addresses that nobody reads: `Gateways.list_doubles` finds the way by the process that runs."""
