@@ -78,6 +78,7 @@ class RedisKeeper:
         self._client, self._pipeline, self._id = client, pipeline, request_id
         self._record, self._log = self._keys = pipeline.record_key(request_id), pipeline.log_key(request_id)
         self._saved: dict[Stage, float] = {}
+        self._saved_keys: dict[str, bytes | None] = {}
 
     def clear_free(self) -> None:
         for stage in STAGES:
@@ -100,16 +101,17 @@ class RedisKeeper:
             self._client.zadd(self._pipeline.free_key(stage), {self._id: 1}, xx=True)
 
     def save(self) -> None:
-        for key in self._keys:
-            self._client.delete(key + ":saved")
-            self._client.copy(key, key + ":saved")
+        self._saved_keys = {key: self._client.dump(key) for key in self._keys}
         scores = {stage: self._client.zscore(self._pipeline.free_key(stage), self._id) for stage in STAGES}
         self._saved = {stage: score for stage, score in scores.items() if score is not None}
 
     def restore(self, sessions: set[str]) -> str:
         for key in self._keys:
-            if not self._client.copy(key + ":saved", key, replace=True):
+            saved = self._saved_keys.get(key)
+            if saved is None:
                 self._client.delete(key)
+            else:
+                self._client.restore(key, 0, saved, replace=True)
         self.clear_free()
         for stage, score in self._saved.items():
             self._client.zadd(self._pipeline.free_key(stage), {self._id: score})

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-WORKER = "core/penstock/worker"
+WORKER, RECORD, BUS = "core/penstock/worker", "core/penstock/record", "core/penstock/bus"
+ENDPOINT, INGEST = "core/penstock/endpoint_worker", "ingest/penstock/ingest"
 FOLDERS = ("core", "ingest", "prefill_worker", "decode_worker", "kvstore", "sim")
 
 
@@ -29,6 +30,10 @@ class Flaw:
     file: str
     before: str
     after: str
+    level: str = "fast"
+    """The level at which it is looked for."""
+    rates: tuple[str, ...] = ()
+    """Rates to set, where the drawn ones bring together what it takes in few runs alone."""
 
 
 FLAWS = (
@@ -64,7 +69,7 @@ FLAWS = (
         "if event is ClaimEvent.LOST:\n                    continue",
     ),
     Flaw(
-        "the session's thread ends in silence", "core/penstock/record/session.py",
+        "the session's thread ends in silence", f"{RECORD}/session.py",
         "if not (isinstance(error, redis.RedisError) and is_away(error)):\n                self._failure = error\n",
         "if True:\n",
     ),
@@ -97,16 +102,16 @@ FLAWS = (
         "if not accept or not self.session.num_free:", "if True:",
     ),
     Flaw(
-        "expired sessions are not ended", "core/penstock/record/session.py",
+        "expired sessions are not ended", f"{RECORD}/session.py",
         "self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))",
         "self.num_free = self._record.count_free(self._stage)",
     ),
     Flaw(
-        "a session that is over goes on", "core/penstock/record/session.py",
+        "a session that is over goes on", f"{RECORD}/session.py",
         "self._lost += self._claims\n            self._claims, self.id = set(), session", "self.id = session",
     ),
     Flaw(
-        "a session is never renewed", "core/penstock/record/session.py",
+        "a session is never renewed", f"{RECORD}/session.py",
         "if not self.is_stopped and not self._is_stalled():", "if False:",
     ),
     Flaw(
@@ -138,6 +143,137 @@ FLAWS = (
         "a settler whose thread died is not noticed", f"{WORKER}/settler.py",
         "self._thread.raise_failure()\n", "pass\n",
     ),
+    Flaw(
+        "tokens of a worker that lost its claim are written", f"{RECORD}/lua/append.lua",
+        "if r[1] ~= ARGV[3] then return 0 end", "", "streams",
+    ),
+    Flaw(
+        "a claim does not raise the epoch", f"{RECORD}/lua/claim.lua",
+        "epoch = math.max(epoch + 1, now)\nredis", "epoch = math.max(epoch, 1)\nredis", "streams",
+    ),
+    Flaw(
+        "a take-over does not raise the epoch", f"{RECORD}/lua/take.lua",
+        "math.max(tonumber(r[1]) + 1, now)", "tonumber(r[1])", "streams",
+    ),
+    Flaw(
+        "each job is claimed", f"{RECORD}/lua/claim.lua",
+        "if bound ~= '' and bound ~= job then return {'bound'} end", "", "streams",
+    ),
+    Flaw(
+        "the end of a worker that lost its claim is written", f"{RECORD}/lua/finish.lua",
+        "if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end", "", "streams",
+    ),
+    Flaw(
+        "an ended request stays among those that its session holds", f"{RECORD}/lua/finish.lua",
+        "if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end", "", "streams",
+    ),
+    Flaw(
+        "what must not run twice is sent again", "core/penstock/redis/client.py",
+        "connection.disconnect()\n        raise\n    finally", "connection.disconnect()\n"
+        "        return execute_once(client, commands)\n    finally", "streams",
+    ),
+    Flaw(
+        "a take-over whose reply was lost is sent again", f"{RECORD}/record.py",
+        "(taken,) = TAKE.run_once(self._client, [TAKE.command(keys, args)])",
+        "taken = TAKE.run(self._client, keys, args)", "streams",
+    ),
+    Flaw(
+        "deliveries of another member are settled", f"{BUS}/streams/lua/settle.lua",
+        "if #lost > 0 then return lost end", "", "streams",
+    ),
+    Flaw(
+        "what a dead member held is forgotten", f"{BUS}/streams/lua/reclaim.lua",
+        "if info.pending == 0 then", "if true then", "streams",
+    ),
+    Flaw(
+        "a message that was not written counts as published", f"{BUS}/streams/bus.py",
+        "with bus_errors(), self._client.pipeline(transaction=len(messages) > 1)",
+        "with contextlib.suppress(redis.RedisError), self._client.pipeline(transaction=len(messages) > 1)", "streams",
+    ),
+    Flaw(
+        "an offset is committed too far", f"{BUS}/kafka/offsets.py",
+        "first = next((offset for offset in self._unfinished if offset not in also), self._next)",
+        "first = self._next", "kafka",
+    ),
+    Flaw(
+        "a transaction that was aborted counts as committed", f"{BUS}/kafka/member.py",
+        "if time.monotonic() > end:", "return\n                    if moved:", "kafka",
+    ),
+    Flaw(
+        "outputs that are not acknowledged count as written", f"{BUS}/kafka/member.py",
+        "with self._time_settlement(), bus_errors():\n            writer.write_outputs",
+        "with self._time_settlement(), contextlib.suppress(KafkaException):\n            writer.write_outputs", "kafka",
+    ),
+    Flaw(
+        "deliveries of partitions that went are settled", f"{BUS}/kafka/member.py",
+        "self._holdings.revoke_partitions(gone)", "pass", "kafka",
+    ),
+    Flaw(
+        "finished work beyond the committed offset is repeated", f"{BUS}/kafka/offsets.py",
+        "if _is_in_ranges(self._finished, offset):\n            return False", "", "kafka",
+    ),
+    Flaw(
+        "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",
+        "return [] if error is not None else", "return commits if error is not None else", "kafka",
+    ),
+    Flaw(
+        "a loop that stands still keeps its claims", f"{WORKER}/watch.py",
+        "return self._stood_s > self.limit_s", "return False",
+    ),
+    Flaw(
+        "an error in a heartbeat ends its thread", f"{WORKER}/heartbeat.py",
+        'except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost',
+        "except ZeroDivisionError:",
+    ),
+    Flaw(
+        "an error in the lag ends backpressure's thread", "prefill_worker/penstock/prefill_worker/backpressure.py",
+        "except Exception:  # e.g. the heartbeat of another version: batch work must not wait for ever",
+        "except ZeroDivisionError:",
+        rates=("gateways=0", "endpoint=0", "bug=0.004", "crash=0", "leave_s=0", "away_s=0", "wedge=0"),
+    ),
+    Flaw(
+        "deadlines go by the worker's own clock", f"{WORKER}/worker.py",
+        "overdue, server_now_s = [], self.session.server_now_s()", "overdue, server_now_s = [], now_s()",
+    ),
+    Flaw(
+        "halves of surrogate pairs are written as they came", "core/penstock/messages.py",
+        'return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")', "return text",
+    ),
+    Flaw(
+        "an endpoint's stop string is written as it came", f"{ENDPOINT}/reply.py",
+        "replace_surrogates(told) if isinstance(", "told if isinstance(",
+    ),
+    Flaw(
+        "each piece forgives an endpoint its failures", f"{ENDPOINT}/engine.py",
+        "if seq.num_made > seq.most_pieces:", "if True:",
+    ),
+    Flaw(
+        "a batch's line whose model is not seen for a minute is unknown", f"{INGEST}/batch/answer.py",
+        "            with suppress(BusUnavailable, ApiError):\n"
+        "                return await self._pipelines.find_pipeline(model)\n",
+        "            now_s = asyncio.get_running_loop().time()\n"
+        "            try:\n"
+        "                return await self._pipelines.find_pipeline(model)\n"
+        "            except BusUnavailable:\n"
+        "                pass\n"
+        "            except ApiError as error:\n"
+        '                if error.status == 404 and now_s > vars(self).setdefault("begun_s", now_s) + 60.0:\n'
+        "                    raise\n",
+        rates=("gateways=0.6", "kill_s=2", "batches=0.4", "away_s=4", "endpoint=0"),
+    ),
+    Flaw(
+        "a reader that comes back gets its last event again", f"{INGEST}/openai/sse.py",
+        'self._is_past[index] = _parse_position(position, "") > self._ranks[index]',
+        'self._is_past[index] = _parse_position(position, "") >= self._ranks[index]',
+    ),
+    Flaw(
+        "a POST under the key of another makes a request of its own", f"{INGEST}/gateway/stream_meta.py",
+        "hmac.digest(self._secret,", "hmac.digest(secrets.token_hex(8).encode(),",
+    ),
+    Flaw(
+        "the meters start at the beginning again", f"{INGEST}/metering.py",
+        'self._offsets = _decode_hash(self._client.hgetall(self._pipeline.meter_key("places")))', "self._offsets = {}",
+    ),
 )  # fmt: skip
 
 
@@ -155,6 +291,8 @@ def find_flaw(flaw: Flaw, root: Path, seconds: float) -> tuple[int | None, str, 
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
         begun_s = time.monotonic()
         command = [sys.executable, "-m", "sim.world", "--seeds", "1000000", "--until-found", "--max-s", str(seconds)]
+        command += ["--level", flaw.level]
+        command += [word for rate in flaw.rates for word in ("--rate", rate)]
         told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         spent_s = time.monotonic() - begun_s
     lines = told.stdout.splitlines()

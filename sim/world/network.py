@@ -12,13 +12,17 @@ from random import Random
 from typing import Any
 
 import redis
+import redis.exceptions
+from confluent_kafka import KafkaException
 
 from penstock.bus.contract import Outgoing, Settlement
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.messages import TokenEvent
-from penstock.names import WorkerKind
+from penstock.names import Stage, WorkerKind
 from penstock.record import AppendOutcome, Claim
+from penstock.record.record import Renewed
+from penstock.redis.scripts import ScriptCall
 from penstock.testing.bus import MemoryBus, MemoryMember, MemoryPublisher
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from sim.world.runtime import EPOCH_S, World
@@ -42,29 +46,42 @@ class Link:
     """Whether nothing comes through now."""
     stands_until_s: Callable[[], float] = lambda: 0.0
     """Until when the server stands still. What it is asked meanwhile it does later, for whom that may be too late."""
+    pass_point: Callable[[], object] = lambda: None
+    """Called before and after each call is executed: the caller's process may be killed there."""
+    is_full: Callable[[], bool] = lambda: False
+    """Whether the server executes nothing, as its memory is full."""
     is_busy: bool = False
-    """Whether a call is executed, whose own calls are part of it."""
+    """Whether a call is executed, whose own calls are part of it: those are executed at once."""
 
-    def call(self, execute: Callable[[], Any], *, may_be_late: bool = False) -> Any:
+    @classmethod
+    def without_length(cls, world: World) -> "Link":
+        """Return a way on which nothing takes time, or is lost."""
+        return cls(world, Random(0), make_redis_error, is_busy=True)
+
+    def call(self, execute: Callable[[], Any], *, may_be_late: bool = False, limit_s: float = TIMEOUT_S) -> Any:
         """Execute something at the server. Raises if no reply comes; it may be executed all the same, also later."""
         if self.is_busy:
             return execute()
         self.world.sleep(self.chance.expovariate(1 / self.delay_s))
         fate = self.chance.random()
         if self.is_cut() or fate < self.loss / 2:
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the request was lost")
         stands_s = self.stands_until_s() - self.world.now_s
-        if stands_s > TIMEOUT_S:
+        if stands_s > limit_s:
             if may_be_late:
                 outside = self.world.outside
                 self.world.start_thread(outside, "late", lambda: self._execute_late(execute, stands_s))
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the server stands still")
         self.world.sleep(stands_s)
+        self.pass_point()
+        if self.is_full():
+            raise redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
         reply = self._execute(execute)
+        self.pass_point()
         if fate < self.loss:
-            self.world.sleep(TIMEOUT_S)
+            self.world.sleep(limit_s)
             raise self.make_error("no answer: the reply was lost")
         self.world.sleep(self.chance.expovariate(1 / self.delay_s))
         return reply
@@ -78,7 +95,7 @@ class Link:
 
     def _execute_late(self, execute: Callable[[], Any], after_s: float) -> None:
         self.world.sleep(after_s)
-        with contextlib.suppress(PenstockError):
+        with contextlib.suppress(PenstockError, redis.RedisError, KafkaException):
             self._execute(execute)
 
 
@@ -89,7 +106,7 @@ def make_redis_error(text: str) -> Exception:
 
 REMOTE_METHODS = (
     "claim_all", "park_messages", "take_over_free", "finish_all", "note_all_handed_off", "release_claim",
-    "release_all", "renew_session", "end_expired_sessions", "find_unnamed_partitions", "adopt_partitions",
+    "release_all", "end_expired_sessions", "find_unnamed_partitions", "adopt_partitions",
     "disown_partitions", "count_free", "cancel_request", "read_log", "read_status",
 )  # fmt: skip
 """Methods of the record that ask its server."""
@@ -120,10 +137,29 @@ class WorldRecords(MemoryRecords):
 class WorldRecord(MemoryRecord):
     """The record, over a link."""
 
-    def __init__(self, records: MemoryRecords, settings: RecordSettings, link: Link) -> None:
+    def __init__(
+        self, records: WorldRecords, settings: RecordSettings, link: Link, keys: "redis.Redis | None" = None
+    ) -> None:
+        """`keys` runs the scripts that go with a renewal."""
         super().__init__(records, settings)
         self.link = link
+        self._keys = keys
         self._unsent: list[Sequence[tuple[Claim, TokenEvent]]] = []
+
+    def renew_session(
+        self, stage: Stage, session: str, until_ms: int = 0, partitions: Sequence[str] = (),
+        dropped: Sequence[str] = (), beside: Sequence[ScriptCall] = (),
+    ) -> Renewed | None:  # fmt: skip
+        """Renew a session, and call the scripts beside it."""
+
+        def renew() -> Renewed | None:
+            for call in beside:
+                assert self._keys is not None, "only who has a server calls its scripts"
+                call.run(self._keys)
+            return MemoryRecord.renew_session(self, stage, session, until_ms, partitions, dropped)
+
+        renewed: Renewed | None = self.link.call(renew, may_be_late=True)
+        return renewed
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send tokens: they are written when the outcomes are collected at the latest."""

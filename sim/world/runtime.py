@@ -8,6 +8,7 @@ Modules of the product are not changed for this. `install` puts doubles in the p
 `random`, `secrets`, `uuid` and `ThreadPoolExecutor` in each module that has imported one of them.
 """
 
+import asyncio
 import contextlib
 import heapq
 import itertools
@@ -18,8 +19,8 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import Empty
 from types import ModuleType
@@ -31,6 +32,8 @@ EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning."""
 TURN_S = 20e-6
 """The longest time that a thread computes before it waits for something, if nothing else is said."""
+FUTURE_POLL_S = 0.005
+"""How often futures are looked at that a thread waits for."""
 Ticket = tuple["Thread", int]
 """A thread, and the number of its wait."""
 
@@ -60,6 +63,8 @@ class World:
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Thread, int]] = []
         self._numbers = itertools.count()
+        self._threads: list[Thread] = []
+        """All that there ever were. One of a dead process that were freed would run to its end, in its `finally`s."""
         self.main = greenlet.getcurrent()
         self.current: Thread | None = None
         self.outside = Process("outside")
@@ -104,6 +109,7 @@ class World:
         """Start a thread of a process."""
         thread = Thread(self, process, name, run)
         process.threads.append(thread)
+        self._threads.append(thread)
         self._ready.append(thread)
         return thread
 
@@ -148,7 +154,7 @@ class World:
         elif thread.process.is_alive:
             self.num_turns += 1
             self.current = thread
-            thread.greenlet.switch()
+            thread.switch_to()
             self.current = None
         return True
 
@@ -161,7 +167,23 @@ class Thread:
         self.is_waiting = self.was_woken = self.is_over = False
         self.wait_number = 0
         self.joiners: list[Ticket] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that it runs."""
+        self._hooks: Any = (None, None)
         self.greenlet = greenlet.greenlet(self._run_to_end, world.main)
+
+    def switch_to(self) -> None:
+        """Let it run until it waits. What asyncio keeps for each thread of the system is the thread's own meanwhile."""
+        if self.loop is None:
+            self.greenlet.switch()
+        else:
+            asyncio._set_running_loop(self.loop)  # noqa: SLF001  # what loops that are no subclass call
+            sys.set_asyncgen_hooks(*self._hooks)
+            self.greenlet.switch()
+        if self.loop is not None:
+            self._hooks = sys.get_asyncgen_hooks()
+            asyncio._set_running_loop(None)  # noqa: SLF001
+            sys.set_asyncgen_hooks(None, None)
 
     def _run_to_end(self) -> None:
         try:
@@ -190,6 +212,7 @@ class Doubles:
             monotonic=self.read_monotonic, time=self.read_wall_clock, sleep=world.sleep,
             time_ns=lambda: int(doubles.read_wall_clock() * 1e9), perf_counter=self.read_monotonic,
             thread_time=self.read_monotonic, monotonic_ns=lambda: int(doubles.read_monotonic() * 1e9),
+            gmtime=time.gmtime, strftime=time.strftime,
         )  # fmt: skip
         self.threading = types.SimpleNamespace(
             Thread=self._bind(SimThread), Event=self._bind(SimEvent), Lock=self._bind(SimLock),
@@ -215,6 +238,7 @@ class Doubles:
             id(random): self.random, id(sys.modules["secrets"]): self.secrets, id(uuid): self.uuid,
             id(ThreadPoolExecutor): self._bind(SimPool), id(time.monotonic): self.read_monotonic,
             id(time.time): self.read_wall_clock, id(threading.Thread): self.threading.Thread,
+            id(wait): self.wait_for_futures,
         }  # fmt: skip
 
     def _bind(self, made: type) -> Callable[..., Any]:
@@ -229,14 +253,27 @@ class Doubles:
         process = self.world.current.process if self.world.current is not None else self.world.outside
         return EPOCH_S + self.world.now_s + process.clock_ahead_s
 
+    def wait_for_futures(self, futures: Sequence[Any], timeout: float) -> tuple[set[Any], set[Any]]:
+        """Wait for futures as `concurrent.futures.wait` does."""
+        end_s = self.world.now_s + timeout
+        while not all(future.done() for future in futures) and self.world.now_s < end_s:
+            self.world.sleep(FUTURE_POLL_S)
+        done = {future for future in futures if future.done()}
+        return done, set(futures) - done
+
     @contextlib.contextmanager
-    def install(self, is_simulated: Callable[[str], bool]) -> Iterator[None]:
-        """Let all loaded modules whose name is simulated have these doubles."""
+    def install(
+        self, is_simulated: Callable[[str], bool], others: Sequence[tuple[object, object]] = ()
+    ) -> Iterator[None]:
+        """Let all loaded modules whose name is simulated have these doubles, and the second of each of `others` in the
+        place of the first.
+        """
+        by_id = self._by_id | {id(original): double for original, double in others}
         changed: list[tuple[ModuleType, str, Any]] = []
         for name, module in list(sys.modules.items()):
             if is_simulated(name):
                 for attribute, value in list(vars(module).items()):
-                    if (double := self._by_id.get(id(value))) is not None:
+                    if (double := by_id.get(id(value))) is not None:
                         changed.append((module, attribute, value))
                         setattr(module, attribute, double)
         try:

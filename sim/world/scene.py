@@ -1,46 +1,89 @@
 """One run: real workers under mishaps that follow from a seed, clients, and the judgement of what was seen."""
 
 import contextlib
+import itertools
 import logging
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+import re
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
+from unittest import mock
+
+import redis
 
 from penstock import failpoints
-from penstock.client.core import prepare_message
-from penstock.config.settings import RecordSettings
+from penstock.bus.contract import Outgoing
+from penstock.client.core import StreamReader, prepare_message
+from penstock.config.settings import BusSettings, EndpointSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
-from penstock.errors import BusUnavailable
+from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
+from penstock.endpoint_worker.engine import EndpointEngine
+from penstock.endpoint_worker.reply import open_connection
+from penstock.endpoint_worker.role import EndpointRole
+from penstock.errors import BusUnavailable, NameTaken, RequestTooLarge
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.metering import add_sums, parse_day_sums
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Request, Result, Sampling, decode_message, encode_request, extract_request_id
-from penstock.names import REASON_HEADER, STAGES, Pipeline, Stage
+from penstock.names import (
+    CANONICAL_FORM,
+    DEADLINE_HEADER,
+    FORM_HEADER,
+    REASON_HEADER,
+    STAGES,
+    VERSION_HEADER,
+    Pipeline,
+    WorkerKind,
+)
+from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.prefill_worker import backpressure
+from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
-from penstock.testing.bus import MemoryBus
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
+from penstock.worker import watch
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
-from sim.world.network import (
-    Link,
-    WorldPublisher,
-    WorldRecord,
-    WorldRecords,
-    join_over,
-    make_bus_error,
-    make_redis_error,
-)
-from sim.world.runtime import Doubles, Process, World
+from sim.world.batches import BatchClient
+from sim.world.endpoint import REFUSED, SILENCE_S, EndpointServers, make_text
+from sim.world.gateways import Gateways
+from sim.world.http import HttpClient
+from sim.world.runtime import EPOCH_S, Doubles, Process, World
+from sim.world.servers import LEVELS, MemoryServers, Servers
+from sim.world.ways import Place, Ways
 
-SIMULATED = "penstock."
-"""Modules that run by the world's clock and threads."""
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
-CALM_S = 300.0
+HEARTBEAT_S = 1.0
+CALM_S = 1500.0
 """How long after the last mishap all requests must be answered."""
+CUT_S = (1.0, 8.0, 40.0)
+"""How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
+DEADLINE_S = 1000.0
+SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
+"""Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
+GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
+URL = "redis://world"
+HOSTILE = (
+    b"", b"\x00", b"\xff\xfe{}", b"{", b"[]", b"5", b"null", b'{"id": 5}', b'{"v": 99, "id": "hostile"}',
+    b"[" * 100_000,
+    b'{"id": "hostile", "prompt": 5}', b'{"id": "hostile", "prompt": "\\ud800"}', b'{"id": "\\ud800", "prompt": "x"}',
+    b'{"id": "hostile", "prompt": "x", "weight": 1e999}', b'{"id": "hostile", "token_ids": [1' + b"0" * 5000 + b"]}",
+    b'{"id": "hostile", "token_ids": [-1]}', b'{"id": "hostile", "token_ids": [99999999]}',
+    b'{"id": "hostile", "prompt": "x", "sampling": {"max_tokens": -1, "logit_bias": {"x": []}}}',
+    b'{"id": "hostile", "job": "j", "request": null}', b'{"id": "hostile", "job": 5, "request": {}}',
+)  # fmt: skip
 POLL_S = 0.5
+
+
+class InjectedError(Exception):
+    """What no code expects."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +110,30 @@ class Rates:
     """The mean time until a worker is told to leave; 0 if none is."""
     rebalance_s: float
     """The mean time until the bus gives what a living member holds to others; 0 if it never does."""
+    gateways: float
+    """The share of clients that ask gateways; the others are producers, and read the logs."""
+    kill_s: float
+    """The mean time until a process is killed wherever it is, between any two calls to a server; 0 if none is."""
+    batches: float
+    """The share of these clients that have a batch."""
+    endpoint: float
+    """The share of answers with which something is wrong, where endpoints answer; 0 where prefill and decode do."""
+    bug: float
+    """The chance that a call to a server raises what no code expects, on whichever thread it is made."""
+    slow: float
+    """The share of an engine's steps that take seconds."""
+    wedge: float
+    """The share of steps that never end."""
+    hostile_s: float
+    """The mean time between messages that are no requests; 0 if there are none."""
+    full_s: float
+    """The mean time until Redis is full for a while; 0 if it never is."""
+    deadlines: float
+    """The share of requests with a deadline that none misses by the clock of Redis."""
+    away_s: float
+    """The mean time until all workers die, and are away for minutes; 0 if they never do."""
+    freeze_s: float
+    """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -77,10 +144,17 @@ class Rates:
 
         return cls(
             crash=maybe(0.01), stall=maybe(0.003), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
-            cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(600.0),
+            cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(2 * DEADLINE_S),
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
+            gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
+            batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.35 else 0.0,
+            bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
+            hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
+            full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
+            endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
+            freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
         )  # fmt: skip
 
 
@@ -94,36 +168,16 @@ class Plan:
     rates: Rates
     span_s: float
     """The time in which clients begin."""
+    level: str = "fast"
+    """Which of `LEVELS` it runs at."""
 
     @classmethod
-    def draw(cls, seed: int, requests: int) -> "Plan":
-        """Return the plan of a seed."""
-        return cls(seed, tuple(range(requests)), Rates.draw(random.Random(f"{seed}/rates")), 0.2 * requests)
-
-
-class QuietBeat:
-    """What the frame of a worker tells its heartbeat, which is not there."""
-
-    def update_status(self, **_: object) -> None:
-        """Do nothing."""
-
-    def write_beat(self) -> None:
-        """Do nothing."""
-
-    def raise_failure(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(eq=False)
-class Place:
-    """A worker's name, and the process that has it."""
-
-    stage: Stage
-    name: str
-    process: Process | None = None
-    stop: StopSignal | None = None
-    cuts: dict[str, float] = field(default_factory=dict)
-    """Until when the way to a server is cut."""
+    def draw(cls, seed: int, requests: int, level: str = "") -> "Plan":
+        """Return the plan of a seed. One in ten runs is at a level other than `fast`, if none is given."""
+        chance = random.Random(f"{seed}/level")
+        drawn = "fast" if chance.random() < 0.9 else chance.choice([name for name in LEVELS if name != "fast"])
+        rates = Rates.draw(random.Random(f"{seed}/rates"))
+        return cls(seed, tuple(range(requests)), rates, 0.2 * requests, level or drawn)
 
 
 @dataclass(frozen=True)
@@ -142,54 +196,89 @@ class Scene:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seed, self.rates = plan, plan.seed, plan.rates
+        if plan.level != "fast":  # gateways and endpoints are at no other level
+            self.rates = replace(self.rates, gateways=0.0, endpoint=0.0)
         self.world = World(plan.seed)
         self.doubles = Doubles(self.world)
         self.chance = random.Random(f"{plan.seed}/mishaps")
         self.pipeline = Pipeline("world")
         self.history: list[Entry] = []
         self.num_kills = 0
-        self.is_calm = False
+        self.numbers = itertools.count()
+        self.clients: list[HttpClient] = []
         self.accepted: set[str] = set()
         self.failures: list[str] = []
         self.num_clients_left = 0
-        self.pauses = {"redis": 0.0, "bus": 0.0}
-        """Until when a server stands still."""
 
     def run(self) -> Verdict:
         """Run the scene to its end, and judge it."""
         load_tokenizer()
-        with self.doubles.install(lambda name: name.startswith(SIMULATED)), _quiet_logs():
-            try:
-                return self._run()
-            finally:
-                failpoints.disarm()
+        with contextlib.ExitStack() as stack:
+            self.ways = Ways(self.world, self.chance, self.rates.loss, self.rates.delay_s)
+            self.ways.pass_point = self._pass_call
+            servers = LEVELS[self.plan.level](self.world, self.pipeline, self.ways)
+            self.servers: Servers = servers
+            self.memory: MemoryServers | None = servers if self.plan.level == "fast" else None
+            is_simulated: Callable[[str], bool] = lambda name: name.startswith(self.servers.simulated)  # noqa: E731
+            stack.enter_context(self.doubles.install(is_simulated, self.servers.list_doubles()))
+            self.servers.start()
+            self.gateways: Gateways | None = None
+            if self.memory is not None:
+                self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
+                self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
+                others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
+                stack.enter_context(self.doubles.install(is_simulated, others))
+                stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
+                stack.enter_context(self.memory.keys.install_clock())
+            stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
+            for limit, value in SMALL_LIMITS.items():
+                stack.enter_context(mock.patch.object(backpressure, limit, value))
+            stack.enter_context(_quiet_logs())
+            stack.callback(failpoints.disarm)
+            return self._run()
 
     def _run(self) -> Verdict:
-        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
-        self.bus.create_topics()
         for point in failpoints.POINTS:
             failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
-        self.places = [Place(stage, f"{stage}-{number}") for stage in STAGES for number in range(chance.randint(1, 3))]
+        kinds: Sequence[WorkerKind] = ("endpoint",) if self.rates.endpoint else STAGES
+        self.places = self.ways.places
+        self.places += [
+            Place(f"{stage}-{number}", self._start_worker, stage)
+            for stage in kinds
+            for number in range(chance.randint(1, 3))
+        ]
+        if self.gateways is not None and self.rates.gateways and not self.rates.endpoint:
+            self.places += [self.gateways.add_place(f"gateway-{number}") for number in range(chance.randint(1, 2))]
         self.num_clients_left = len(self.plan.clients)
         for number in self.plan.clients:
             self.world.start_thread(self.world.outside, f"client-{number}", partial(self._run_client, number))
         for place in self.places:
-            self._start_worker(place)
-            self._repeat_mishap(self.rates.leave_s, partial(self._stop_worker, place))
-            self._repeat_mishap(self.rates.rebalance_s, partial(self._rebalance, place))
+            place.start(place)
+            self._repeat_mishap(self.rates.leave_s, partial(self._stop, place))
             self._repeat_mishap(self.rates.cut_s, partial(self._cut_way, place))
+            self._repeat_mishap(self.rates.kill_s, partial(self._kill, place, "anywhere"))
+            self._repeat_mishap(self.rates.freeze_s, partial(self._freeze, place))
+            if place.stage is not None:
+                self._repeat_mishap(self.rates.rebalance_s, partial(self.servers.rebalance, place.stage, place.name))
         self._repeat_mishap(self.rates.pause_s, self._pause_server)
+        self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
+        self._repeat_mishap(self.rates.full_s, self._fill_redis)
+        self._repeat_mishap(self.rates.away_s, self._kill_workers)
         end_of_mishaps_s = 5.0 + self.plan.span_s
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
-        self.is_calm = True
+        self.ways.is_calm = True
         is_over = self.world.run(self._is_all_answered, CALM_S)
         if is_over:
             is_over = self.world.run(self._is_all_settled, CALM_S)
         if not is_over:
             self._note_what_is_left()
         self._record_topics()
-        findings = check_history(self.history) + [Finding("failed", "", text) for text in self.failures]
+        findings = check_history(self.history)
+        if self.rates.bug:  # what no code expects may end a request, also when its end is in the log already
+            findings = [one for one in findings if "internal_error" not in one.description]
+        failures = self.failures + self.servers.list_breaches()
+        findings += [Finding("failed", "", text) for text in failures]
         return Verdict(findings, len(self.accepted), self.num_kills, self.world.now_s, self.history)
 
     def _note(self, entry: Entry) -> None:
@@ -202,59 +291,105 @@ class Scene:
         ahead_s = self.chance.uniform(-1, 1) * self.rates.clocks_s
         process = Process(place.name, clock_ahead_s=ahead_s, on_failure=self._note_failure)
         place.process = process
-        self.world.start_thread(process, "main", lambda: self._run_worker(place))
+        self.world.start_thread(process, "main", lambda: self._run_worker(place, process))
 
-    def _run_worker(self, place: Place) -> None:
-        chance = random.Random(self.chance.random())
-        engine: Any = FormulaEngine(chance)
-        role: Any = (PrefillRole if place.stage == "prefill" else DecodeRole)(self.pipeline, engine)
-        settings = RecordSettings(max_attempts=1000)
+    def _run_worker(self, place: Place, process: Process) -> None:
+        assert place.stage is not None
+        kind, chance = place.stage, random.Random(self.chance.random())
+        settings, name = RecordSettings(max_attempts=1000), place.name
+        role = self._make_role(kind, name, settings, chance)
+        stop = StopSignal()
+        place.stop = stop.set
 
         def make_worker() -> Worker:
-            member = join_over(self.bus, place.stage, place.name, self._make_link(place, "bus", chance))
-            record = WorldRecord(self.records, settings, self._make_link(place, "redis", chance))
+            member = self.servers.join_group(kind, name)
             try:
-                return Worker(role, self.pipeline, place.name, record, member)
+                record = self.servers.open_record(name, settings)
+                worker = Worker(role, self.pipeline, name, record, member, beat=beat)
             except BaseException:
                 member.close()
                 raise
 
-        def ask_servers() -> None:
-            self._make_link(place, "redis", chance).call(lambda: None)
-            self._make_link(place, "bus", chance).call(lambda: None)
+            def report_status() -> dict[str, object]:
+                self._raise_sometimes()
+                return {"load": worker.report_load()}
 
-        beat: Any = QuietBeat()
-        place.stop = StopSignal()
-        Reconnector(make_worker, ask_servers, beat).run_until_stopped(place.stop, 2.0)
-        self._note({"what": "left", "worker": place.name})
+            beat.set_load_source(report_status)
+            return worker
+
+        beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
+        # The process ends where the name is taken, or Redis goes away meanwhile, and is started again.
+        with contextlib.suppress(NameTaken, redis.RedisError):
+            beat.take_name()
+            with beat:
+                beat.update_status(model=role.model_name)
+                Reconnector(make_worker, lambda: self.servers.ask(name), beat).run_until_stopped(stop, 2.0)
+        self._note({"what": "left", "worker": name})
         self._start_again(place)
+        self.world.kill(process)
 
-    def _make_link(self, place: Place, server: str, chance: random.Random) -> Link:
-        return Link(
-            self.world,
-            chance,
-            make_redis_error if server == "redis" else make_bus_error,
-            0.0 if self.is_calm else self.rates.loss,
-            self.rates.delay_s,
-            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self.world.now_s,
-            lambda: self.pauses[server],
-        )
+    def _make_role(self, kind: WorkerKind, name: str, settings: RecordSettings, chance: random.Random) -> Any:
+        if kind == "endpoint":
+            endpoints = Endpoints(parse_urls("http://one:1,http://other:1", 8))
+            asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
+            return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings))
+        engine: Any = FormulaEngine(chance, self._delay_step)
+        if kind == "decode":
+            return DecodeRole(self.pipeline, engine)
+        if self.memory is None:
+            return PrefillRole(self.pipeline, engine)
+        watch = LagWatch(self.servers.find_addresses(name), BusSettings())
+
+        def read_lag() -> PipelineLag:
+            self._raise_sometimes()
+            return watch.read_latest()
+
+        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__())
+
+    def _raise_sometimes(self) -> None:
+        """Raise what no code expects, where threads of their own collect figures."""
+        if not self.ways.is_calm and self.chance.random() < 20 * self.rates.bug:
+            raise InjectedError
 
     def _note_failure(self, process: Process, error: BaseException) -> None:
-        """A process ends by an exception of a thread: that of the loop is a defect."""
-        self.failures.append(f"{process.name}: {type(error).__name__}: {error}")
+        """A thread ends by an exception, which is a defect unless it was injected; with its main thread a process."""
+        if not isinstance(error, InjectedError):
+            self.failures.append(f"{process.name}: {type(error).__name__}: {error}")
+        if self.world.current is not None and self.world.current.name == "main":
+            self._kill(self._find_place(process), repr(error))
 
     def _pass_failpoint(self, point: str) -> None:
         thread = self.world.current
         if thread is None or thread.process is self.world.outside:
             return
-        if not self.is_calm:
+        if not self.ways.is_calm:
             drawn = self.chance.random()
             if drawn < self.rates.crash:
-                self._kill(thread.process, point)
+                self._kill(self._find_place(thread.process), point)
             elif drawn < self.rates.crash + self.rates.stall:
                 self._stall(thread.process, point)
         self.world.yield_turn()
+
+    def _pass_call(self) -> None:
+        thread = self.world.current
+        assert thread is not None
+        if self.ways.is_calm or not thread.process.is_alive:
+            return
+        drawn, place = self.chance.random(), self._find_place(thread.process)
+        if drawn < self.rates.crash / 4:
+            self._kill(place, "a call")
+        elif drawn < self.rates.crash / 4 + self.rates.bug and place.stage is not None:
+            self._note({"what": "bug", "worker": place.name, "thread": thread.name})
+            raise InjectedError
+
+    def _delay_step(self) -> None:
+        """Let a step of an engine take long."""
+        drawn = 1.0 if self.ways.is_calm else self.chance.random()
+        if drawn < self.rates.wedge:
+            self._note({"what": "a step that never ends"})
+            self.world.sleep(1e9)
+        elif drawn < self.rates.wedge + self.rates.slow:
+            self.world.sleep(self.chance.uniform(1.0, 10.0))
 
     def _stall(self, process: Process, point: str) -> None:
         """Let one thread stand still, or all of a process."""
@@ -264,28 +399,45 @@ class Scene:
             process.stands_until_s = self.world.now_s + seconds
         self.world.sleep(seconds)
 
-    def _kill(self, process: Process, point: str) -> None:
+    def _find_place(self, process: Process) -> Place:
+        return next(place for place in self.places if place.process is process)
+
+    def _exit_process(self, code: int) -> None:
+        """What `os._exit` does."""
+        assert self.world.current is not None
+        self._kill(self._find_place(self.world.current.process), f"exit {code}")
+
+    def _kill(self, place: Place, point: str, after_s: float | None = None) -> None:
         """Kill a process; another one takes its place, and the bus notices later that it is dead."""
+        process = place.process
+        if process is None or not process.is_alive:
+            return
         self.num_kills += 1
-        place = next(place for place in self.places if place.process is process)
         self._note({"what": "kill", "worker": place.name, "point": point})
-        member = self.bus.members.get((place.stage, place.name))
-
-        def notice() -> None:
-            self.world.sleep(self.chance.uniform(*NOTICE_S))
-            if member is not None and self.bus.members.get((place.stage, place.name)) is member:
-                member.give_back_all()
-
-        self.world.start_thread(self.world.outside, "notice", notice)
-        self._start_again(place)
+        if place.stage is not None:
+            self._let_bus_notice(self.servers.note_death(place.stage, place.name))
+        if self.gateways is not None:
+            self.gateways.note_killed(place)
+        self._start_again(place, after_s)
         self.world.kill(process)
 
-    def _start_again(self, place: Place) -> None:
+    def _let_bus_notice(self, act: Callable[[], None]) -> None:
+        def notice() -> None:
+            self.world.sleep(self.chance.uniform(*NOTICE_S))
+            act()
+
+        self.world.start_thread(self.world.outside, "notice", notice)
+
+    def _freeze(self, place: Place) -> None:
+        if place.process is not None:
+            place.process.stands_until_s = self.world.now_s + self.chance.uniform(0.5, 6.0)
+
+    def _start_again(self, place: Place, after_s: float | None = None) -> None:
         """Start another process in the place of one that has ended, after a while."""
 
         def restart() -> None:
-            self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]))
-            self._start_worker(place)
+            self.world.sleep(self.chance.choice([0.1, 1.0, 15.0]) if after_s is None else after_s)
+            place.start(place)
 
         self.world.start_thread(self.world.outside, "restart", restart)
 
@@ -295,27 +447,45 @@ class Scene:
         def repeat() -> None:
             while True:
                 self.world.sleep(self.chance.expovariate(1 / mean_s))
-                if self.is_calm:
+                if self.ways.is_calm:
                     return
                 do_mishap()
 
         if mean_s:
             self.world.start_thread(self.world.outside, "mishaps", repeat)
 
-    def _stop_worker(self, place: Place) -> None:
-        if place.stop is not None:
-            place.stop.set()
+    def _stop(self, place: Place) -> None:
+        place.stop()
+
+    def _kill_workers(self) -> None:
+        """Kill all workers, as a power cut does: it takes minutes until they have their model again."""
+        after_s = self.chance.uniform(60.0, 200.0)
+        for place in self.places:
+            if place.stage is not None:
+                self._kill(place, "all workers", after_s)
+
+    def _publish_hostile(self) -> None:
+        kinds = {place.stage for place in self.places} - {None}
+        topics = sorted(topic for kind in kinds if kind for topic in self.pipeline.input_topics(kind).values())
+        name = f"hostile-{next(self.numbers)}"
+        value = self.chance.choice(HOSTILE).replace(b"hostile", name.encode())
+        topic, key = self.chance.choice(topics), self.chance.choice([None, name])
+        headers = self.chance.choice(
+            [{}, {VERSION_HEADER: "99"}, {FORM_HEADER: CANONICAL_FORM, DEADLINE_HEADER: "nan"}]
+        )
+        publisher = self.servers.open_publisher("hostile")
+        with contextlib.suppress(BusUnavailable, RequestTooLarge), contextlib.closing(publisher):
+            publisher.publish([Outgoing(topic, value, key, dict(headers))])
+
+    def _fill_redis(self) -> None:
+        self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, 10.0)
 
     def _pause_server(self) -> None:
-        self.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
-
-    def _rebalance(self, place: Place) -> None:
-        member = self.bus.members.get((place.stage, place.name))
-        if member is not None:
-            member.give_back_all()
+        self.ways.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
 
     def _cut_way(self, place: Place) -> None:
-        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 8.0)
+        most_s = self.chance.choice(CUT_S)
+        place.cuts[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, most_s)
 
     # Clients.
 
@@ -323,55 +493,94 @@ class Scene:
         prompt = [300 + chance.randrange(600) for _ in range(chance.choice([1, 5, 16, 40, 200, 2500]))]
         sampling = Sampling(max_tokens=chance.choice([1, 2, 8, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
         klass: Any = chance.choice(["interactive", "interactive", "batch"])
-        return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass)
+        is_urgent = chance.random() < self.rates.deadlines and not self.rates.away_s
+        deadline = EPOCH_S + self.world.now_s + DEADLINE_S if is_urgent else None
+        return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass, deadline=deadline)
 
     def _run_client(self, number: int) -> None:
         chance = random.Random(f"{self.seed}/client/{number}")
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
+        if self.rates.endpoint:
+            self._produce(*self._make_question(request, may, chance), chance)
+        elif self.gateways is not None and chance.random() < self.rates.gateways:
+            http = HttpClient(
+                self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
+                self.failures.append,
+            )  # fmt: skip
+            self.clients.append(http)
+            if chance.random() < self.rates.batches:
+                BatchClient(http, request).run()
+            else:
+                http.ask(request, may, request.id if chance.random() < 0.8 else None)
+        else:
+            self._produce(request, may, chance)
+        self.num_clients_left -= 1
+
+    def _make_question(self, request: Request, may: list[str], chance: random.Random) -> tuple[Request, list[str]]:
+        """Return a request for endpoints, and the errors that may end it."""
+        kind = chance.choice([*REFUSED, *["count"] * 12])
+        prompt = f"{kind} {1000 if kind == 'break' else chance.choice([1, 5, 30])}|"
+        sampling = request.sampling.model_copy(update={"max_tokens": 200, "tell_stop": True})
+        made = request.model_copy(update={"token_ids": None, "prompt": prompt, "sampling": sampling})
+        return made, [*may, REFUSED.get(kind, "model_error")]
+
+    def _note_submitted(self, request: Request, may: list[str]) -> None:
+        if request.prompt is not None:
+            text = "" if request.prompt.split()[0] in REFUSED else make_text(request.prompt)
+            self._note(
+                {"what": "submitted", "id": request.id, "tokens": [], "text": text, "calls": [], "finish": "stop",
+                 "may": may}
+            )  # fmt: skip
+            return
         tokens = list_tokens(request.token_ids or [], sampling_seed(request), request.sampling.max_tokens)
         text = load_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._note(
             {"what": "submitted", "id": request.id, "tokens": tokens, "text": text, "calls": [], "finish": "length",
              "may": may}
         )  # fmt: skip
-        for _ in range(2 if chance.random() < self.rates.double else 1):
-            self._send(request, chance)
-        self.accepted.add(request.id)
-        self._note({"what": "accepted", "id": request.id})
-        self._read(request, may, chance)
-        self.num_clients_left -= 1
 
-    def _send(self, request: Request, chance: random.Random) -> None:
-        link = Link(self.world, chance, make_bus_error, self.rates.loss, self.rates.delay_s)
-        publisher = WorldPublisher(self.bus, link)
+    def _note_accepted(self, request_id: str) -> None:
+        self.accepted.add(request_id)
+        self._note({"what": "accepted", "id": request_id})
+
+    def _produce(self, request: Request, may: list[str], chance: random.Random) -> None:
+        self._note_submitted(request, may)
+        for _ in range(2 if chance.random() < self.rates.double else 1):
+            self._send(request)
+        self._note_accepted(request.id)
+        self._read(request, may, chance)
+
+    def _send(self, request: Request) -> None:
         while True:
-            with contextlib.suppress(BusUnavailable):
+            publisher = self.servers.open_publisher(f"client-{request.id}")
+            with contextlib.suppress(BusUnavailable), contextlib.closing(publisher):
                 publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
                 return
-            link.loss = 0.0 if self.is_calm else self.rates.loss
 
     def _read(self, request: Request, may: list[str], chance: random.Random) -> None:
-        link = Link(self.world, chance, make_redis_error, 0.0, self.rates.delay_s)
-        record = WorldRecord(self.records, RecordSettings(), link)
-        seen, texts = 0, ""
-        cancel_after = chance.randrange(MAX_TOKENS) if may else None
+        record = self.servers.open_record(f"client-{request.id}", RecordSettings())
+        reader, texts, num_empty = StreamReader(), "", 0
+        cancel_after = chance.randrange(MAX_TOKENS) if "cancelled" in may else None
         while True:
-            for event in record.read_log(request.id, seen - 1):
+            events = list(reader.feed_log(record.read_log(request.id, reader.log_after)))
+            num_empty = 0 if events else num_empty + 1
+            for event in events:
                 texts += event.text
                 if isinstance(event, EndEvent):
-                    error = None if event.error is None else event.error.code
-                    end = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": error}
-                    self._note({"what": "end", "id": request.id, "reader": "first", **end, "text": texts, "calls": []})
+                    error, count = event.error and event.error.code, event.usage.completion_tokens
+                    end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
+                    entry: Entry = {**end, "error": error, "text": texts, "calls": []}
+                    self._note({"what": "end", "id": request.id, "reader": "first", **entry})
                     return
-                entry = {"reader": "first", "event": event.id, "token": event.token}
-                self._note({"what": "token", "id": request.id, **entry})
-                seen += 1
-            if cancel_after is not None and seen >= cancel_after:
+                if request.prompt is None:
+                    told = {"reader": "first", "event": event.id, "token": event.token}
+                    self._note({"what": "token", "id": request.id, **told})
+            if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
-            self.world.sleep(POLL_S * chance.random())
+            self.world.sleep(POLL_S * chance.random() * min(8, 1 + num_empty))
 
     # The judgement.
 
@@ -381,7 +590,8 @@ class Scene:
         if self.num_clients_left or self.world.num_turns % 64:
             return False
         results = {
-            extract_request_id(message.value, None) for message in self.bus.read_all(self.pipeline.results_topic)
+            extract_request_id(message.value, None)
+            for message in self.servers.bus.read_all(self.pipeline.results_topic)
         }
         return self.accepted <= results
 
@@ -391,27 +601,55 @@ class Scene:
             return True
         if self.world.num_turns % 64:
             return False
-        return not any(self.bus.count_unsettled().values()) and not any(map(self._is_open, self.accepted))
+        if any(self.servers.bus.count_unsettled().values()) or any(map(self._is_open, self.accepted)):
+            return False
+        return not self.servers.list_left() and not self._find_wrong_usage()
+
+    def _find_wrong_usage(self) -> str:
+        """Return how the meters differ from the results; empty where they do not, and where no gateway counts."""
+        if self.memory is None or self.gateways is None or not self.gateways.places:
+            return ""
+        days = self.memory.keys.client.keys(self.pipeline.meter_key("day:*").replace("{", "\\{"))
+        counted = add_sums(
+            sums for day in days for sums in parse_day_sums(self.memory.keys.client.hgetall(day)).values()
+        )
+        results = [decode_message(Result, one.value) for one in self.servers.bus.read_all(self.pipeline.results_topic)]
+        usages = {one.id: one.usage for one in results}.values()
+        used = sum_usage(usages)
+        told = (counted.requests, counted.prefill_tokens + counted.cached_tokens, counted.decode_tokens)
+        wanted = (len(usages), used.prompt_tokens, used.completion_tokens)
+        return "" if told == wanted else f"the meters have {told}, the results {wanted}"
 
     def _is_open(self, request_id: str) -> bool:
         """Return whether a session has a request, or it waits for one."""
-        status = self.records.find(request_id)
-        return status is not None and (status.end is None or bool(status.session))
+        status = self.servers.record.read_status(request_id)
+        return status is not None and (status.stage != "end" or bool(status.session))
 
     def _note_what_is_left(self) -> None:
-        for topic, count in self.bus.count_unsettled().items():
+        if self.num_clients_left:
+            self.failures.append(f"{self.num_clients_left} clients have no answer")
+        for topic, count in self.servers.bus.count_unsettled().items():
             if count:
                 self.failures.append(f"{count} messages of {topic} are left")
+        if wrong := self._find_wrong_usage():
+            self.failures.append(wrong)
+        self.failures += self.servers.list_left()
         for request_id in sorted(filter(self._is_open, self.accepted)):
-            self.failures.append(f"{request_id} is open: {self.records.find(request_id)!r}"[:300])
+            self.failures.append(f"{request_id} is open: {self.servers.record.read_status(request_id)!r}"[:300])
 
     def _record_topics(self) -> None:
-        for message in self.bus.read_all(self.pipeline.results_topic):
+        for message in self.servers.bus.read_all(self.pipeline.results_topic):
             result = decode_message(Result, message.value)
             error = result.error.code if result.error else None
             fields = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+            if self.rates.endpoint:
+                fields |= {"tokens": [], "count": None}
             self._note({"what": "result", "id": result.id, **fields})
-        for message in self.bus.read_all(self.pipeline.dead_letter_topic):
+        unknown = {one["id"] for one in self.history if one["what"] == "result"} - self.accepted
+        made = [one for one in unknown if GATEWAY_ID.fullmatch(one)]
+        if len(made) > sum(client.num_lost for client in self.clients):
+            self.failures.append(f"gateways made requests that nobody asked for: {sorted(made)}"[:300])
+        for message in self.servers.bus.read_all(self.pipeline.dead_letter_topic):
             name = extract_request_id(message.value, message.key)
             self._note({"what": "dead", "id": name or "", "reason": message.headers.get(REASON_HEADER, "")})
 

@@ -1,8 +1,6 @@
-"""Kafka in memory, for one member, with the behaviour of librdkafka.
+"""Kafka in memory, for one member, whose poller runs in lockstep with the test.
 
-A partition keeps its pause when it is revoked and assigned again; rebalances happen within `poll`, which waits for the
-callbacks; a message is delivered once unless the consumer seeks. The poller runs in lockstep with the test: `turn`
-lets it poll once, and returns when it polls again.
+`turn` lets it poll once, and returns when it polls again. `sim.world.kafka_client` says how the client behaves.
 """
 
 import threading
@@ -10,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaError, Message, TopicPartition
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka.bus import KafkaBus
@@ -20,14 +18,10 @@ from penstock.bus.kafka.offsets import Partition
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from sim.waiting import PATIENCE_S
+from sim.world.kafka_broker import Entry, make_failure
+from sim.world.kafka_client import Positions, make_message
 
-EPOCH = 3
-"""Of all leaders."""
 Rebalance = Callable[["DoubleConsumer", list[TopicPartition]], None]
-
-
-def failure(code: int) -> KafkaException:
-    return KafkaException(KafkaError(code))
 
 
 class DoubleBus(KafkaBus):
@@ -92,13 +86,11 @@ class DoubleBus(KafkaBus):
             self.turn()
 
 
-class DoubleConsumer:
+class DoubleConsumer(Positions):
     def __init__(self, bus: DoubleBus, on_commit: Callable[..., None] | None) -> None:
+        super().__init__()
         self.bus, self.on_commit = bus, on_commit
         self.under_way: deque[list[TopicPartition]] = deque()
-        self.positions: dict[Partition, int] = {}
-        self.ends: dict[Partition, int] = {}
-        self.paused: set[Partition] = set()
         self.rebalances: deque[tuple[str, tuple[Partition, ...]]] = deque()
         self.errors: deque[Message] = deque()
         self.callbacks: dict[str, Rebalance] = {}
@@ -159,30 +151,13 @@ class DoubleConsumer:
                 if value is not None:
                     self.positions[partition] = position
                     self.positions[partition] = self.positions.pop(partition)  # the others come first
-                    return _message(partition, position - 1, value)
+                    return make_message(partition, position - 1, Entry(value, timestamp_ms=1000))
             self.positions[partition] = position
             if position == len(log) and self.ends.get(partition) != position:
                 self.ends[partition] = position
                 end = KafkaError(KafkaError._PARTITION_EOF)
-                return _message(partition, position, None, end)
+                return make_message(partition, position, None, end)
         return None
-
-    def incremental_assign(self, places: list[TopicPartition]) -> None:
-        for place in places:
-            self.positions[place.topic, place.partition] = place.offset
-            self.ends.pop((place.topic, place.partition), None)
-
-    def pause(self, places: list[TopicPartition]) -> None:
-        self.paused |= {(place.topic, place.partition) for place in places}
-
-    def resume(self, places: list[TopicPartition]) -> None:
-        self.paused -= {(place.topic, place.partition) for place in places}
-
-    def seek(self, place: TopicPartition) -> None:
-        if (place.topic, place.partition) not in self.positions:
-            raise failure(KafkaError._STATE)
-        self.positions[place.topic, place.partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
-        self.ends.pop((place.topic, place.partition), None)
 
     def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
         assert asynchronous
@@ -199,7 +174,7 @@ class DoubleConsumer:
 
     def committed(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         if self.bus.commit_error is not None:
-            raise failure(self.bus.commit_error)
+            raise make_failure(self.bus.commit_error)
         return [self.bus.commits.get((p.topic, p.partition), TopicPartition(p.topic, p.partition)) for p in places]
 
     def get_watermark_offsets(self, place: TopicPartition, timeout: float) -> tuple[int, int] | None:
@@ -211,7 +186,7 @@ class DoubleConsumer:
 
     def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         if self.bus.is_away:
-            raise failure(KafkaError._TRANSPORT)
+            raise make_failure(KafkaError._TRANSPORT)
         partitions = {number: None for name, number in self.bus.logs if name == topic}
         return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
 
@@ -229,7 +204,7 @@ class DoubleOutputs:
     def write_outputs(self, outputs: Sequence[Outgoing]) -> None:
         assert self.bus.goes_on.wait(PATIENCE_S)
         if self.bus.is_away:
-            raise failure(KafkaError._TRANSPORT)
+            raise make_failure(KafkaError._TRANSPORT)
         with self.bus.lock:
             self.bus.written += outputs
 
@@ -244,7 +219,7 @@ class DoubleTransactions:
     def run_transaction(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
         assert self.bus.goes_on.wait(PATIENCE_S)
         if self.bus.is_away:
-            raise failure(KafkaError._TRANSPORT)
+            raise make_failure(KafkaError._TRANSPORT)
         with self.bus.lock:
             self.bus.written += outputs
             self.bus.commits |= {(place.topic, place.partition): place for place in offsets}
@@ -253,17 +228,5 @@ class DoubleTransactions:
         """Nothing is open."""
 
 
-def _message(partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None) -> Message:
-    """A message, or an error in its place. As librdkafka does, the latter has no epoch of its own, but 0."""
-    make = cast(Any, Message)
-    return cast(
-        Message,
-        make(
-            topic=partition[0], partition=partition[1], offset=offset, key=None, value=value, headers=[],
-            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0 if error else EPOCH,
-        ),
-    )  # fmt: skip
-
-
 def refusal(partition: Partition, code: int) -> Message:
-    return _message(partition, 0, None, KafkaError(code))
+    return make_message(partition, 0, None, KafkaError(code))

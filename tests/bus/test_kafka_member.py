@@ -27,8 +27,9 @@ from penstock.bus.kafka.writers import OffsetCommitter
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
 from sim.waiting import PATIENCE_S, wait_for
+from sim.world.kafka_broker import LEADER_EPOCH
 from tests.bus.buses import CAPACITY
-from tests.bus.kafka_double import EPOCH, DoubleBus, refusal
+from tests.bus.kafka_double import DoubleBus, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (
@@ -491,7 +492,7 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         end = 1 + ends_in_a_marker
         bus.turn_until(lambda: ONE in bus.commits and bus.commits[ONE].offset == end, "all is committed")
-        assert bus.commits[ONE].leader_epoch == (None if ends_in_a_marker else EPOCH)
+        assert bus.commits[ONE].leader_epoch == (None if ends_in_a_marker else LEADER_EPOCH)
 
 
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:

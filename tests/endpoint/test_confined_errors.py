@@ -101,3 +101,14 @@ def test_a_trace_header_that_is_not_utf_8_costs_the_request_nothing(
     )
     (result,) = line.run_until_results(1)
     assert result.text == write_numbers(2)
+
+
+def test_a_claim_without_a_request_ends_an_idle_worker(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
+    worker = line.add_worker(endpoint)
+    worker.run_once()
+    claim = worker.record.claim_decode("forgotten", worker.session.id, "job", b"")
+    assert isinstance(claim, Claim)
+    worker.session.add_claim(claim)
+    with pytest.raises(AssertionError, match="claims without a request: forgotten"):
+        worker.run_once()
+    worker.session.remove_claim(claim)

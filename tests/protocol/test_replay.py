@@ -19,6 +19,8 @@ from sim.protocol.replay import Replay
 from sim.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Reply, RequestRecord
 from sim.protocol.state import Budget, Rules, State, Step, make_start_state, stage_of
 from sim.protocol.steps import generate_steps
+from sim.world.redis_server import RedisServer
+from sim.world.runtime import World
 from tests.protocol.test_model import KINDS
 
 NUM_TRACES, NUM_STEPS = 400, 60
@@ -38,15 +40,20 @@ PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1)
 Start = Callable[[str], Replay]
 
 
-@pytest.fixture(params=["memory", "redis"])
-def start(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator[Start]:
-    """Starts the replay of a request's life, on a real server or its double."""
+@pytest.fixture(params=["memory", "world", "redis"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts the replay of a request's life, on a real server, its double, or the server of the simulated world."""
     settings = RecordSettings(lease_s=LEASE_S, retry_cap_s=LEASE_S, max_attempts=MAX_ATTEMPTS)
     if request.param == "memory":
         records = MemoryRecords()
         yield lambda name: Replay(MemoryKeeper(records, name), MemoryRecord(records, settings), name)
         return
-    with redis.Redis.from_url(request.getfixturevalue("redis_url")) as client:
+    if request.param == "world":
+        pipeline, pool = Pipeline("world"), RedisServer(World(0), lambda *_: None).connection_pool("redis://a.redis")
+    else:
+        url: str = request.getfixturevalue("redis_url")
+        pipeline, pool = request.getfixturevalue("pipeline"), redis.ConnectionPool.from_url(url)
+    with redis.Redis.from_pool(pool) as client:
         record = Record(client, pipeline, settings)
         yield lambda name: Replay(RedisKeeper(client, pipeline, name), record, name)
         record.close()

@@ -113,6 +113,12 @@ class Session:
         with self._lock:
             self._claims.discard(claim)
 
+    @property
+    def claims(self) -> set[Claim]:
+        """The claims that are watched now."""
+        with self._lock:
+            return set(self._claims)
+
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         """Return claims that are `LOST`, each once, and those that are `CANCELLED`, until they are removed.
 

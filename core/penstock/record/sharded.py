@@ -363,6 +363,11 @@ class ShardedSession:
         """Return the time by the clock of the first server, in seconds since the epoch."""
         return self._sessions.parts[0].server_now_s()
 
+    @property
+    def claims(self) -> set[Claim]:
+        """The claims that are watched now, on all servers."""
+        return {claim for session in self._sessions.parts for claim in session.claims}
+
     def add_claim(self, claim: Claim) -> None:
         """Watch a claim: `collect_events` returns what happens to it."""
         self._sessions[claim.id].add_claim(claim)

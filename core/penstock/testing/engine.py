@@ -77,6 +77,8 @@ class FormulaEngine:
     """The engine of one worker process."""
 
     chance: Random
+    pass_step: Callable[[], object] = lambda: None
+    """Called in each step: it may take long."""
     model: FormulaModel = field(default_factory=FormulaModel)
     choose_token: Callable[[Sequence[int], int, int], int] = compute_token
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
@@ -144,6 +146,7 @@ class FormulaEngine:
         """Take the time of a step, and return a token of each request."""
         running = [seq for seq in self._seqs.values() if seq.state is State.RUNNING]
         time.sleep(self.chance.uniform(*STEP_S))
+        self.pass_step()
         sampled = []
         for seq in running:
             if self._seqs.get(seq.id) is not seq or seq.state is not State.RUNNING:

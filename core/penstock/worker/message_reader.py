@@ -70,6 +70,11 @@ class MessageReader:
         """Return the messages that were not collected yet and are claimed once they are. Any thread may call this."""
         return [reading.delivery for reading in list(self._open) if reading.claim is None]
 
+    @property
+    def claims(self) -> set[Claim]:
+        """The claims of messages that were not collected yet."""
+        return {reading.claim for reading in self._open if reading.claim is not None}
+
     def submit(self, delivery: Delivery, claim: Claim | None) -> None:
         """Have a message read; `claim` where its request was taken over."""
         future = self._pool.submit(self._read, delivery)

@@ -170,7 +170,9 @@ class Worker:
         self._confirm_tokens()
         self._end(failed)
         self._append(sampled)
-        if not self._is_idle() and not has_run:
+        if self._is_idle():
+            self.check_integrity()
+        elif not has_run:
             self.engine.wait_for_event()
         return bool(num_polled or sampled)
 
@@ -792,6 +794,15 @@ class Worker:
     def is_settled(self) -> bool:
         """Return whether no delivery is deferred, being read or being settled, and no KV transfer is under way."""
         return not (self.engine.is_moving_blocks() or any(len(one) for one in (self.queue, self.settler, self.reader)))
+
+    def check_integrity(self) -> None:
+        """Check that each claim of the session has a request that runs or is handed off, or a message that is being
+        read. Raise `AssertionError` where one has none: as long as this process lived, no worker would go on with its
+        request.
+        """
+        held = {task.claim for task in (*self.running.values(), *self._handing_off)} | self.reader.claims
+        forgotten = sorted(claim.id for claim in self.session.claims - held)
+        assert not forgotten, f"claims without a request: {', '.join(forgotten)}"
 
     def close(self) -> None:
         """Hand back unfinished requests and leave the group. The engine stays."""

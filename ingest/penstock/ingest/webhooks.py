@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple, cast
 
@@ -91,8 +92,12 @@ class Webhooks:
         self._is_closing = False
         # Threads of their own: a name server that hangs holds up nothing else. There are none until one is needed.
         self._lookups = ThreadPoolExecutor(MAX_TENANTS_AT_ONCE, "webhooks")
-        self._tls = ssl.create_default_context()
         meters.add_source(self._read_gauges)
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """The certificates by which receivers are known: made when needed, as reading them takes 50 ms."""
+        return ssl.create_default_context()
 
     @property
     def is_on(self) -> bool:

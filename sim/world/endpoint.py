@@ -1,0 +1,170 @@
+"""Servers with OpenAI's API that misbehave, in place of the connections of an endpoint worker.
+
+A prompt says what its answer is: that to `count 3|` is ` 0 1 2`, and behind `count 3| 0` it goes on with ` 1`. Another
+word than `count` says what is wrong with each answer to it. What is wrong with any answer is drawn.
+"""
+
+import email.message
+import json
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sim.world.runtime import SimEvent, World
+
+REFUSED = {"refuse": "invalid_request", "abort": "model_error", "filter": "model_error", "break": "model_error"}
+"""Words of prompts whose answers are errors, and the codes of these."""
+ERROR = {"error": {"message": "half of a pair: \ud83d", "code": None}}
+WRONG_LINES = (
+    b"data: {\n", b"data: [1]\n", b'data: {"choices": 5}\n', b'data: {"choices": [5]}\n', b"\xff\xfe\n",
+    b'data: {"error": {"message": "\\ud800", "code": 500}}\n', b"data: " + b"[" * 5000 + b"\n",
+)  # fmt: skip
+HARMLESS_LINES = (
+    b": comment\n", b"\n", b"event: x\n", b'data: {"choices": []}\n', b'data: {"usage": 5}\n',
+    b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": -1}}\n', b"\xff: x\n",
+    b'data: {"usage": {"prompt_tokens": 1, "completion_tokens": 1' + b"0" * 400 + b"}}\n",
+    b'data: {"choices": [{"text": 5, "finish_reason": null, "stop_reason": "\\ud800"}]}\n',
+)  # fmt: skip
+STATUSES = (429, 500, 502, 503, 404, 301)
+WAITS = ("2", "nan", "-5", "0.5", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "")
+FAULTS = ("status", "cut", "silence", "line", "harmless", "harmless", "harmless", "type", "slow", "away", "no end")
+SILENCE_S = 5.0
+
+
+def make_text(prompt: str) -> str:
+    """Return the whole text of the answer to a prompt."""
+    return "".join(f" {number}" for number in range(int(prompt.rsplit(maxsplit=1)[-1].rstrip("|"))))
+
+
+@dataclass
+class EndpointServers:
+    """The servers, and how much of what they do is wrong."""
+
+    world: World
+    chance: random.Random
+    faults: float
+    """The share of answers with which something is wrong."""
+    away_until_s: float = 0.0
+
+    def open_connection(self, url: str, timeout_s: float) -> "EndpointConnection":
+        """Return a connection to one of them."""
+        return EndpointConnection(self, timeout_s)
+
+    def draw_fault(self) -> str:
+        """Return what is wrong with an answer; empty for nothing."""
+        if self.chance.random() >= self.faults:
+            return ""
+        return self.chance.choice(FAULTS)
+
+
+class EndpointConnection:
+    """`http.client.HTTPConnection`, its socket, and its response."""
+
+    def __init__(self, servers: EndpointServers, timeout_s: float) -> None:
+        self._servers, self._timeout_s = servers, timeout_s
+        self._shut = SimEvent(servers.world)
+        self.sock = self
+        self.status = 200
+        self.headers = email.message.Message()
+        self._pieces: Iterator[bytes] = iter(())
+
+    # The connection and its socket.
+
+    def connect(self) -> None:
+        """Connect. Raises `OSError` while the server is away."""
+        self._wait(0.001)
+        if self._servers.world.now_s < self._servers.away_until_s:
+            raise ConnectionRefusedError("refused")
+
+    def settimeout(self, seconds: float) -> None:
+        """Set how long a read may wait."""
+        self._timeout_s = seconds
+
+    def shutdown(self, how: int) -> None:
+        """End all reads."""
+        assert how == socket.SHUT_RDWR
+        self._shut.set()
+
+    def close(self) -> None:
+        """Close it."""
+        self._shut.set()
+
+    def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        """Ask."""
+        chance, asked, fault = self._servers.chance, json.loads(body), self._servers.draw_fault()
+        words, _, text = asked["prompt"].partition("|")
+        kind = words.split()[0]
+        if fault == "away":
+            self._servers.away_until_s = self._servers.world.now_s + chance.uniform(0.5, 10.0)
+            raise ConnectionResetError("reset")
+        self.headers["Content-Type"] = "application/json" if fault == "type" else "text/event-stream"
+        if fault == "status" or kind == "refuse":
+            self.status = 400 if kind == "refuse" else chance.choice(STATUSES)
+            if wait := chance.choice(WAITS):
+                self.headers["Retry-After"] = wait
+            self._pieces = iter([json.dumps(ERROR).encode()])
+            return
+        self._pieces = self._write_answer(kind, make_text(words)[len(text) :], fault)
+
+    def getresponse(self) -> "EndpointConnection":
+        """Return the response."""
+        self._wait(0.01)
+        return self
+
+    # The response.
+
+    def read(self, size: int) -> bytes:
+        """Return the whole body."""
+        return b"".join(self._pieces)[:size]
+
+    def read1(self, size: int) -> bytes:
+        """Return the next bytes; none at the end."""
+        return next(self._pieces, b"")
+
+    def _write_answer(self, kind: str, text: str, fault: str) -> Iterator[bytes]:
+        chance = self._servers.chance
+        wrong_at = chance.randrange(len(text) + 1) if fault else -1
+        place, end = 0, {"refuse": "", "abort": "abort", "filter": "content_filter"}.get(kind, "stop")
+        while True:
+            self._wait(2.0 if fault == "slow" else 0.02)
+            size = chance.randint(1, 6)
+            if place <= wrong_at < place + size:
+                yield from self._do_wrong(fault)
+                if fault in ("cut", "line"):
+                    return
+            if place >= len(text):
+                break
+            if kind == "break" and place:
+                yield b'data: {"error": "broken"}\n\n'
+                return
+            yield _make_line(text[place : place + size], None)
+            place += size
+        if fault != "no end":
+            line = _make_line("", end)
+            cut = chance.randrange(len(line))
+            yield line[:cut]
+            yield line[cut:] + b"data: [DONE]\n\n"
+
+    def _do_wrong(self, fault: str) -> Iterator[bytes]:
+        chance = self._servers.chance
+        if fault == "silence":
+            self._wait(self._timeout_s)
+            raise TimeoutError("timed out")
+        if fault == "line":
+            yield chance.choice(WRONG_LINES)
+        if fault == "harmless":
+            yield chance.choice(HARMLESS_LINES)
+        if fault == "cut" and chance.random() < 0.5:
+            raise ConnectionResetError("reset")
+
+    def _wait(self, mean_s: float) -> None:
+        """Let time pass. Raises `OSError` where the connection was closed meanwhile."""
+        if self._shut.wait(self._servers.chance.expovariate(1 / mean_s)):
+            raise ConnectionAbortedError("closed")
+
+
+def _make_line(text: str, reason: str | None) -> bytes:
+    choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()

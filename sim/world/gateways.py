@@ -1,0 +1,337 @@
+"""Gateways of the world: the real application, asked by clients without a web server between them.
+
+A gateway is a process with one event loop. Clients call the application as a server of ASGI would, and lose their
+connection where its process dies. They send their request again then under its key, or go on behind the last event.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.bus.connect import connect_bus
+from penstock.bus.contract import FollowedMessage
+from penstock.config.settings import GatewayProcessSettings, RecordSettings, load_group
+from penstock.ingest.gateway.app import create_app
+from penstock.names import WORKERS_KEY
+from penstock.record.live import LiveFeed
+from penstock.record.log import AsyncTokenLog
+from penstock.redis.client import async_redis_client, redis_client
+from penstock.testing.bus import MemoryBus, MemoryFollower
+from sim.world.loop import WorldLoop
+from sim.world.network import Link, WorldPublisher, WorldRecord
+from sim.world.runtime import Process, SimQueue
+from sim.world.servers import MemoryServers
+from sim.world.ways import AsyncLinkedClient, LinkedClient, Place
+
+STOP_S = 2.0
+"""How long a gateway that is told to stop waits for its readers."""
+
+
+class LinkedBus:
+    """The bus, as a process sees it over its link."""
+
+    def __init__(self, bus: MemoryBus, link: Link) -> None:
+        self._bus, self._link = bus, link
+
+    def create_publisher(self) -> WorldPublisher:
+        """Return a publisher."""
+        return WorldPublisher(self._bus, self._link)
+
+    def count_unsettled(self) -> dict[str, int]:
+        """Return how many messages of each input topic are not settled."""
+        counted: dict[str, int] = self._link.call(self._bus.count_unsettled)
+        return counted
+
+    def follow_topic(self, topic: str, after: Mapping[str, str]) -> "LinkedFollower":
+        """Return a follower of a topic."""
+        return LinkedFollower(self._bus.follow_topic(topic, after), self._link)
+
+    def check_connection(self, timeout_s: float = 5.0) -> str:
+        """Return one line about the bus. Raises `BusUnavailable`."""
+        return str(self._link.call(lambda: "it answers"))
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class LinkedFollower:
+    """A follower of a topic, over a link."""
+
+    def __init__(self, follower: MemoryFollower, link: Link) -> None:
+        self._follower, self._link = follower, link
+
+    def read_messages(self, timeout_s: float, max_messages: int = 1000) -> list[FollowedMessage]:
+        """Return the next messages. Raises `BusUnavailable`."""
+        self._link.call(lambda: None)
+        return self._follower.read_messages(timeout_s, max_messages)
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class LinkedLog:
+    """`AsyncTokenLog` over the records in memory."""
+
+    def __init__(self, record: WorldRecord) -> None:
+        self._record = record
+
+    async def read_events(self, request_id: str, after_position: int = -1, limit: int | None = None) -> Any:
+        """Return events of a log."""
+        return (await asyncio.to_thread(self._record.read_log, request_id, after_position))[:limit]
+
+    async def read_status(self, request_id: str) -> Any:
+        """Return a request's record, or None."""
+        return await asyncio.to_thread(self._record.read_status, request_id)
+
+    async def cancel_request(self, request_id: str) -> Any:
+        """Cancel a request. Return False if it has ended already."""
+        return await asyncio.to_thread(self._record.cancel_request, request_id)
+
+
+class LinkedFeed:
+    """`LiveFeed` over the records in memory. Events may be late, or lost."""
+
+    def __init__(self, servers: MemoryServers, link: Link) -> None:
+        self._records, self._link = servers.records, link
+        self._loop = asyncio.get_running_loop()
+        self._last_due_s = 0.0
+        self._listening: dict[tuple[str, Any], contextlib.ExitStack] = {}
+
+    def add_listener(self, channel: str, deliver: Callable[[bytes | None], None]) -> None:
+        """Call `deliver` for a channel's events from now on, and with None at first."""
+        world = self._link.world
+        process = world.current.process if world.current is not None else world.outside
+
+        def listen(payload: bytes | None) -> None:
+            if not process.is_alive or self._link.is_cut() or self._link.chance.random() < self._link.loss:
+                return
+            due_s = world.now_s + self._link.chance.expovariate(1 / self._link.delay_s)
+            self._last_due_s = max(self._last_due_s + 1e-9, due_s)  # a connection keeps the order
+            self._loop.call_soon_threadsafe(
+                self._loop.call_at, self._last_due_s, self._deliver, channel, deliver, payload
+            )
+
+        self._listening[channel, deliver] = stack = contextlib.ExitStack()
+        stack.enter_context(self._records.listen(_find_request(channel), listen))
+        listen(None)
+
+    def remove_listener(self, channel: str, deliver: Callable[[bytes | None], None]) -> None:
+        """Stop calling `deliver`."""
+        if (stack := self._listening.pop((channel, deliver), None)) is not None:
+            stack.close()
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+    def _deliver(self, channel: str, deliver: Callable[[bytes | None], None], payload: bytes | None) -> None:
+        if (channel, deliver) in self._listening:
+            deliver(payload)
+
+
+def _find_request(channel: str) -> str:
+    return channel.partition("{")[2].partition("}")[0]
+
+
+@dataclass(eq=False)
+class Connection:
+    """A client's request to a gateway, and what came back."""
+
+    messages: SimQueue
+    """The messages of the answer; None behind the last, and where the connection is lost."""
+    loop: asyncio.AbstractEventLoop
+    left: asyncio.Event
+    """Set when the client has left."""
+
+    def leave(self) -> None:
+        """Close it from the client's side."""
+        self.loop.call_soon_threadsafe(self.left.set)
+
+    def read_start(self, timeout_s: float) -> tuple[int, dict[str, str]] | None:
+        """Return the status and the headers of the answer; None where none came in time."""
+        message = self._read(timeout_s)
+        if message is None:
+            return None
+        return int(message["status"]), {name.decode(): value.decode() for name, value in message["headers"]}
+
+    def read_chunks(self, timeout_s: float) -> Iterator[bytes | None]:
+        """Yield the body as it comes, then None where the connection was lost, or was silent for so long."""
+        while (message := self._read(timeout_s)) is not None:
+            if body := message.get("body", b""):
+                yield body
+            if not message.get("more_body", False):
+                return
+        yield None
+
+    def _read(self, timeout_s: float) -> dict[str, Any] | None:
+        with contextlib.suppress(Exception):
+            message: dict[str, Any] | None = self.messages.get(timeout=timeout_s)
+            return message
+        return None
+
+
+@dataclass(eq=False)
+class RunningGateway:
+    """A gateway that answers."""
+
+    app: Any
+    loop: WorldLoop
+    process: Process
+    connections: set[Connection] = field(default_factory=set)
+
+
+class Gateways:
+    """The gateways of a scene."""
+
+    def __init__(
+        self, servers: MemoryServers, note_failure: Callable[[Process, BaseException], None],
+        on_left: Callable[[Place], None],
+    ) -> None:  # fmt: skip
+        """`on_left` is called when a gateway that was told to stop has ended."""
+        self._servers, self._world = servers, servers.world
+        self._note_failure, self._on_left = note_failure, on_left
+        self._settings = load_group(GatewayProcessSettings)
+        self.places: list[Place] = []
+        self.running: dict[Place, RunningGateway] = {}
+
+    def add_place(self, name: str) -> Place:
+        """Return a place for a gateway. Beside the pipeline's there is another model, which a worker always serves."""
+        key = self._servers.pipeline.worker_key("prefill", "other")
+        beat = {"stage": "prefill", "name": "other", "model": "other", "state": "ready", "since": 0}
+        self._servers.keys.client.set(key, json.dumps(beat))
+        self._servers.keys.client.sadd(WORKERS_KEY, key)
+        self.places.append(made := Place(name, self._start))
+        return made
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return what a process connects with, each with the double that leads to the world's servers."""
+        servers = self._servers
+        return [
+            (connect_bus, lambda *_: LinkedBus(servers.bus, self._link("bus"))),
+            (redis_client, lambda *_: LinkedClient(servers.keys, self._link("redis"))),
+            (async_redis_client, lambda *_: AsyncLinkedClient(servers.keys, self._link("redis"))),
+            (LiveFeed, lambda _: LinkedFeed(servers, self._link("redis"))),
+            (AsyncTokenLog, lambda *_: LinkedLog(self._make_record())),
+        ]
+
+    def _link(self, server: str) -> Link:
+        """Return the way to a server from the process that runs."""
+        assert self._world.current is not None
+        link = self._servers.ways.find_link(self._world.current.process.name, server)
+        assert link is not None, "the judge connects with nothing"
+        return link
+
+    def _make_record(self) -> WorldRecord:
+        return WorldRecord(self._servers.records, RecordSettings(), self._link("redis"))
+
+    def _start(self, place: Place) -> None:
+        place.process = Process(place.name, on_failure=self._note_failure)
+        self._world.start_thread(place.process, "main", lambda: self._run(place))
+
+    def _run(self, place: Place) -> None:
+        process, loop = place.process, WorldLoop(self._world)
+        assert process is not None
+        loop.set_exception_handler(lambda _, context: self._handle_error(process, context))
+        kept = set[asyncio.Task[Any]]()
+        """Nothing of a process that was killed runs any more: also not what a task would do when it is dropped."""
+
+        def make_task(loop: Any, coroutine: Any, **kwargs: Any) -> "asyncio.Task[Any]":
+            task = asyncio.Task(coroutine, loop=loop, **kwargs)
+            kept.add(task)
+            task.add_done_callback(kept.discard)
+            return task
+
+        loop.set_task_factory(make_task)
+        loop.run_until_complete(self._serve(place, process, loop))
+        self._on_left(place)
+        self._world.kill(process)
+
+    async def _serve(self, place: Place, process: Process, loop: WorldLoop) -> None:
+        stopped = asyncio.Event()
+        place.stop = lambda: loop.call_soon_threadsafe(stopped.set)  # type: ignore[assignment]
+        app = create_app(self._settings, self._servers.find_addresses(place.name))
+        async with app.router.lifespan_context(app):
+            self.running[place] = running = RunningGateway(app, loop, process)
+            await stopped.wait()
+            app.state.gateway.is_stopping = True
+            await asyncio.sleep(STOP_S)
+            del self.running[place]
+            self.break_connections(running)
+
+    def _handle_error(self, process: Process, context: dict[str, Any]) -> None:
+        if (error := context.get("exception")) is not None:
+            self._note_failure(process, error)
+
+    def note_killed(self, place: Place) -> None:
+        """Break the connections of a gateway whose process was killed."""
+        if (running := self.running.pop(place, None)) is not None:
+            self.break_connections(running)
+
+    def break_connections(self, running: RunningGateway) -> None:
+        """Let clients notice that their connections are lost."""
+        for connection in running.connections:
+            connection.messages.put(None)
+
+    def connect(
+        self, place: Place, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Connection | None:
+        """Send a request to a gateway; return None where none answers there."""
+        running = self.running.get(place)
+        if running is None:
+            return None
+        connection = Connection(SimQueue(self._world), running.loop, asyncio.Event())
+        running.connections.add(connection)
+        scope = _make_scope(method, path, headers, body)
+        running.loop.call_soon_threadsafe(
+            lambda: running.loop.create_task(self._answer(running, connection, scope, body))
+        )
+        return connection
+
+    async def _answer(
+        self, running: RunningGateway, connection: Connection, scope: dict[str, Any], body: bytes
+    ) -> None:
+        requests: Sequence[dict[str, Any]] = [{"type": "http.request", "body": body}]
+        waiting = iter(requests)
+
+        async def receive() -> dict[str, Any]:
+            if (message := next(waiting, None)) is not None:
+                return message
+            await connection.left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            connection.messages.put(message)
+
+        try:
+            await running.app(scope, receive, send)
+        except Exception as error:  # an application answers all errors that it expects
+            self._note_failure(running.process, error)
+        running.connections.discard(connection)
+        connection.messages.put(None)
+
+
+def _make_scope(method: str, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))} | dict(headers)
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
+        "client": ("127.0.0.1", 1), "server": ("localhost", 8080),
+    }  # fmt: skip
+
+
+def parse_frames(buffer: bytes) -> tuple[list[dict[str, str]], bytes]:
+    """Return the events of a stream's beginning, by field, and the rest of it."""
+    *frames, rest = buffer.split(b"\n\n")
+    events = []
+    for frame in frames:
+        fields = (line.split(": ", 1) for line in frame.decode().split("\n") if not line.startswith(":"))
+        events.append({one[0]: one[1] for one in fields if len(one) == 2})
+    return events, rest
+
+
+def read_error(body: bytes) -> str:
+    """Return the code in an error's body."""
+    return str(json.loads(body)["error"]["code"])

@@ -1,0 +1,274 @@
+"""The servers of a run, and how a process gets its member and its record at each level.
+
+At the level `fast` these are the doubles of bus and record, over a link. At the others the product's own record and bus
+run, and the doubles are those of their client libraries.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import redis
+from confluent_kafka import Consumer, Producer
+from obstore.store import MemoryStore
+
+from penstock.bus.contract import Bus, Member, Outgoing, Publisher
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.names import Pipeline, WorkerKind, batch_lease_key
+from penstock.record import Record
+from penstock.redis.client import connection_pool, redis_client
+from penstock.testing.bus import MemoryBus
+from sim.world.kafka_broker import BrokerBus, KafkaBroker
+from sim.world.kafka_client import WorldConsumer, WorldProducer
+from sim.world.network import Link, WorldPublisher, WorldRecord, WorldRecords, join_over
+from sim.world.redis_server import RedisServer
+from sim.world.runtime import World
+from sim.world.ways import JUDGE, KeyServer, Ways
+
+
+class ReadBus(Protocol):
+    """What the judge asks a bus."""
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Return every message now visible in a topic."""
+
+    def count_unsettled(self) -> dict[str, int]:
+        """Return how many messages of each input topic are not settled."""
+
+
+class Servers(Protocol):
+    """What a run needs of the servers of a level."""
+
+    bus: ReadBus
+    """The bus as the judge reads it."""
+    record: Record
+    """The record as the judge reads it."""
+    simulated: tuple[str, ...]
+    """What the names of modules begin with that run by the world's clock and threads."""
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return what stands in the place of what of the product while the run lasts."""
+
+    def start(self) -> None:
+        """Start the servers, after the doubles were installed."""
+
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group."""
+
+    def open_record(self, who: str, settings: RecordSettings) -> Record:
+        """Return a process's way to the record."""
+
+    def open_publisher(self, who: str) -> Publisher:
+        """Return a client's way to the bus."""
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return where a process finds the servers."""
+
+    def ask(self, who: str) -> None:
+        """Ask all servers. Raise what the product raises where one does not answer."""
+
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
+        """Let the bus give what a member holds to others."""
+
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
+        """Note that a process was killed, and return what the bus does when it notices that."""
+
+    def list_left(self) -> list[str]:
+        """Return what the servers keep of requests that should be gone when all are answered."""
+
+    def list_breaches(self) -> list[str]:
+        """Return what happened on the servers that never may."""
+
+
+class MemoryServers:
+    """The servers of the level `fast`."""
+
+    simulated = ("penstock.",)
+
+    def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
+        self.world, self.pipeline, self.ways = world, pipeline, ways
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return nothing: the doubles are given to the worker."""
+        return []
+
+    def start(self) -> None:
+        """Create the topics."""
+        self.bus, self.records, self.keys = MemoryBus(self.pipeline), WorldRecords(self.world), KeyServer(self.world)
+        self.objects = MemoryStore()
+        """What gateways keep of files and batches."""
+        self.bus.create_topics()
+        self.record = WorldRecord(self.records, RecordSettings(), self._find(JUDGE, "redis"))
+
+    def _find(self, who: str, server: str) -> Link:
+        found = self.ways.find_link(who, server)
+        return Link.without_length(self.world) if found is None else found
+
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group."""
+        return join_over(self.bus, stage, name, self._find(name, "bus"))
+
+    def open_record(self, who: str, settings: RecordSettings) -> Record:
+        """Return a process's way to the record."""
+        return WorldRecord(self.records, settings, self._find(who, "redis"), self.keys.client)
+
+    def open_publisher(self, who: str) -> Publisher:
+        """Return a client's way to the bus."""
+        return WorldPublisher(self.bus, self._find(who, "bus"))
+
+    def open_objects(self, url: str) -> ObjectStorage:
+        """Return a process's way to the object store."""
+        return ObjectStorage(self.objects)
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return addresses that nobody reads: `Gateways.list_doubles` finds the way by the process that runs."""
+        return Addresses(stream_url="redis://world", pipeline=self.pipeline.name)
+
+    def ask(self, who: str) -> None:
+        """Ask both servers."""
+        for server in ("redis", "bus"):
+            self._find(who, server).call(lambda: None)
+
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
+        """Let others have what a member holds."""
+        member = self.bus.members.get((stage, name))
+        if member is not None:
+            member.give_back_all()
+
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
+        """Return what gives back all that a member holds that is dead, if no other has its name by then."""
+        member = self.bus.members.get((stage, name))
+
+        def notice() -> None:
+            if member is not None and self.bus.members.get((stage, name)) is member:
+                member.give_back_all()
+
+        return notice
+
+    def list_left(self) -> list[str]:
+        """Return free requests, and leases of batches."""
+        free = [f"{name} is free in {stage}" for stage, names in self.records.free.items() for name in names]
+        return free + [f"{key.decode()} is left" for key in self.keys.client.keys(batch_lease_key("*"))]
+
+    def list_breaches(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+
+class StreamsServers:
+    """One Redis with record and bus, which are the product's own."""
+
+    simulated = ("penstock.", "fakeredis.", "redis.")
+
+    def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
+        self.world, self.pipeline, self.ways = world, pipeline, ways
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return the pool of connections to the server of this world."""
+        return [(connection_pool, self._connect)]
+
+    def _connect(self, url: str, **options: Any) -> redis.ConnectionPool:
+        return self._redis.connection_pool(url, **options)
+
+    def start(self) -> None:
+        """Create the topics."""
+        self._redis = RedisServer(self.world, self.ways.find_link)
+        self.record = self.open_record(JUDGE, RecordSettings())
+        bus = self._open_bus(JUDGE)
+        bus.create_topics()
+        self.bus: ReadBus = bus
+
+    def _open_bus(self, who: str) -> Bus:
+        return StreamsBus(self.pipeline, _make_url(who, "bus"), BusSettings())
+
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group."""
+        return self._open_bus(name).join_group(stage, name)
+
+    def open_record(self, who: str, settings: RecordSettings) -> Record:
+        """Return a process's way to the record."""
+        return Record(redis_client(_make_url(who, "redis")), self.pipeline, settings)
+
+    def open_publisher(self, who: str) -> Publisher:
+        """Return a client's way to the bus."""
+        return self._open_bus(who).create_publisher()
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return where a process finds the server."""
+        return Addresses(stream_url=_make_url(who, "redis"), pipeline=self.pipeline.name)
+
+    def ask(self, who: str) -> None:
+        """Ask the server."""
+        for server in ("redis", "bus"):
+            redis_client(_make_url(who, server)).ping()
+
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
+        """Do nothing: a consumer of a group keeps what it has while its member's key lasts."""
+
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
+        """Return nothing to do: the member's key runs out."""
+        return lambda: None
+
+    def list_left(self) -> list[str]:
+        """Return sets of held requests, though none is held."""
+        left = redis_client(_make_url(JUDGE, "redis")).keys(self.pipeline.held_key("*"))
+        return [f"{key!r} is left" for key in left]
+
+    def list_breaches(self) -> list[str]:
+        """Return what the record's epochs forbid."""
+        return self._redis.watch.breaches
+
+
+class KafkaServers(StreamsServers):
+    """Kafka as the product's own bus, and one Redis with its record."""
+
+    def list_doubles(self) -> list[tuple[object, object]]:
+        """Return the pool of connections, and Kafka's clients."""
+        return [
+            *super().list_doubles(),
+            (Consumer, lambda settings: WorldConsumer(self.world, self._broker, self._find(settings), settings)),
+            (Producer, lambda settings: WorldProducer(self.world, self._broker, self._find(settings), settings)),
+        ]
+
+    def _find(self, settings: Mapping[str, Any]) -> Link:
+        found = self.ways.find_link(settings["bootstrap.servers"], "bus")
+        assert found is not None, "the judge has no client"
+        return found
+
+    def start(self) -> None:
+        """Create the topics."""
+        self._redis = RedisServer(self.world, self.ways.find_link)
+        self.record = self.open_record(JUDGE, RecordSettings())
+        count = BusSettings().partitions
+        self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))
+        self.bus = BrokerBus(self.pipeline, self._broker)
+
+    def _open_bus(self, who: str) -> Bus:
+        return KafkaBus(self.pipeline, who, BusSettings())
+
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group."""
+        found = self.ways.find_link(name, "bus")
+        if found is not None:
+            self._broker.stands_until_s = found.stands_until_s
+        return super().join_group(stage, name)
+
+    def ask(self, who: str) -> None:
+        """Ask both servers."""
+        redis_client(_make_url(who, "redis")).ping()
+        self._find({"bootstrap.servers": who}).call(lambda: None)
+
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
+        """Let the group lose a member, as if its time were over."""
+        self._broker.fence(self.pipeline.consumer_group(stage), name)
+
+
+def _make_url(who: str, server: str) -> str:
+    return f"redis://{who}.{server}"
+
+
+LEVELS: dict[str, Any] = {"fast": MemoryServers, "streams": StreamsServers, "kafka": KafkaServers}
+"""The servers of each level."""
