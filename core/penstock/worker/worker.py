@@ -170,10 +170,11 @@ class Worker:
         self._confirm_tokens()
         self._end(failed)
         self._append(sampled)
-        if self._is_idle():
-            self.check_integrity()
-        elif not has_run:
-            self.engine.wait_for_event()
+        if not has_run:
+            if self._is_idle():
+                self.check_integrity()
+            else:
+                self.engine.wait_for_event()
         return bool(num_polled or sampled)
 
     # What happened meanwhile.
