@@ -9,7 +9,7 @@ import pytest
 
 from sim.world.flaws import FLAWS, Flaw, find_flaw
 
-ROOT = Path(__file__).parents[1]
+ROOT, FULL = Path(__file__).parents[1], pytest.mark.full
 
 
 def run_world(*arguments: str) -> str:
@@ -29,9 +29,13 @@ def test_nothing_is_lost_doubled_or_wrong() -> None:
     ("seed", "rates"),
     [
         pytest.param(1, ["gateways=1", "kill_s=3", "batches=0.2"], id="gateways"),
-        pytest.param(2, ["gateways=0", "endpoint=0.3", "crash=0.003"], id="endpoints"),
-        pytest.param(3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs"),
-        pytest.param(4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps"),
+        pytest.param(2, ["gateways=0", "endpoint=0.3", "crash=0.003"], id="endpoints", marks=FULL),
+        pytest.param(
+            3, ["gateways=0", "endpoint=0", "bug=0.002", "hostile_s=1", "full_s=10", "slow=0.02"], id="bugs", marks=FULL
+        ),
+        pytest.param(
+            4, ["gateways=0", "endpoint=0", "wedge=0.002", "stall=0", "deadlines=0.5"], id="endless steps", marks=FULL
+        ),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_with(seed: int, rates: list[str]) -> None:
@@ -45,7 +49,7 @@ def test_nothing_is_found_over_redis_streams() -> None:
     assert ", 0 findings," in told, told
 
 
-@pytest.mark.parametrize("level", ["fast", "kafka"])
+@pytest.mark.parametrize("level", ["fast", pytest.param("kafka", marks=FULL)])
 def test_a_seed_repeats(level: str) -> None:
     rates = [] if level != "fast" else ["--rate", "gateways=0.5", "--rate", "kill_s=2"]
     first, second = (run_world("--seed", "5", "--requests", "15", "--level", level, *rates) for _ in range(2))
@@ -58,7 +62,7 @@ def test_each_flaw_has_its_place(flaw: Flaw) -> None:
     assert (ROOT / flaw.file).read_text().count(flaw.before) == 1
 
 
-@pytest.mark.full
+@FULL
 def test_a_planted_flaw_is_found() -> None:
     flaw = next(one for one in FLAWS if one.name == "the log is not read")
     seed, found, _ = find_flaw(flaw, ROOT, seconds=600.0)
