@@ -18,6 +18,7 @@ from penstock.record import (
     UnclaimedMessage,
 )
 from penstock.record.claim import GOOD_PROGRESS
+from penstock.redis.scripts import Script
 from sim.waiting import wait_for
 from tests.record.play import alive, die, end, prefill, say
 
@@ -68,6 +69,18 @@ def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, clie
     assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "b"), Busy)
     client.script_flush()
     assert say(record, claim, [1]) == [1]
+
+
+def test_no_call_runs_twice_where_another_client_loads_the_script_between_two(
+    client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """A second claim of the session that holds a request would find it busy for as long as that lives."""
+    count = Script(f"return redis.call('INCR', KEYS[1]) -- {pipeline.name}")  # a text that no server knows
+    first, second = (f"test:{pipeline.name}:{name}" for name in "ab")
+    learn = ["SCRIPT", "LOAD", count.text]  # as another client's command would come in between
+    commands = [count.command([first], []), ["GET", first], learn, count.command([second], []), ["GET", second]]
+    replies = count.run_once(client, commands)
+    assert [replies[place] for place in (0, 1, 3, 4)] == [1, b"1", 1, b"1"]
 
 
 # Taking over

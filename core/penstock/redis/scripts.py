@@ -56,16 +56,22 @@ class Script:
             return self._run_pipelined(client, calls)
 
     def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the replies to commands of this script, and to others between them that only read, in one round trip,
+        """Return the replies to calls of this script, each with commands behind it that only read, in one round trip,
         see `penstock.redis.client.raise_outage`.
 
-        Nothing is sent again, see `penstock.redis.client.execute_once`.
+        No call runs twice, see `penstock.redis.client.execute_once`.
         """
-        try:
-            return raise_outage(execute_once(client, commands))
-        except NoScriptError:  # none of them was run
+        replies = execute_once(client, commands)
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            # Another client may have sent the text after the first of these calls, so that others did run.
             client.script_load(self.text)
-            return raise_outage(execute_once(client, commands))
+            calls = [place for place, command in enumerate(commands) if command[0] == "EVALSHA"]
+            ends = dict(zip(calls, [*calls[1:], len(commands)], strict=True))
+            again = [place for call in unknown for place in range(call, ends[call])]
+            for place, reply in zip(again, execute_once(client, [commands[place] for place in again]), strict=True):
+                replies[place] = reply
+        return raise_outage(replies)
 
     def command(self, keys: Sequence[str | bytes], args: Arguments) -> list[Any]:
         """Return a call as the words of a command."""
