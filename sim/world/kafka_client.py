@@ -19,6 +19,8 @@ from sim.world.kafka_broker import LEADER_EPOCH, Entry, KafkaBroker, MemberKey, 
 from sim.world.network import TIMEOUT_S, Link
 from sim.world.runtime import SimCondition, SimQueue, World
 
+LIBRARY = "librdkafka"
+"""What the names of threads begin with that are not the product's."""
 HEARTBEAT_S = 1.0
 RETRY_S = 0.1
 FETCH_WAIT_S = 0.05
@@ -121,8 +123,8 @@ class WorldConsumer(Client, Positions):
         self._topics, self._callbacks = topics, {"assign": on_assign, "revoke": on_revoke, "lost": on_lost}
         self._wanted = set()
         self._take_name()
-        self._start_thread("kafka-beat", self._beat_forever)
-        self._start_thread("kafka-commit", self._commit_forever)
+        self._start_thread(f"{LIBRARY}-beat", self._beat_forever)
+        self._start_thread(f"{LIBRARY}-commit", self._commit_forever)
 
     def _take_name(self) -> None:
         self._name = f"{self._client}/{self._broker.make_name()}"
@@ -273,7 +275,7 @@ class WorldProducer(Client):
         self._queue = SimQueue(world)
         self._reports: deque[tuple[Report, KafkaError | None]] = deque()
         self._has_reports = SimCondition(world)
-        self._start_thread("kafka-send", self._send_forever)
+        self._start_thread(f"{LIBRARY}-send", self._send_forever)
 
     def produce(
         self, topic: str, value: bytes, key: bytes | None, partition: int, headers: Any, on_delivery: Report

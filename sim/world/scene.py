@@ -53,6 +53,7 @@ from sim.world.batches import BatchClient
 from sim.world.endpoint import REFUSED, SILENCE_S, EndpointServers, make_text
 from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
+from sim.world.kafka_client import LIBRARY
 from sim.world.runtime import EPOCH_S, Doubles, Process, World
 from sim.world.servers import LEVELS, MemoryServers, Servers
 from sim.world.ways import Place, Ways
@@ -376,9 +377,10 @@ class Scene:
         if self.ways.is_calm or not thread.process.is_alive:
             return
         drawn, place = self.chance.random(), self._find_place(thread.process)
+        may_raise = place.stage is not None and not thread.name.startswith(LIBRARY)
         if drawn < self.rates.crash / 4:
             self._kill(place, "a call")
-        elif drawn < self.rates.crash / 4 + self.rates.bug and place.stage is not None:
+        elif drawn < self.rates.crash / 4 + self.rates.bug and may_raise:
             self._note({"what": "bug", "worker": place.name, "thread": thread.name})
             raise InjectedError
 
