@@ -11,8 +11,6 @@ from functools import cache
 from types import TracebackType
 from typing import Literal, Self
 
-import redis
-
 from penstock.bus.connect import connect_bus
 from penstock.client.core import prepare_message
 from penstock.client.sync import Client
@@ -321,7 +319,7 @@ class Clients:
             after = event.id
             self._history.add_entry("token", id=request_id, reader=reader, event=event.id, token=event.token)
             if cancel_after is not None and int(event.id.partition("-")[0]) == cancel_after:
-                with contextlib.suppress(redis.RedisError):
+                with contextlib.suppress(BusUnavailable):
                     self._client.cancel(request_id)
             if count == most:
                 return after, False
