@@ -70,7 +70,6 @@ SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
 GATEWAY_ID = re.compile(r"cmpl-[0-9a-f]{32}")
-URL = "redis://world"
 HOSTILE = (
     b"", b"\x00", b"\xff\xfe{}", b"{", b"[]", b"5", b"null", b'{"id": 5}', b'{"v": 99, "id": "hostile"}',
     b"[" * 100_000,
