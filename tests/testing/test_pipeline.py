@@ -9,6 +9,7 @@ from penstock.errors import Cancelled
 from penstock.messages import TokenEvent
 from penstock.testing.engine import FormulaEngine, list_tokens
 from penstock.testing.pipeline import TestPipeline
+from sim.waiting import wait_for
 
 PROMPT = [300, 301, 302]
 NUM_TOKENS = 20
@@ -88,7 +89,11 @@ def test_what_ends_a_worker_that_nobody_killed_is_raised() -> None:
         TestPipeline() as pipeline,
     ):
         pipeline._workers["decode-0"].thread.join()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+
+    def has_no_thread() -> bool:  # the session's is told to end, and not waited for
+        return not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+
+    wait_for(has_no_thread, "all threads of the workers have ended")
 
 
 def test_no_lag_is_told() -> None:
