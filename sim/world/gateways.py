@@ -20,6 +20,7 @@ from penstock.record.live import LiveFeed
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.testing.bus import MemoryBus, MemoryFollower
+from penstock.testing.client import find_request_id
 from sim.world.loop import WorldLoop
 from sim.world.network import Link, WorldPublisher, WorldRecord
 from sim.world.runtime import Process, SimQueue
@@ -115,7 +116,7 @@ class LinkedFeed:
             )
 
         self._listening[channel, deliver] = stack = contextlib.ExitStack()
-        stack.enter_context(self._records.listen(_find_request(channel), listen))
+        stack.enter_context(self._records.listen(find_request_id(channel), listen))
         listen(None)
 
     def remove_listener(self, channel: str, deliver: Callable[[bytes | None], None]) -> None:
@@ -129,10 +130,6 @@ class LinkedFeed:
     def _deliver(self, channel: str, deliver: Callable[[bytes | None], None], payload: bytes | None) -> None:
         if (channel, deliver) in self._listening:
             deliver(payload)
-
-
-def _find_request(channel: str) -> str:
-    return channel.partition("{")[2].partition("}")[0]
 
 
 @dataclass(eq=False)

@@ -63,7 +63,7 @@ class _Live(LiveThread):
     @contextmanager
     def open_mailbox(self, channel: str) -> Iterator[Mailbox]:
         box = Mailbox()
-        with self._records.listen(_find_request_id(channel), box.put_event):
+        with self._records.listen(find_request_id(channel), box.put_event):
             box.put_event(None)
             yield box
 
@@ -84,7 +84,7 @@ class _AsyncLive(LiveFeed):
                 self._loop.call_soon_threadsafe(deliver, payload)
 
         self._listening[channel, deliver] = stack = ExitStack()
-        stack.enter_context(self._records.listen(_find_request_id(channel), pass_on))
+        stack.enter_context(self._records.listen(find_request_id(channel), pass_on))
         deliver(None)
 
     def remove_listener(self, channel: str, deliver: Deliver) -> None:
@@ -94,7 +94,7 @@ class _AsyncLive(LiveFeed):
         pass
 
 
-def _find_request_id(channel: str) -> str:
+def find_request_id(channel: str) -> str:
     """Return the request whose live channel this is, see `Pipeline.live_channel`."""
     return channel.partition("{")[2].rpartition("}")[0]
 
