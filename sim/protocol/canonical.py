@@ -11,10 +11,10 @@ Task = TypeVar("Task", Run, PendingOutput)
 STALE = -1
 
 
-def canonicalize_state(state: State, fenced: bool = True) -> State:
+def canonicalize_state(state: State, fenced: bool = True, are_alike: bool = True) -> State:
     """Return an equivalent state: the workers of a stage in a fixed order, all names and epochs as small as possible.
 
-    If the record is `fenced`, as it should be, a worker without a valid claim is reduced to what it can still do:
+    The workers that read requests are reordered if they are of one kind (`are_alike`). If the record is `fenced`, as it should be, a worker without a valid claim is reduced to what it can still do:
     whatever needs the claim is refused anyway.
     """
     saved = state.saved if state.left.losses else NEW
@@ -28,7 +28,7 @@ def canonicalize_state(state: State, fenced: bool = True) -> State:
     workers = [IDLE if worker == IDLE else _rename_worker(worker, names, valid, fenced) for worker in state.workers]
     held = state.rec.session
     ranks = [hash((workers[n], n == held, tuple([one for one, at in bus if at == n]))) for n in range(4)]
-    order = ([0, 1] if ranks[0] <= ranks[1] else [1, 0]) + ([2, 3] if ranks[2] <= ranks[3] else [3, 2])
+    order = ([0, 1] if ranks[0] <= ranks[1] or not are_alike else [1, 0]) + ([2, 3] if ranks[2] <= ranks[3] else [3, 2])
     places = {old: new for new, old in enumerate(order)} | {FREE: FREE, GHOST: GHOST}
     return State(
         rec=_rename_record(state.rec, names, epochs, NOBODY if held is NOBODY else places[held]),

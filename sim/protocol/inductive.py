@@ -18,7 +18,7 @@ from z3 import And, ForAll, If, Implies, Not, Or
 NEW, PREFILL, HANDED, DECODE, END = map(z3.IntVal, range(5))
 WORKER = z3.DeclareSort("Worker")
 FLAWS = ("appends by anybody", "writes after the end", "an epoch is given twice", "binding changes", "ends uncounted",
-         "settles what it does not hold", "settles before the end")  # fmt: skip
+         "settles what it does not hold", "settles before the end", "ends unbound")  # fmt: skip
 """Checks that can be left out. Each is needed for the proof."""
 
 
@@ -35,14 +35,13 @@ class Rec(NamedTuple):
 
 
 class State(NamedTuple):
-    """The record; by worker and epoch whether it got that claim, and with which job (0 in prefill); by position who
-    wrote a token; by worker and message whether it may publish the result once it holds the delivery; and by message
+    """The record; by worker and epoch whether it got that claim, and with which message; by position who wrote a token; by worker and message whether it may publish the result once it holds the delivery; and by message
     whether it is settled, and how many results were published with that.
     """
 
     rec: Rec
     claimed: Any
-    job: Any
+    by: Any
     author: Any
     may_settle: Any
     settled: Any
@@ -60,7 +59,7 @@ def make_state(name: str) -> State:
     written_by, cancelled = make("written_by", number, number), z3.Bool(f"{name}_cancelled")
     return State(
         Rec(epoch, stage, bound, num_tokens, written_by, num_at_end, cancelled),
-        claimed=make("claimed", worker, number, flag), job=make("job", worker, number, number),
+        claimed=make("claimed", worker, number, flag), by=make("by", worker, number, number),
         author=make("author", number, worker), may_settle=make("may_settle", worker, number, flag),
         settled=make("settled", number, flag), results=make("results", number, number),
     )  # fmt: skip
@@ -70,13 +69,15 @@ u, v = z3.Consts("u v", WORKER)
 e, m, k, p, q = z3.Ints("e m k p q")
 """Bound by quantifiers, as are `u` and `v`."""
 actor, (epoch, message, position, count) = z3.Const("actor", WORKER), z3.Ints("epoch message position count")
-"""Who takes a step, and with what. A message is named by its job's id: above 0, each in one message; 0 is a request."""
+"""Who takes a step, and with what. Messages have names above 0: a job its id, a request that of its place."""
+is_job, has_delivery = z3.Function("is_job", z3.IntSort(), z3.BoolSort()), z3.Bool("has_delivery")
+"""Which names are jobs'; and whether who ends a request has the delivery of the request's own message."""
 
 
 def list_invariants(s: State) -> dict[str, Any]:
     """Return what holds in every state that can be reached. The promises are among it."""
     r, both = s.rec, And(s.claimed(u, e), s.claimed(v, e))
-    p_in_log, has_job = And(p >= 0, p < r.num_tokens), And(s.claimed(u, e), s.job(u, e) != 0)
+    p_in_log, has_job = And(p >= 0, p < r.num_tokens), And(s.claimed(u, e), is_job(s.by(u, e)))
     is_settled = And(s.settled(m), m == r.bound, m > 0, r.stage == END)
     ends = And((r.stage == END) == (r.num_at_end >= 0), Implies(r.stage == END, r.num_at_end == r.num_tokens))
     return {
@@ -85,8 +86,10 @@ def list_invariants(s: State) -> dict[str, Any]:
         "a token is its holder's": ForAll([p], Implies(p_in_log, s.claimed(s.author(p), r.written_by(p)))),
         "later tokens are of later epochs": ForAll([p, q], Implies(And(p_in_log, p < q, q < r.num_tokens),
             r.written_by(p) <= r.written_by(q))),
+        "all claims are by messages": ForAll([u, e], Implies(s.claimed(u, e), s.by(u, e) > 0)),
+        "a request's own message is bound at its end": Implies(And(r.bound != 0, Not(is_job(r.bound))), r.stage == END),
         "an end counts all tokens": And(r.num_tokens >= 0, ends),
-        "decode's claims have the bound job": ForAll([u, e], Implies(has_job, s.job(u, e) == r.bound)),
+        "decode's claims have the bound job": ForAll([u, e], Implies(has_job, s.by(u, e) == r.bound)),
         "who may settle has the bound job and an end": ForAll([u, m], Implies(s.may_settle(u, m),
             And(m == r.bound, m > 0, r.stage == END))),
         "a result settles its message": ForAll([m], And(s.results(m) >= 0, s.results(m) <= 1,
@@ -114,33 +117,40 @@ def relate_records(a: Rec, b: Rec, flaw: str = "") -> dict[str, Any]:
     """Return for each change of a record how the one after it follows from the one before: a claim's epoch is its."""
     fresh = b.epoch >= a.epoch + (0 if flaw == "an epoch is given twice" else 1)
     binds = Or(a.bound == 0, a.bound == message, flaw == "binding changes")
-    prefill, decode = And(message == 0, a.bound == 0, a.stage != HANDED), And(message > 0, binds)
+    prefill, decode = And(Not(is_job(message)), binds, a.stage != HANDED), And(is_job(message), binds)
     same_tokens = And(b.num_tokens == a.num_tokens, ForAll([p], b.written_by(p) == a.written_by(p)))
     log_stays = And(same_tokens, b.num_at_end == a.num_at_end)
     same = And(log_stays, b.epoch == a.epoch, b.bound == a.bound, b.cancelled == a.cancelled)
     is_holder = Or(a.epoch == epoch, flaw == "appends by anybody")
     claims = And(log_stays, fresh, b.cancelled == a.cancelled)
     kept = And(b.epoch == a.epoch, b.bound == a.bound)
+    names = And(has_delivery, Not(is_job(message)))
+    is_unbound = flaw == "ends unbound"
+    ends = And(
+        b.epoch == a.epoch,
+        Implies(names, Or(a.bound == 0, a.bound == message)),
+        b.bound == If(And(names, Not(is_unbound)), message, a.bound),
+    )
     by_prefill = And(prefill, b.stage == PREFILL, b.bound == a.bound)
     by_decode = And(decode, b.stage == DECODE, b.bound == message)
     of_prefill, of_decode = (
-        And(a.stage == PREFILL, message == 0),
-        And(a.stage == DECODE, message == a.bound, message > 0),
+        And(a.stage == PREFILL, Not(is_job(message))),
+        And(a.stage == DECODE, message == a.bound, is_job(message)),
     )
     is_written = And(p >= position, p < position + count)
     return {
         "claim": And(claims, a.stage != END, Or(by_prefill, by_decode)),
         "take over": And(claims, Or(of_prefill, of_decode), b.stage == a.stage, b.bound == a.bound),
-        "claim in prefill what has ended": And(claims, prefill, a.stage == END, b.stage == END, b.bound == a.bound),
-        "claim in decode what has ended": And(log_stays, decode, a.stage == END, b.stage == END, b.bound == message,
-            b.epoch == a.epoch, b.cancelled == a.cancelled),
+        "claim what has ended": And(log_stays, Or(prefill, decode), a.stage == END, b.stage == END,
+            b.bound == message, b.epoch == a.epoch, b.cancelled == a.cancelled),
         "append": And(is_holder, Or(a.stage != END, flaw == "writes after the end"), Not(a.cancelled), kept,
             count > 0, position == a.num_tokens, b.num_tokens == a.num_tokens + count, b.stage == a.stage,
             b.cancelled == a.cancelled, b.num_at_end == a.num_at_end,
             ForAll([p], b.written_by(p) == If(is_written, epoch, a.written_by(p)))),
-        "finish": And(a.epoch == epoch, a.stage != END, Or(position == a.num_tokens, flaw == "ends uncounted"), kept,
+        "finish": And(a.epoch == epoch, a.stage != END, Or(position == a.num_tokens, flaw == "ends uncounted"), ends,
             position >= 0, b.stage == END, b.num_at_end == position, same_tokens, b.cancelled == a.cancelled),
-        "finish again": And(same, a.epoch == epoch, a.stage == END, b.stage == END, position == a.num_tokens),
+        "finish again": And(log_stays, ends, a.epoch == epoch, a.stage == END, b.stage == END,
+            position == a.num_tokens, b.cancelled == a.cancelled),
         "hand off": And(same, a.epoch == epoch, a.stage == PREFILL, b.stage == HANDED),
         "cancel": And(log_stays, kept, a.stage != END, b.stage == a.stage, b.cancelled),
         "nothing": And(same, b.stage == a.stage),
@@ -151,19 +161,21 @@ def list_steps(s: State, t: State, flaw: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each kind of step from `s` to `t`, with the condition under which there is one."""
     steps = relate_records(s.rec, t.rec, flaw)
     for kind in (*steps, "settle", "settle without output"):
-        claims = kind in ("claim", "take over", "claim in prefill what has ended")
-        told = kind in ("finish", "finish again", "claim in decode what has ended") or flaw == "settles before the end"
+        claims = kind in ("claim", "take over")
+        told = kind == "claim what has ended" or flaw == "settles before the end"
+        if kind in ("finish", "finish again"):
+            told = Or(is_job(message), has_delivery)
         settles, asks, is_asked = kind not in steps, kind in ("append", "finish", "finish again", "hand off"), True
         if asks:  # with a claim
-            is_asked = And(s.claimed(actor, epoch), s.job(actor, epoch) == message)
+            is_asked = And(s.claimed(actor, epoch), s.by(actor, epoch) == message)
         elif settles:  # what the bus does at once: the message, and with it the result or none
             is_there = Or(Not(s.settled(message)), flaw == "settles what it does not hold")
             is_asked = And(is_there, Or(s.may_settle(actor, message), kind != "settle"))
         mine, is_this = And(u == actor, e == t.rec.epoch, claims), m == message
         yield kind, And(
-            is_asked, steps["nothing" if settles else kind],
+            message > 0, is_asked, steps["nothing" if settles else kind],
             ForAll([u, e], t.claimed(u, e) == Or(s.claimed(u, e), mine)),
-            ForAll([u, e], t.job(u, e) == If(mine, message, s.job(u, e))),
+            ForAll([u, e], t.by(u, e) == If(mine, message, s.by(u, e))),
             ForAll([p], t.author(p) == If(And(kind == "append", p >= position), actor, s.author(p))),
             ForAll([u, m], t.may_settle(u, m) == Or(s.may_settle(u, m), And(told, u == actor, is_this, m > 0))),
             ForAll([m], t.settled(m) == Or(s.settled(m), And(settles, is_this))),

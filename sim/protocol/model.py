@@ -50,7 +50,8 @@ class _StateGraph:
     """All states in the order in which they were found, and the steps between them."""
 
     def __init__(self, rules: Rules) -> None:
-        self._rules, self._is_fenced = rules, rules.flaw != "appends by anybody"
+        self._is_fenced, self._are_alike = rules.flaw != "appends by anybody", len(set(rules.stays)) == 1
+        self._rules = rules
         self.order: list[State] = []
         self._numbers: dict[State, int] = {}
         self._came: list[tuple[int, Step]] = []
@@ -60,7 +61,7 @@ class _StateGraph:
 
     def add_state(self, state: State, before: int, step: Step) -> None:
         """Add a state, and the step that led to it from the state with the number `before`."""
-        state = canonicalize_state(state, self._is_fenced)
+        state = canonicalize_state(state, self._is_fenced, self._are_alike)
         number = self._numbers.get(state)
         if number is None:
             number = self._numbers[state] = len(self.order)

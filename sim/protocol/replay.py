@@ -96,7 +96,9 @@ class Replay:
         stage, index, message, lives = args
         session = self._get_session(index, lives)
         if stage == "prefill":
-            outcome = self.record.claim_prefill(self.id, session, str(message.body), _pack_message(message))
+            outcome = self.record.claim_prefill(
+                self.id, session, str(message.body), _pack_message(message), str(message.name)
+            )
             self._check_claim(outcome, reply)
         else:
             self._check_claim(
@@ -105,8 +107,8 @@ class Replay:
 
     def _park_message(self, args: Any, after: RequestRecord) -> None:
         stage, message = args
-        body, job = ("", str(message.job)) if message.job else (str(message.body), "")
-        self.record.park_messages(stage, [UnclaimedMessage(self.id, body, job, _pack_message(message))])
+        body, name = ("", str(message.job)) if message.job else (str(message.body), str(message.name))
+        self.record.park_messages(stage, [UnclaimedMessage(self.id, body, name, _pack_message(message))])
         if after.epoch not in self.epochs:
             epoch = self.keeper.read().epoch
             assert epoch > max(self.epochs.values())
@@ -149,10 +151,11 @@ class Replay:
         assert self.record.append_tokens(entries) == [reply] * count
 
     def _finish_request(self, args: Any, reply: Any) -> None:
-        epoch, end = args
+        epoch, end, name = args
         claim = self.claims[epoch]
         claim.num_tokens = end.tokens
-        assert self.record.finish_request(claim, EndEvent(finish_reason="error", text=end.error)) == reply
+        event = EndEvent(finish_reason="error", text=end.error)
+        assert self.record.finish_request(claim, event, str(name or "")) == reply
 
     def _open_session(self, index: int) -> None:
         """Open a session for a worker in its stage."""

@@ -18,6 +18,7 @@ class Scenario(NamedTuple):
         return make_start_state(self.left, self.requests, self.other_body)
 
 
+ONE_STAYS, BOTH_STAY = Rules(stays=(True, False)), Rules(stays=(True, True))
 QUICK = {
     "nothing happens": Scenario(Budget()),
     "crashes": Scenario(Budget(crashes=2)),
@@ -67,6 +68,20 @@ QUICK = {
     "failing, without retries, with a pause": Scenario(Budget(pauses=1, fails=1), Rules(retries=False)),
     "failing, without retries, with a rebalance": Scenario(Budget(moves=1, fails=1), Rules(retries=False)),
     "Redis empty": Scenario(Budget(losses=1, crashes=1)),
+    "one stays": Scenario(Budget(crashes=1, pauses=1), ONE_STAYS),
+    "one stays, with a rebalance": Scenario(Budget(crashes=1, moves=1), ONE_STAYS),
+    "one stays, in two steps": Scenario(Budget(crashes=1, doubts=1), ONE_STAYS._replace(two_steps=True)),
+    "one stays, stopped or too late": Scenario(Budget(stops=1, lates=1), ONE_STAYS),
+    "one stays, cancelled": Scenario(Budget(pauses=1, cancels=1), ONE_STAYS),
+    "one stays, produced twice": Scenario(Budget(crashes=1), ONE_STAYS, requests=2),
+    "one stays, Redis empty": Scenario(Budget(losses=1, moves=1), ONE_STAYS),
+    "both stay": Scenario(Budget(crashes=2), BOTH_STAY),
+    "both stay, with pauses": Scenario(Budget(pauses=2), BOTH_STAY),
+    "both stay, in doubt, with a rebalance": Scenario(Budget(moves=1, doubts=1), BOTH_STAY),
+    "both stay, failing": Scenario(Budget(crashes=1, fails=1), BOTH_STAY),
+    "both stay, without room": Scenario(Budget(pauses=1, waits=1), BOTH_STAY),
+    "both stay, the bus knows nothing": Scenario(Budget(crashes=1, stops=1), BOTH_STAY._replace(bus_knows=False)),
+    "both stay, Redis empty": Scenario(Budget(losses=1, crashes=1), BOTH_STAY),
     "Redis empty, with a pause": Scenario(Budget(losses=1, pauses=1)),
     "Redis empty, with a rebalance": Scenario(Budget(losses=1, moves=1)),
     "Redis empty, cancelled or too late": Scenario(Budget(losses=1, cancels=1, lates=1)),
@@ -102,7 +117,7 @@ DEEP = {
     "Redis falls back, with a pause": Scenario(Budget(losses=1, syncs=1, pauses=1)),
 }
 
-BLIND = Rules(bus_knows=False)
+BLIND, DOUBTFUL = Rules(bus_knows=False), BOTH_STAY._replace(two_steps=True)
 FLAWS = {
     ("no binding", "two results"): (Budget(pauses=1), Rules()),
     ("binding changes", "two results"): (Budget(pauses=1), Rules()),
@@ -115,9 +130,11 @@ FLAWS = {
     ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
     ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
     ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),
-    ("trusts the job", "poison without a dead letter"): (Budget(fails=2, lates=1), Rules()),
     ("claims without a session", "stuck"): (Budget(pauses=1), Rules()),
     ("reaps without freeing", "stuck"): (Budget(crashes=1), BLIND),
     ("handed before durable", "stuck"): (Budget(crashes=1), Rules()),
+    ("ends unbound", "two results"): (Budget(crashes=1, doubts=1), DOUBTFUL),
+    ("binds without the delivery", "stuck"): (Budget(crashes=2, doubts=1), BOTH_STAY),
+    ("forgets its own message", "stuck"): (Budget(crashes=1), BOTH_STAY),
 }
 """Rules that can be left out, each with a fault that is found then, and the scenario that shows it."""

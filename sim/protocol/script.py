@@ -48,7 +48,7 @@ NEW: RequestRecord = RequestRecord(bound=0, body=0)
 
 def park_message(rec: RequestRecord, stage: Stage, message: Message, clock: int) -> tuple[RequestRecord, Reply]:
     """Put a message down."""
-    asked = message.job, _get_body(stage, message), message
+    asked = message.job or message.name, _get_body(stage, message), message
     rec, reply = transitions.claim_request(rec, stage, None, asked, LIVING, _tell_times(clock))
     return rec, (reply.kind,)
 
@@ -59,7 +59,8 @@ def claim_request(
     """Claim the request. `lives` says whether the calling session does."""
     rebinds = flaw == "no binding" or (flaw == "binding changes" and stage == "decode")
     before = rec._replace(bound=0) if rebinds else rec
-    asked = message.job, _get_body(stage, message), message
+    name = message.job if flaw == "forgets its own message" else message.job or message.name
+    asked = name, _get_body(stage, message), message
     living = LIVING if lives else {name: until for name, until in LIVING.items() if name != session}
     after, reply = transitions.claim_request(before, stage, session, asked, living, _tell_times(clock))
     if flaw == "no binding" or (rebinds and after is before):
@@ -99,10 +100,12 @@ def append_tokens(
     return transitions.append_tokens(rec, asks, position, (epoch,) * count)
 
 
-def finish_request(rec: RequestRecord, epoch: int, end: End, flaw: str = "") -> tuple[RequestRecord, int]:
-    """Write the end."""
+def finish_request(
+    rec: RequestRecord, epoch: int, end: End, name: int = 0, flaw: str = ""
+) -> tuple[RequestRecord, int]:
+    """Write the end. `name` is bound to the request: the name of its own message, where the holder has that."""
     num_tokens = len(rec.tokens) if flaw == "ends uncounted" else end.tokens
-    return transitions.finish_request(rec, epoch, num_tokens, end)
+    return transitions.finish_request(rec, epoch, num_tokens, end, 0 if flaw == "ends unbound" else name)
 
 
 def release_request(

@@ -93,8 +93,7 @@ def _publish_output(state: State, rules: Rules, out: PendingOutput) -> tuple[Sta
             bus = (*state.bus, (message._replace(name=name, attempt=message.attempt + 1), FREE))
         case "result":
             assert out.end is not None
-            is_told = bool(message.error) if rules.flaw == "trusts the job" else message.error == out.end.error
-            letters = out.end.error in POISONOUS and not is_told
+            letters = out.end.error in POISONOUS and not message.error  # what ended in prefill has its letter
             return state._replace(results=state.results + 1, letters=state.letters + letters), out
         case _:
             return state, out

@@ -24,6 +24,8 @@ class Rules(NamedTuple):
     """Whether a failed request goes to a retry topic, rather than staying with its worker."""
     bus_knows: bool = True
     """Whether the bus notices dead members. If not, each request must still get its end in the log."""
+    stays: tuple[bool, bool] = (False, False)
+    """Which of the two workers that read requests may decode them too. The other hands everything off."""
     flaw: str = ""
 
 
@@ -96,7 +98,7 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """The whole state. Workers 0 and 1 are prefill workers, 2 and 3 decode workers."""
+    """The whole state. Workers 0 and 1 read requests, 2 and 3 jobs."""
 
     rec: RequestRecord
     saved: RequestRecord

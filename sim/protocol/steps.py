@@ -84,8 +84,8 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
     rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
     match reply[0]:
         case "busy":
-            run = worker.run
-            if index >= 2 and run is not None and run.delivery is None and run.message.job == message.job:
+            run, settles = worker.run, index >= 2 or rules.stays[index]
+            if settles and run is not None and run.delivery is None and _are_same_message(run.message, message):
                 run = run._replace(message=message, delivery=message)
                 yield step._replace(kind="attach"), replace_worker(state, index, rest._replace(run=run))
             else:
@@ -142,11 +142,11 @@ def _begin_run(
         "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     )
     run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause)
-    if not ended and (cause or (index >= 2 and tokens == rules.last)):
+    if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):
         run = run._replace(phase="finish")
     worker = worker._replace(run=run)
     if ended:
-        worker = ask_for_hand_off(worker, rules, run, rec.end) if index < 2 else ask_for_result(worker, run, rec.end)
+        worker = ask_for_result(worker, run, rec.end)
     return replace_worker(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch))
 
 
@@ -154,9 +154,14 @@ def _merge_claims(
     worker: Worker, older: Run, message: Message, delivery: Message | None, rules: Rules
 ) -> tuple[Worker, Message | None]:
     """Merge a new claim with a run from before the session was over. One delivery is kept, the other put back."""
-    if rules.flaw == "forgets the other delivery" or (delivery is None and older.message.job == message.job):
+    if rules.flaw == "forgets the other delivery" or (delivery is None and _are_same_message(older.message, message)):
         return worker, delivery or older.delivery
     return (worker if older.delivery == delivery else _put_back_delivery(worker, older.delivery)), delivery
+
+
+def _are_same_message(one: Message, other: Message) -> bool:
+    """Return whether two messages are one: the same job, perhaps published twice, or the same request's message."""
+    return (one.job, one.job or one.name) == (other.job, other.job or other.name)
 
 
 def _put_back_delivery(worker: Worker, delivery: Message | None) -> Worker:
@@ -197,9 +202,10 @@ def _generate_prefill_steps(state: State, rules: Rules, index: int, run: Run) ->
     if run.phase == "work":
         yield from _generate_work_ends(state, rules, index, run)
         yield from _set_aside_run(state, rules, index, run)
-        if run.tokens == 0:
-            yield _append_tokens(state, rules, index, run, 1)
-        elif worker.out is None:
+        most = rules.last if rules.stays[index] else 1
+        for count in range(1, most - run.tokens + 1):
+            yield _append_tokens(state, rules, index, run, count)
+        if run.tokens and worker.out is None:
             yield Step("computed", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
     elif run.phase == "ship" and worker.out is None:
         yield Step("written", index), replace_worker(state, index, ask_for_hand_off(worker, rules, run, None))
@@ -267,17 +273,20 @@ def _append_tokens(state: State, rules: Rules, index: int, run: Run, count: int)
         run = run._replace(phase="finish", cause="cancelled")
     else:
         tokens = run.tokens + count
-        phase = "finish" if tokens == rules.last else "ship" if index < 2 else "work"
+        phase = "finish" if tokens == rules.last else "ship" if index < 2 and not rules.stays[index] else "work"
         run = run._replace(phase=phase, tokens=tokens)
     return step, replace_worker(state, index, worker._replace(run=run), rec=rec)
 
 
 def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker, end = state.workers[index], End(run.tokens, run.cause)
-    rec, reply = script.finish_request(state.rec, run.epoch, end, rules.flaw)
-    step = Step("finish", index, ("finish", run.epoch, end), reply)
+    hands_off = index < 2 and not rules.stays[index]
+    whose = run.message if rules.flaw == "binds without the delivery" else run.delivery
+    name = whose.name if whose is not None and index < 2 and not hands_off else 0
+    rec, reply = script.finish_request(state.rec, run.epoch, end, name, rules.flaw)
+    step = Step("finish", index, ("finish", run.epoch, end, name), reply)
     if reply == 0:
         worker = _drop_run(worker, run)
     else:
-        worker = ask_for_hand_off(worker, rules, run, end) if index < 2 else ask_for_result(worker, run, end)
+        worker = ask_for_hand_off(worker, rules, run, end) if hands_off else ask_for_result(worker, run, end)
     yield step, replace_worker(state, index, worker, rec=rec)

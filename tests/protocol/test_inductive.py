@@ -13,6 +13,8 @@ from sim.protocol.inductive import (  # noqa: E402
     count,
     epoch,
     find_gaps,
+    has_delivery,
+    is_job,
     make_state,
     message,
     position,
@@ -23,7 +25,7 @@ from tests.protocol.test_replay import NUM_STEPS, make_call  # noqa: E402
 
 STAGES = ("new", "prefill", "handed", "decode", "end")
 KINDS = {
-    "claim": ("claim", "claim in prefill what has ended", "claim in decode what has ended"),
+    "claim": ("claim", "claim what has ended"),
     "park": ("claim",),
     "take": ("take over",),
     "append": ("append",),
@@ -65,11 +67,12 @@ def is_known(before: RequestRecord, call: tuple[Any, ...], after: RequestRecord)
     solver.add(z3.Or(*(steps[kind] for kind in ("nothing", *KINDS.get(call[0], ())))))
     match call:
         case ("claim", _, _, asked, _) | ("park", _, asked):
-            solver.add(message == asked.job)
+            solver.add(message == (asked.job or asked.name), is_job(message) == bool(asked.job))
         case ("append", asks, first, number):
             solver.add(epoch == asks, position == first, count == number)
-        case ("finish", asks, end):
-            solver.add(epoch == asks, position == end.tokens)
+        case ("finish", asks, end, name):
+            solver.add(epoch == asks, position == end.tokens, has_delivery == bool(name))
+            solver.add(z3.Implies(has_delivery, z3.And(message == name, z3.Not(is_job(message)))))
         case ("handed", asks):
             solver.add(epoch == asks)
     return bool(solver.check() == z3.sat)
@@ -94,6 +97,6 @@ def test_the_code_takes_only_steps_that_the_proof_knows() -> None:
     assert [found for seed in range(20) for found in run_calls(seed)] == []
 
 
-@pytest.mark.parametrize("flaw", ["binding changes", "appends by anybody", "ends uncounted"])
+@pytest.mark.parametrize("flaw", ["binding changes", "appends by anybody", "ends uncounted", "ends unbound"])
 def test_code_with_a_flaw_takes_others(flaw: str) -> None:
     assert [found for seed in range(20) for found in run_calls(seed, flaw)]

@@ -64,7 +64,8 @@ def walk_randomly(seed: int) -> Iterator[tuple[State, Step, State]]:
     rng = random.Random(seed)
     left = Budget(*(rng.randint(0, most) for most in PLENTY))
     state = make_start_state(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
-    rules = Rules(last=rng.choice([1, 2, 3, 4]), two_steps=rng.random() < 0.5, retries=rng.random() < 0.5)
+    stays = rng.choice([(False, False), (True, False), (True, True)])
+    rules = Rules(rng.choice([1, 2, 3, 4]), two_steps=rng.random() < 0.5, retries=rng.random() < 0.5, stays=stays)
     for _ in range(NUM_STEPS):
         ways = list(generate_steps(state, rules))
         weights = [0.05 if after is state else 0.3 if step.kind in MISHAPS else 1.0 for step, after in ways]
@@ -107,7 +108,8 @@ def _make_first_call(
 ) -> tuple[Step, RequestRecord]:
     index = rng.randint(0, 3)
     stage = stage_of(index)
-    message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
+    name, job = rng.randint(3, 5), rng.randint(1, 2) * (stage == "decode")
+    message = Message(name, job, rng.choice([1, 1, 1, 2]))
     reply: Reply | int | None = None
     match kind:
         case "claim":
@@ -142,7 +144,8 @@ def _make_holder_call(
             count = rng.choice([1, 1, 2, 3])
             return _step(kind, epoch, position, count, got=script.append_tokens(rec, epoch, position, count, flaw))
         case "finish":
-            return _step(kind, epoch, end, got=script.finish_request(rec, epoch, end, flaw))
+            name = rng.choice([0, 0, 3, 4])
+            return _step(kind, epoch, end, name, got=script.finish_request(rec, epoch, end, name, flaw))
         case "release":
             got = script.release_request(rec, epoch, failed=failed, waits=waits, delivered=delivered)
             return _step(kind, epoch, failed, waits, delivered, got=got)
@@ -185,7 +188,9 @@ def test_any_call_by_anybody_is_answered_as_the_model_does(start: Start) -> None
     assert not ASKED - set(seen), sorted(seen.items())
 
 
-@pytest.mark.parametrize("flaw", ["no binding", "binding changes", "appends by anybody", "ends uncounted"])
+@pytest.mark.parametrize(
+    "flaw", ["no binding", "binding changes", "appends by anybody", "ends uncounted", "ends unbound"]
+)
 def test_a_model_that_has_other_rules_is_noticed(start: Start, flaw: str) -> None:
     with pytest.raises(AssertionError, match="seed"):
         replay_many_calls(start, flaw)

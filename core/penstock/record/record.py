@@ -34,13 +34,14 @@ Args = list[str | int | bytes]
 
 @dataclass(frozen=True)
 class UnclaimedMessage:
-    """A message that no worker has claimed yet: the request's id, its body's hash (prefill) or the job's id (decode),
-    and the delivery as a worker needs it that takes the request over.
+    """A message that no worker has claimed yet: the request's id, its body's hash (empty of a job), the name that is
+    bound to the request if this message settles its result, and the delivery as a worker needs it that takes the
+    request over.
     """
 
     id: str
     body_hash: str
-    job_id: str
+    name: str
     message: bytes
 
 
@@ -93,13 +94,14 @@ class Record:
     # Requests.
 
     def claim_prefill(
-        self, request_id: str, session: str, body: str, message: bytes = b""
+        self, request_id: str, session: str, body: str, message: bytes = b"", name: str = ""
     ) -> Claim | Busy | Bound | Conflict:
-        """Claim a request for prefill. `body` is its `compute_body_hash`, `session` the id of a live session.
+        """Claim a request by its own message. `body` is its `compute_body_hash`, `session` the id of a live session.
 
-        `message` is the delivery as a worker needs it that takes the request over; without it no worker can.
+        `message` is the delivery as a worker needs it that takes the request over; without it no worker can. `name` is
+        the message's own name.
         """
-        return self.claim_all("prefill", session, [UnclaimedMessage(request_id, body, "", message)])[0]
+        return self.claim_all("prefill", session, [UnclaimedMessage(request_id, body, name, message)])[0]
 
     def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
         """Claim a request for decode with its job, and bind the job to the request if none is bound.
@@ -113,7 +115,8 @@ class Record:
     def claim_all(
         self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:
-        """Claim requests, and in decode read their logs, in one round trip. Return the outcomes in their order.
+        """Claim requests, and in decode read their logs, in one round trip; in prefill the logs of those that were begun
+        are read in another. Return the outcomes in their order.
 
         If this raises it is unknown which requests were claimed: the session has to end, so that other workers can take
         them over.
@@ -123,13 +126,30 @@ class Record:
         # A second claim of the session that holds a request would find it busy for as long as that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
-            call = self._claim_call(one.id, stage, [session, one.job_id, one.body_hash], one.message)
+            call = self._claim_call(one.id, stage, [session, one.name, one.body_hash], one.message)
             commands.append(CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
         replies = CLAIM.run_once(self._client, commands)
-        claims, logs = (replies[::2], replies[1::2]) if stage == "decode" else (replies, [()] * len(replies))
+        if stage == "decode":
+            claims, logs = replies[::2], replies[1::2]
+        else:
+            claims = replies
+            logs = self._read_logs([(one.id, reply) for one, reply in zip(waiting, claims, strict=True)])
         return [self._parse_outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
+
+    def _read_logs(self, claims: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Return the entries in the logs of claimed requests; none where a log is empty."""
+        begun = [
+            name for name, reply in claims if isinstance(reply, list) and len(reply) > 2 and (reply[2] > 0 or reply[4])
+        ]
+        if not begun:
+            return [()] * len(claims)
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in begun:
+                pipe.xrange(self._pipeline.log_key(name))
+            found = dict(zip(begun, raise_outage(pipe.execute(raise_on_error=False)), strict=True))
+        return [found.get(name, ()) for name, _ in claims]
 
     def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         if self._note_refusal(request_id, reply):  # the holder of its delivery ends it, as if it had claimed it
@@ -154,7 +174,7 @@ class Record:
         Any worker that read a message may park it; the one that holds its delivery settles it. Return the messages
         that cannot be parked now, as their server of several is away.
         """
-        calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
+        calls = [self._claim_call(one.id, stage, ["", one.name, one.body_hash], one.message) for one in waiting]
         for one, reply in zip(waiting, CLAIM.run_all(self._client, calls), strict=True):
             self._note_refusal(one.id, reply)
         return []
@@ -169,12 +189,7 @@ class Record:
         key_formats = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, *key_formats]
         (taken,) = TAKE.run_once(self._client, [TAKE.command(keys, args)])
-        logs: list[Any] = [()] * len(taken)
-        if stage == "decode" and taken:
-            with self._client.pipeline(transaction=False) as pipe:
-                for name, _, _ in taken:
-                    pipe.xrange(pipeline.log_key(name.decode()))
-                logs = raise_outage(pipe.execute(raise_on_error=False))
+        logs = self._read_logs([(name.decode(), reply) for name, reply, _ in taken])
         return [
             TakenOver(self._parse_claim(name.decode(), stage, reply, log), message)
             for (name, reply, message), log in zip(taken, logs, strict=True)
@@ -233,25 +248,28 @@ class Record:
         """Give up the tokens that were sent: the next claim finds out whether they were written."""
         self._appends.forget_sent()
 
-    def finish_request(self, claim: Claim, end: EndEvent) -> AppendOutcome:
+    def finish_request(self, claim: Claim, end: EndEvent, name: str = "") -> AppendOutcome:
         """Append the end event. Collect the claim's tokens first. May be repeated.
+
+        `name` is the name of the request's own message where the caller has its delivery, with which it settles the
+        result: it is bound to the request.
 
         The number of events in the log becomes the usage's `completion_tokens`, or the end's `pieces` where it has any:
         readers rely on it. The record is kept
         for `keep_s` and for as long as the request took since it was published, as a second message of its id may wait
         for as long.
         """
-        return self.finish_all([(claim, end)])[0]
+        return self.finish_all([(claim, end, name)])[0]
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent, str]]) -> list[AppendOutcome]:
         """Append the ends of several requests in one round trip, see `finish_request`."""
-        calls = [(self._request_keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
-        return self._run_for_all(FINISH, [claim for claim, _ in ends], calls)
+        calls = [(self._request_keys(claim.id), self._finish_args(claim, end, name)) for claim, end, name in ends]
+        return self._run_for_all(FINISH, [claim for claim, *_ in ends], calls)
 
-    def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
+    def _finish_args(self, claim: Claim, end: EndEvent, name: str) -> list[str | int | bytes]:
         event, keep_ms = self._complete_end(claim, end)
         channel = self._pipeline.live_channel(claim.id)
-        return [channel, claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held]
+        return [channel, claim.epoch, claim.num_tokens, event.encode(), keep_ms, claim.id, self._held, name]
 
     def _complete_end(self, claim: Claim, end: EndEvent) -> tuple[EndEvent, int]:
         """Return the end event with the number of tokens, and how long the record is kept from now on, in ms."""

@@ -171,7 +171,7 @@ class _ShardedRecord(Record):
         outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
         return [next(outcomes[server.name]) for server in sent_to]
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent, str]]) -> list[AppendOutcome]:
         return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all, AppendOutcome.FENCED)
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:

@@ -111,7 +111,7 @@ class MemoryRecord(Record):
     def _claim(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Claim | Busy | Bound | Conflict | None:
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
         before, living = self._records.find(asked.id) or NEW, self._records.sessions[stage]
-        told = asked.job_id, asked.body_hash, asked.message
+        told = asked.name, asked.body_hash, asked.message
         rec, reply = transitions.claim_request(before, stage, session or None, told, living, self._read_times())
         if rec is not before:
             self._records.put(asked.id, rec, None if rec.stage == "end" else self._pending_ms)
@@ -161,7 +161,7 @@ class MemoryRecord(Record):
             attempts=rec.attempts,
             is_exhausted=rec.attempts > self._settings.max_attempts,
             most_tokens=rec.most if rec.stage == stage else 0,
-            log=_list_events(rec) if stage == "decode" else [],
+            log=_list_events(rec),
         )
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
@@ -189,14 +189,14 @@ class MemoryRecord(Record):
     def forget_sent_tokens(self) -> None:
         self._sent = []
 
-    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[AppendOutcome]:
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent, str]]) -> list[AppendOutcome]:
         with self._lock:
-            return [self._finish(claim, end) for claim, end in ends]
+            return [self._finish(claim, end, name) for claim, end, name in ends]
 
-    def _finish(self, claim: Claim, end: EndEvent) -> AppendOutcome:
+    def _finish(self, claim: Claim, end: EndEvent, name: str) -> AppendOutcome:
         before, (end, keep_ms) = self._records.find(claim.id) or NEW, self._complete_end(claim, end)
         end.encode()  # raises for what cannot be written, as the record in Redis does
-        rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end)
+        rec, outcome = transitions.finish_request(before, claim.epoch, claim.num_tokens, end, name)
         if rec is not before:
             self._records.put(claim.id, rec, keep_ms)
         return outcome

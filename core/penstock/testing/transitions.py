@@ -74,16 +74,17 @@ def claim_request(
 ) -> tuple[Rec, ClaimReply]:
     """Claim a request for a session, or with None put its message down so that any worker may take it over.
 
-    `asked` are the job's id, the body's hash and the message. `living` has the sessions and until when each lasts.
+    `asked` are the name that would be bound to it (a job's, in prefill the request's own message's), the body's hash
+    and the message. `living` has the sessions and until when each lasts.
     """
-    (job, body, message), prefill = asked, stage == "prefill"
+    (name, body, message), prefill = asked, stage == "prefill"
     epoch = max(rec.epoch + 1, times.epoch_ms)
-    if (refusal := _find_other_message(rec, stage, job, body)) is not None:
+    if (refusal := _find_other_message(rec, stage, name, body)) is not None:
         return rec, refusal
     if session is None and (rec.stage == "end" or (rec.stage == stage and rec.message)):
         return rec, ClaimReply("down")
     if rec.stage == "end":
-        return rec._replace(epoch=epoch) if prefill else rec._replace(bound=job), ClaimReply("claim")
+        return rec._replace(bound=name), ClaimReply("claim")
     if (wait_ms := _find_wait(rec, stage, session, living, times)) > 0:
         return rec, ClaimReply("busy", wait_ms)
     attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts
@@ -91,7 +92,7 @@ def claim_request(
         epoch=epoch,
         session=session,
         stage=stage,
-        bound=rec.bound if prefill else job,
+        bound=rec.bound if prefill else name,
         body=body or rec.body,
         attempts=attempts + (session is not None),
         num_found=len(rec.tokens),
@@ -103,11 +104,11 @@ def claim_request(
     return rec, ClaimReply("down" if session is None else "claim")
 
 
-def _find_other_message(rec: Rec, stage: Stage, job: Any, body: Any) -> ClaimReply | None:
+def _find_other_message(rec: Rec, stage: Stage, name: Any, body: Any) -> ClaimReply | None:
     """Return why the message is not the one that settles the request; None if it may be."""
     if body and rec.body and rec.body != body:
         return ClaimReply("conflict")
-    if (stage == "prefill" and rec.stage == "handed") or (rec.bound and rec.bound != job):
+    if (stage == "prefill" and rec.stage == "handed") or (rec.bound and rec.bound != name):
         return ClaimReply("bound")
     return None
 
@@ -158,10 +159,14 @@ def append_tokens(rec: Rec, epoch: int, position: int, tokens: tuple[Any, ...]) 
     return rec._replace(tokens=written), AppendOutcome.OK
 
 
-def finish_request(rec: Rec, epoch: int, num_tokens: int, end: Any) -> tuple[Rec, AppendOutcome]:
-    """Write the end behind as many tokens as the holder knows of. An end that is there already stays."""
-    if rec.epoch != epoch or len(rec.tokens) != num_tokens:
+def finish_request(rec: Rec, epoch: int, num_tokens: int, end: Any, name: Any = None) -> tuple[Rec, AppendOutcome]:
+    """Write the end behind as many tokens as the holder knows of. An end that is there already stays.
+
+    `name` is the name of the request's own message where the holder has its delivery: it settles the result.
+    """
+    if rec.epoch != epoch or len(rec.tokens) != num_tokens or (name and rec.bound and rec.bound != name):
         return rec, AppendOutcome.FENCED
+    rec = rec._replace(bound=rec.bound or name) if name else rec
     if rec.stage == "end":
         return rec, AppendOutcome.OK
     return rec._replace(stage="end", session=None, message=None, end=end), AppendOutcome.OK

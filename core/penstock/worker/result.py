@@ -27,7 +27,7 @@ def build_result_of_log(pipeline: Pipeline, task: Task, job: Job, model: str) ->
     if result is None:
         return None
     outputs, dead = [build_result_message(pipeline, result, tracing.inject_headers(task.parent_context))], []
-    if result.error is not None and (job.error is None or job.error.code != result.error.code):
+    if result.error is not None and job.error is None:  # what ended in prefill has its dead letter
         error = task.error if end is not None and task.error is not None else result.error.to_exception()
         dead = make_dead_letters(pipeline, task.delivery, error, task.claim)
     return StageOutput(outputs, dead, {})

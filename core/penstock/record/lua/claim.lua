@@ -5,8 +5,8 @@
 -- KEYS[2]  log       stream
 -- KEYS[3]  sessions  sorted set, a stage's: session ids, by the time in ms until which they last
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
--- ARGV     id, stage ('prefill' or 'decode'), session, job ('' in prefill), body hash ('' with a job), lease in ms,
---          the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
+-- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
+--          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
 --          message, what `held` keys look like (a set for each session: ids of requests)
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}
@@ -16,8 +16,8 @@
 --          {'bound'}        another message settles this request, and is durable
 --          {'conflict'}     the id was used for another body
 --
--- A worker that asks an endpoint claims requests as decode claims jobs: a request's message has a name of its own, as job,
--- and a body, which is compared as in prefill.
+-- A worker that reads requests knows one that is bound to its own message (`finish.lua` binds it): it settles the
+-- result. A worker that asks an endpoint claims requests as decode claims jobs, and binds their messages at once.
 --
 -- Crash    before: nothing happened. After: the session runs out, and the request is free, with the message that is kept
 --          here; or it is claimed with the delivery when that comes back. Either gets the next epoch. A decode claim has
@@ -27,7 +27,7 @@
 -- finish and reap change both together. An epoch is the server's clock in ms, or one more than the last: a server that
 -- forgot its last writes, or all of them, does not give one out a second time.
 
-local id, stage, session, job, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local id, stage, session, name, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local lease, longest, prefill, puts_down = tonumber(ARGV[6]), tonumber(ARGV[7]), stage == 'prefill', session == ''
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'session', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled',
   'not_before', 'most')
@@ -40,21 +40,16 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- 1. The same id with another body is another request.
 if body ~= '' and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
--- 2. A job that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
+-- 2. Another message that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
 if prefill and was == 'handed' then return {'bound'} end
-if bound ~= '' and bound ~= job then return {'bound'} end
+if bound ~= '' and bound ~= name then return {'bound'} end
 
 -- 3. To park it is no use where it was claimed before: it can be taken, or it went on.
 if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'down'} end
 
--- 4. Ended. Prefill hands off (again); decode settles the result from the log.
+-- 4. Ended. Who has this message settles the result from the log.
 if was == 'end' then
-  if prefill then
-    epoch = math.max(epoch + 1, now)
-    redis.call('HSET', KEYS[1], 'epoch', epoch)
-  else
-    redis.call('HSET', KEYS[1], 'bound', job)
-  end
+  redis.call('HSET', KEYS[1], 'bound', name)
   return {'claim', epoch, tokens, hash, 1, cancelled, attempts, most}
 end
 
@@ -81,7 +76,7 @@ epoch = math.max(epoch + 1, now)
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'session', session, 'not_before', 0, 'stage', stage, 'attempts', attempts,
   'most', most, 'tokens', tokens, 'hash', hash, 'message', ARGV[10])
 if body ~= '' then redis.call('HSET', KEYS[1], 'body', body) end
-if not prefill then redis.call('HSET', KEYS[1], 'bound', job) end
+if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 if puts_down then return {'down'} end

@@ -2,16 +2,24 @@
 --
 -- KEYS[1]  record   hash
 -- KEYS[2]  log      stream; the end after n tokens is the entry `n-2`
--- ARGV     live channel, epoch, n, event as JSON, keep of an ended stream in ms, id, what `held` keys look like
+-- ARGV     live channel, epoch, n, event as JSON, keep of an ended stream in ms, id, what `held` keys look like, the name
+--          of the request's own message where the holder has its delivery, or ''
 --
--- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, or n is not the number of tokens,
---          3 ended, but what is there in place of a log takes no end
+-- Replies  1 ended (now, or before by this epoch), 0 fenced: another epoch, n is not the number of tokens, or another
+--          message is bound, 3 ended, but what is there in place of a log takes no end
 --
 -- Crash    before: the next holder goes on. After: the next holder sees the end and only settles.
+--
+-- Who holds the request, and has its own message's delivery, settles the result with that: no other message does from
+-- now on. Before, and where nobody has it, the first message that comes behind the end is bound (`claim.lua`).
 
-local r = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session')
+local r, name = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session', 'bound'), ARGV[8]
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
-if r[3] == 'end' then return 1 end
+if name ~= '' and (r[5] or '') ~= '' and r[5] ~= name then return 0 end
+if r[3] == 'end' then
+  if name ~= '' then redis.call('HSET', KEYS[1], 'bound', name) end
+  return 1
+end
 
 local added = redis.pcall('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])
 local is_refused = type(added) == 'table'
@@ -19,6 +27,7 @@ local is_refused = type(added) == 'table'
 if is_refused and not (string.find(added.err, '^WRONGTYPE') or string.find(added.err, '^ERR')) then return added end
 if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[7], r[4]), ARGV[6]) end
 redis.call('HSET', KEYS[1], 'stage', 'end', 'session', '', 'message', '')
+if name ~= '' then redis.call('HSET', KEYS[1], 'bound', name) end
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 if is_refused then return 3 end
