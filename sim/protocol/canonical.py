@@ -14,8 +14,8 @@ STALE = -1
 def canonicalize_state(state: State, fenced: bool = True, are_alike: bool = True) -> State:
     """Return an equivalent state: the workers of a stage in a fixed order, all names and epochs as small as possible.
 
-    The workers that read requests are reordered if they are of one kind (`are_alike`). If the record is `fenced`, as it should be, a worker without a valid claim is reduced to what it can still do:
-    whatever needs the claim is refused anyway.
+    The workers that read requests are reordered if they are of one kind (`are_alike`). If the record is `fenced`, as it
+    should be, a worker without a valid claim is reduced to what it can still do: whatever needs it is refused anyway.
     """
     saved = state.saved if state.left.losses else NEW
     epochs = (state.rec.epoch, saved.epoch)

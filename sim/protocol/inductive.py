@@ -35,8 +35,9 @@ class Rec(NamedTuple):
 
 
 class State(NamedTuple):
-    """The record; by worker and epoch whether it got that claim, and with which message; by position who wrote a token; by worker and message whether it may publish the result once it holds the delivery; and by message
-    whether it is settled, and how many results were published with that.
+    """The record; by worker and epoch whether it got that claim, and with which message; by position who wrote a token;
+    by worker and message whether it may publish the result once it holds the delivery; and by message whether it is
+    settled, and how many results were published with that.
     """
 
     rec: Rec

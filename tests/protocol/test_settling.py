@@ -51,7 +51,7 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(
     line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
     second = decode_message(Job, first.value).model_copy(update={"job": "another"})
     line.publish_bytes(second.encode(), "r1", pipeline.job_topic("interactive"))
-    while "another" not in [running.job_name for running in line.decode.running.values()]:
+    while "another" not in [running.name for running in line.decode.running.values()]:
         line.decode.run_once()
     (result,) = line.run_until_results(1)
     run_until_idle(line.decode)

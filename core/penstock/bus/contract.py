@@ -112,6 +112,11 @@ class Delivery:
         """Topic and position: what names the message in its pipeline."""
         return self.topic, self.position
 
+    @property
+    def name(self) -> str:
+        """The name of the message's place, as it is bound to a request that is settled with this message."""
+        return f"{self.topic}@{self.position}"
+
     @cached_property
     def offset(self) -> tuple[tuple[str, int], int]:
         """Where the bus has partitions, the message's partition (topic and number) and its offset there."""

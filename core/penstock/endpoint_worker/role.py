@@ -56,9 +56,8 @@ class EndpointRole:
     kind: WorkerKind = "endpoint"
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
-    hands_off = False
+    hands_off_all = False
     writes_pieces = True
-    settle_span_name = "settle"
 
     def __init__(self, pipeline: Pipeline, model_name: str, engine: EndpointEngine) -> None:
         """`model_name` is the name by which callers ask for the model; the endpoints may have another for it."""
@@ -89,10 +88,8 @@ class EndpointRole:
             body = hashlib.sha256(delivery.value).hexdigest()
         else:
             body = compute_body_hash(request, delivery.value, delivery.headers)
-        where = f"{delivery.topic}@{delivery.position}"
-        task = Task(
-            request_id, delivery, request, get_operation(request), body, where, outcome=outcome, started_s=started_s
-        )
+        operation, name = get_operation(request), delivery.name
+        task = Task(request_id, delivery, request, operation, body, name, outcome=outcome, started_s=started_s)
         whose = tracing.with_request(self.pipeline, task.id, Context())
         task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
@@ -161,7 +158,7 @@ class EndpointRole:
 
     def build_stage_output(self, task: Task) -> StageOutput | None:
         """Return the result of the log; None where Redis lost the record between the claim and the reading."""
-        job = Job(id=task.id, job=task.job_name, klass=task.klass, tenant=task.tenant)
+        job = Job(id=task.id, job=task.name, klass=task.klass, tenant=task.tenant)
         return build_result_of_log(self.pipeline, task, job, self.model_name)
 
     def build_failed_output(self, task: Task) -> Outgoing:

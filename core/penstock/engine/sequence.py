@@ -39,8 +39,8 @@ class Sequence:
 
     What a worker that serves requests gives, and the rest of the tool that only computes leaves out: `blocks` are the
     names of the prompt's blocks. With a `lease_owner` the prompt is computed for a job: its blocks are stored where all
-    workers can read them, and leased to this owner; without, the request is such a job, or follows one. Events return
-    `context` unchanged.
+    workers can read them, and leased to this owner; without, the request is such a job (`was_handed_off`), or is
+    answered by the worker that read it. Events return `context` unchanged.
 
     `output_token_ids` are output tokens that this worker or another one generated before: their KV is computed where
     it is missing, but they are never sampled again. `max_new_tokens` counts them too; the longest answer that
@@ -81,6 +81,7 @@ class Sequence:
         num_prompt_logprobs: int | None = None,
         blocks: PromptBlocks | None = None,
         lease_owner: str = "",
+        was_handed_off: bool = True,
         context: Any = None,
     ) -> None:
         self.id, self.klass = id, klass
@@ -91,6 +92,7 @@ class Sequence:
         self.grammar = grammar
         self.num_prompt_logprobs = num_prompt_logprobs
         self._blocks, self.lease_owner, self.context = blocks, lease_owner, context
+        self.was_handed_off = was_handed_off and not lease_owner
         self.prompt_logprobs: list[Logprobs] = []
         """Those of the prompt's second token, its third, and so on, as far as they are computed."""
         self.block_keys = list(block_keys)

@@ -152,8 +152,8 @@ class ServingEngine:
     def add_request(self, request: Sequence) -> None:
         """Load the blocks of all tokens that a request has, output included, then compute it.
 
-        With a lease owner, its blocks in the hand-off tier are leased. Without, the prompt's partial block is read too,
-        and blocks that are gone are counted. Raises what the core's `check_sequence` raises.
+        With a lease owner, its blocks in the hand-off tier are leased. Where it was handed off, the prompt's partial
+        block is read too, and blocks that are gone are counted. Raises what the core's `check_sequence` raises.
         """
         seq, blocks = request, request.blocks
         assert seq.id not in self._seqs, f"{seq.id}: added twice"
@@ -165,7 +165,7 @@ class ServingEngine:
         self._seqs[seq.id] = seq
         keys = blocks.hasher.keys[:num_loadable]
         load = LoadOperation(seq, keys, klass=seq.klass, lease_owner=seq.lease_owner)
-        if not seq.lease_owner:
+        if seq.was_handed_off:
             load.tail_key, load.tail_index = blocks.tail_key, blocks.num_full_blocks
         if self.core.states is not None:
             seq.prompt_key, num_tokens = blocks.prompt_keys()[-1].hash, len(seq.token_ids) - 1
@@ -291,7 +291,7 @@ class ServingEngine:
             assert self.core.states is not None
             self.core.states.add_snapshot(seq, *load.state)
         num_prompt, has_tail = len(blocks.prompt_keys()), load.tail_payload is not None
-        if not load.lease_owner:
+        if seq.was_handed_off:
             self.store.count_recomputed(num_prompt - num_read - has_tail)
         num_tier_blocks = num_read - load.num_pool_blocks + has_tail
         return Loaded(seq.context, num_prompt, load.num_pool_blocks, num_tier_blocks, load.started_s, load.finished_s)

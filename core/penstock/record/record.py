@@ -115,8 +115,8 @@ class Record:
     def claim_all(
         self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:
-        """Claim requests, and in decode read their logs, in one round trip; in prefill the logs of those that were begun
-        are read in another. Return the outcomes in their order.
+        """Claim requests, and in decode read their logs, in one round trip; in prefill another one reads the logs of
+        those that were begun. Return the outcomes in their order.
 
         If this raises it is unknown which requests were claimed: the session has to end, so that other workers can take
         them over.

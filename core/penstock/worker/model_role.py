@@ -1,9 +1,11 @@
 """What the roles share whose worker has a model of its own: prefill's and decode's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
 from penstock.engine.token_text import TokenTexts, get_token_texts
+from penstock.grammar.state import GrammarState
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.worker.grammars import GrammarCompiler
@@ -42,3 +44,15 @@ class ModelRole:
         before = task.log_events[-1] if task.is_in_flight else None  # a token of the same step
         logprobs = self.token_texts.add_texts(item.logprobs, item.token_id)
         return task.claim.next_event(item.token_id, text, logprobs, before)
+
+
+def replay_answer(task: Task, grammar: GrammarState | None, logged: Sequence[int]) -> bool:
+    """Give a task's output the tokens in its log. Return whether the last one ends the answer; then the task has its
+    `outcome`.
+    """
+    assert task.output is not None
+    for index, token in enumerate(logged):
+        ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
+        _, reason = task.output.add_token(token, is_grammar_ended=ends)
+        task.outcome = None if reason is None else Outcome(reason)
+    return task.outcome is not None

@@ -38,9 +38,9 @@ class Task:
     operation: Operation
     body_hash: str = ""
     """Of a message with a request the hash of its body: one with the same id and another hash is a conflict."""
-    job_name: str = ""
-    """In decode the job's name: the first job claimed is bound to the request. Where no job is made of the request, the
-    name of its message's place in the topic.
+    name: str = ""
+    """What is bound to the request if its result is settled with this message: the job's name, or that of the place of
+    the request's own message in its topic.
     """
     token_ids: list[int] = field(default_factory=list)
     """The prompt's token ids."""
@@ -52,6 +52,10 @@ class Task:
     """
     tail_text: str = ""
     """Text that was held back when the deadline cut the answer short."""
+    role: "Role" = field(init=False)
+    """What treats it: that of the topic it came by. The loop says so when the message was read."""
+    hands_off: bool = False
+    """Whether another worker goes on with it, or ends it, once its next token is in the log."""
     claim: Claim = field(init=False)
     """The claim under which it is held, once it is claimed."""
     seq: SequenceProgress | None = None
@@ -73,6 +77,8 @@ class Task:
     started_s: float = field(default_factory=now_s)
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
+    prompt_computed_s: float = 0.0
+    """When its prompt was computed here; 0 before."""
     first_token_s: float = 0.0
     last_written_s: float | None = None
     """When its last token was written, by the monotonic clock; None before this worker wrote one."""
@@ -122,8 +128,18 @@ class Task:
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
         return UnclaimedMessage(
-            self.id, self.body_hash, self.job_name, serialize_delivery(self.delivery) if is_kept else b""
+            self.id, self.body_hash, self.name, serialize_delivery(self.delivery) if is_kept else b""
         )
+
+    @property
+    def bound_name(self) -> str:
+        """The name of the request's own message, where this worker has its delivery and settles its result; else empty.
+
+        It is bound to the request with its end. Without the delivery that may be settled already, with a job that
+        nobody has read yet.
+        """
+        is_own = self.claim.stage == "prefill" and self.delivery.is_held and not self.hands_off
+        return self.name if is_own else ""
 
     def start_span(self, name: str) -> None:
         """Start the span of the work on the request."""
@@ -173,16 +189,12 @@ class Role(Protocol):
     kind: WorkerKind
     stage: Stage
     """What the record has the kind's requests for: an endpoint worker's are claimed as jobs are in decode."""
+    hands_off_all: bool
+    """Whether all requests go on in another worker, also those that have ended here: as jobs."""
     max_inline_bytes: int
     """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
-    hands_off: bool
-    """Whether requests go on in another stage once their first token is in the log. Their claims are given up when that
-    stage has them and the leases on their blocks.
-    """
     writes_pieces: bool
     """Whether the events of its logs are pieces of text. Else each is a token."""
-    settle_span_name: str
-    """The name of a settlement's span."""
 
     @property
     def engine(self) -> TokenSource:

@@ -32,7 +32,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -52,7 +52,7 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
-from penstock.names import CLASSES, Pipeline, PriorityClass
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.record import (
     AppendOutcome,
     Bound,
@@ -125,8 +125,11 @@ class Worker:
         member: Member,
         metrics: StageMetrics | None = None,
         beat: Heartbeat | None = None,
+        job_role: Role | None = None,
     ) -> None:
+        """`job_role` treats jobs where the worker reads both requests and jobs; `role` treats all other messages."""
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
+        self._roles = {} if job_role is None else dict.fromkeys(pipeline.input_topics("decode").values(), job_role)
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
         reader = member.create_orphan_reader()
@@ -145,7 +148,7 @@ class Worker:
             DeliveryQueue(member),
             WorkerLoad(),
         )
-        self.reader = MessageReader(role.read_message, self.engine.wake_waiter)
+        self.reader = MessageReader(self._read_message, self.engine.wake_waiter)
         self.rescuer = Rescuer(
             record, self.stage, self.session, member, reader, self.make_claim_request, self.reader.unclaimed_deliveries
         )
@@ -246,6 +249,17 @@ class Worker:
             stage_failpoint(self.role.kind, "prefill.1.polled", "decode.6.polled", "endpoint.1.polled")
         return deliveries
 
+    def _find_role(self, delivery: Delivery) -> Role:
+        """Return what treats a message: that of its topic."""
+        return self._roles.get(delivery.topic, self.role)
+
+    def _read_message(self, delivery: Delivery) -> Task | None:
+        """Return the request of a message; None where not even an id can be read. Any thread may call this."""
+        role = self._find_role(delivery)
+        if (task := role.read_message(delivery)) is not None:
+            task.role, task.hands_off = role, role.hands_off_all
+        return task
+
     def free_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests of a class to take.
 
@@ -268,12 +282,12 @@ class Worker:
                 if self._takes_time(delivery):
                     self.reader.submit(delivery, None)
                 else:
-                    tasks += self._accept_read_task(delivery, self.role.read_message(delivery))
+                    tasks += self._accept_read_task(delivery, self._read_message(delivery))
         return tasks
 
     def _takes_time(self, delivery: Delivery) -> bool:
         """Return whether a message is read on a thread: it is long, or has a grammar to compile."""
-        return len(delivery.value) > self.role.max_inline_bytes or may_have_grammar(delivery.value)
+        return len(delivery.value) > self._find_role(delivery).max_inline_bytes or may_have_grammar(delivery.value)
 
     def _accept_read_task(self, delivery: Delivery, task: Task | None) -> list[Task]:
         """Return the task that was read of a message. Without one, send the message to the dead letters and return
@@ -301,7 +315,7 @@ class Worker:
 
         Any thread may call this.
         """
-        task = self.role.identify_request(delivery)
+        task = self._find_role(delivery).identify_request(delivery)
         waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None
 
@@ -312,8 +326,7 @@ class Worker:
             if self._is_claimable(task.delivery):
                 with self._confine_message(task.delivery):
                     asked.append((task, task.to_claim_request()))
-        claims = self.record.claim_all(self.stage, self.session.id, [message for _, message in asked])
-        for (task, _), claimed in zip(asked, claims, strict=True):
+        for task, claimed in self._ask_for_claims(asked):
             match claimed:
                 case Busy() if (running := self._find_undelivered_task(task)) is not None:
                     running.delivery = task.delivery
@@ -325,10 +338,19 @@ class Worker:
                     error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
                     self._send_dead_letter(task.delivery, f"{error.code}: {error}")
                 case Claim():
-                    stage_failpoint(self.role.kind, "prefill.2.claimed", "decode.6.claimed", "endpoint.1.claimed")
+                    stage_failpoint(task.role.kind, "prefill.2.claimed", "decode.6.claimed", "endpoint.1.claimed")
                     task.claim = claimed
                     with self._confine(task):
                         self._open_task(task, claimed)
+
+    def _ask_for_claims(
+        self, asked: Sequence[tuple[Task, UnclaimedMessage]]
+    ) -> Iterator[tuple[Task, Claim | Busy | Bound | Conflict]]:
+        """Yield the requests with what became of their claims, in a round trip for each stage that they are of."""
+        for stage in STAGES:
+            mine = [(task, message) for task, message in asked if task.role.stage == stage]
+            claims = self.record.claim_all(stage, self.session.id, [message for _, message in mine]) if mine else []
+            yield from zip([task for task, _ in mine], claims, strict=True)
 
     def _is_claimable(self, delivery: Delivery) -> bool:
         """Return whether the delivery is still this worker's and is not being settled.
@@ -369,7 +391,7 @@ class Worker:
                     self.session.add_claim(claimed.claim)
                     self.reader.submit(delivery, claimed.claim)
                 else:
-                    self._resume_request(delivery, self.role.read_message(delivery), claimed.claim)
+                    self._resume_request(delivery, self._read_message(delivery), claimed.claim)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
@@ -378,7 +400,7 @@ class Worker:
         if task.read_s:
             with confine_error(task.id):
                 self.metrics.record_preprocess(task.read_s - task.started_s)
-        stage_failpoint(self.role.kind, "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
+        stage_failpoint(task.role.kind, "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
         task.claim = claim
         with self._confine(task):
             self._open_task(task, claim)
@@ -396,6 +418,7 @@ class Worker:
         self._record_queue_wait(task)
         self._replace_older_task(task)
         if claim.is_ended:
+            task.hands_off = False  # its message is bound
             self._complete_task(task, now_s())
             return
         cause, found = reason_to_end(claim, task.deadline, self.session.server_now_s()), task.outcome
@@ -410,13 +433,13 @@ class Worker:
         ):
             self.session.remove_claim(claim)
             return
-        task.start_span(self.role.kind)
+        task.start_span(task.role.kind)
         task.span.set_attributes(build_request_attributes(task.operation, self.role.model_name))
-        stage_failpoint(self.role.kind, "decode.6.read")
+        stage_failpoint(task.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)
         try:
-            if task.outcome is None and self.role.begin_request(task, self.load):
+            if task.outcome is None and task.role.begin_request(task, self.load):
                 return
         except RequestError as error:
             task.outcome = Outcome.of_error(error)
@@ -467,7 +490,7 @@ class Worker:
 
     def _record_load(self, task: Task, loaded: Loaded) -> None:
         """Record that the blocks that were found are in the pool: the engine computes the request from now on."""
-        stage_failpoint(self.role.kind, "prefill.3.fetched", "decode.6.fetched")
+        stage_failpoint(task.role.kind, "prefill.3.fetched", "decode.6.fetched")
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
@@ -514,7 +537,7 @@ class Worker:
         is_storing = self._send_tokens(sampled)
         if self.engine.store_full_blocks() or is_storing:
             stage_failpoint(self.role.kind, "prefill.3.shipping", "decode.7.shipping")
-        if self.role.hands_off or not self.engine.has_work():
+        if not self.engine.has_work() or any(task.hands_off for task in self._tasks_in_flight):
             self._confirm_tokens()
         self.load.throughput.record_step(self.role.count_done(sampled), is_busy=bool(self.running))
 
@@ -544,7 +567,7 @@ class Worker:
                 if not task.is_in_flight:  # else once the tokens before are in the log
                     self._end_tasks(task)
                 continue
-            is_storing |= self.role.finish_computed(task, item, self.metrics)
+            is_storing |= task.role.finish_computed(task, item, self.metrics)
             if not task.is_in_flight:  # the log has its token already
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
@@ -557,7 +580,7 @@ class Worker:
 
     def _make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
         """Return the log event of a request's next token; None where the log has it already."""
-        event = self.role.make_event(task, item)
+        event = task.role.make_event(task, item)
         if event is not None:
             event.check_writable()
             task.log_events.append(event)
@@ -574,7 +597,7 @@ class Worker:
         for task, outcome in zip(sent, outcomes, strict=True):
             by_task.setdefault(task, Counter())[outcome] += 1
         for task, counts in by_task.items():
-            stage_failpoint(self.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
+            stage_failpoint(task.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
             task.is_in_flight = False
             if task is not self.running.get(task.id):
                 continue
@@ -583,7 +606,7 @@ class Worker:
                 continue
             with confine_error(task.id):
                 for _ in range(counts[AppendOutcome.OK]):
-                    self.role.record_token(task, self._sent_s, written_s, self.metrics)
+                    task.role.record_token(task, self._sent_s, written_s, self.metrics)
             if num_left := counts[AppendOutcome.CANCELLED] + counts[AppendOutcome.REFUSED]:
                 del task.log_events[-num_left:]
                 is_cancelled = counts[AppendOutcome.CANCELLED] > 0
@@ -592,7 +615,7 @@ class Worker:
                 ended.append(task)
             elif task.outcome is not None:
                 ended.append(task)
-            elif self.role.hands_off:
+            elif task.hands_off:
                 self._hand_off(task)
         self._end_tasks(*ended)
 
@@ -641,14 +664,16 @@ class Worker:
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
+            task.hands_off = task.role.hands_off_all
         ends = [
             (
                 task.claim,
-                build_writable_end(task.id, partial(self.role.build_end_event, task), self._count_pieces(task.claim)),
+                build_writable_end(task.id, partial(task.role.build_end_event, task), self._count_pieces(task.claim)),
+                task.bound_name,
             )
             for task in tasks
         ]
-        for task, (claim, built), written in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+        for task, (claim, built, _), written in zip(tasks, ends, self.record.finish_all(ends), strict=True):
             if written is AppendOutcome.FENCED:
                 fenced.append(task)
                 continue
@@ -656,10 +681,10 @@ class Worker:
             assert outcome is not None, "how it ends is known"
             if written is AppendOutcome.REFUSED and outcome.error is None:
                 outcome, end = Outcome.of_error(InternalError(UNWRITABLE)), build_fixed_end(self._count_pieces(claim))
-            stage_failpoint(self.role.kind, "prefill.2.ended", "decode.8.ended", "endpoint.4.ended")
+            stage_failpoint(task.role.kind, "prefill.2.ended", "decode.8.ended", "endpoint.4.ended")
             task.outcome = replace(outcome, end_event=end)
             with confine_error(task.id):
-                if not self.role.hands_off:
+                if not task.hands_off:
                     self.load.mean_output_tokens[task.klass].add(end.usage.completion_tokens)
                 self.metrics.record_end(task.klass, task.operation, end)
                 attributes = build_usage_attributes(end.usage, end.finish_reason)
@@ -688,29 +713,29 @@ class Worker:
         if stage_output is None:
             self.queue.defer(task.delivery)
             return
-        if self.role.hands_off:
+        if task.hands_off:
             self._handing_off.add(task)
             self.session.add_claim(task.claim)
-        if self.role.hands_off or task.delivery.is_held:
+        if task.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, stage_output.outputs + stage_output.dead_letters)
             settling = Settling(len(stage_output.dead_letters), task, begun_s, stage_output.span_attributes)
             again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
-            stage_failpoint(self.role.kind, "decode.9.asked", "endpoint.5.asked")
+            stage_failpoint(task.role.kind, "decode.9.asked", "endpoint.5.asked")
         with confine_error(task.id):
-            self.role.end_leases(task)
+            task.role.end_leases(task)
 
     def _build_stage_output(self, task: Task) -> StageOutput | None:
         """Return what is published of a request: an error in fixed words where it cannot be built."""
         with confine_error(task.id):
-            stage_output = self.role.build_stage_output(task)
+            stage_output = task.role.build_stage_output(task)
             for message in () if stage_output is None else stage_output.outputs + stage_output.dead_letters:
                 find_size_error(
                     message
                 )  # raises where keys or headers cannot be encoded: the settler takes many at once
             return stage_output
         letter = build_writable_dead_letter(self.pipeline, task.delivery, f"{InternalError.code}: {UNWRITABLE}")
-        return StageOutput([self.role.build_failed_output(task)], [letter], {})
+        return StageOutput([task.role.build_failed_output(task)], [letter], {})
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
@@ -727,9 +752,10 @@ class Worker:
             task = settling.task
             with confine_error(task.id):
                 self.metrics.count_dead_letters(settling.num_dead_letters * settled)
-                name, attributes = self.role.settle_span_name, settling.span_attributes
+                name = "hand_off" if task.hands_off else "settle"
+                attributes = settling.span_attributes
                 tracing.record_span(name, task.parent_context, settling.begun_s, now_s(), **attributes)
-            if not self.role.hands_off:
+            if not task.hands_off:
                 continue
             failpoint("prefill.5.settled")
             self._handing_off.discard(task)
@@ -772,7 +798,7 @@ class Worker:
 
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
-        task_loads = [self.role.measure_task_load(task) for task in list(self.running.values())]
+        task_loads = [task.role.measure_task_load(task) for task in list(self.running.values())]
         read = [delivery.klass for delivery in self.reader.pending_deliveries()]
         num_waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
         return self.load.summarize_load(task_loads, num_waiting) | self.role.report_rates(self.load)
@@ -852,4 +878,4 @@ def _rename_outputs(delivery: Delivery, stage_output: StageOutput) -> Settlement
 
 def _are_same_request(one: Task, other: Task) -> bool:
     """Return whether two messages of a request ask for the same: they have one body, or are one job."""
-    return (one.body_hash, one.job_name) == (other.body_hash, other.job_name)
+    return (one.body_hash, one.name) == (other.body_hash, other.name)

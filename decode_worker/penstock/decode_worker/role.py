@@ -38,7 +38,7 @@ from penstock.telemetry.genai import read_operation
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.model_role import ModelRole
+from penstock.worker.model_role import ModelRole, replay_answer
 from penstock.worker.result import build_result_of_log
 from penstock.worker.retry import is_suspect, to_request_error
 from penstock.worker.task import StageOutput, Task
@@ -55,8 +55,7 @@ class DecodeRole(ModelRole):
     kind: WorkerKind = "decode"
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
-    hands_off = False
-    settle_span_name = "settle"
+    hands_off_all = False
 
     # 6. Claim.
 
@@ -94,7 +93,7 @@ class DecodeRole(ModelRole):
             error = InternalError("a job without a prompt")
         around = tracing.extract_context(delivery.headers, tracing.with_request(self.pipeline, job.id, Context()))
         operation = read_operation(delivery.headers)
-        task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids)
+        task = Task(job.id, delivery, job, operation, name=job.job, token_ids=job.token_ids)
         if error is not None:
             task.outcome = Outcome.of_error(error)
         task.parent_context = task.context = around
@@ -109,11 +108,7 @@ class DecodeRole(ModelRole):
         task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         logged = [event.token for event in task.log_events]
         grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
-        for index, token in enumerate(logged):
-            ends = grammar is not None and index == len(logged) - 1 and grammar.is_ended
-            _, reason = task.output.add_token(token, is_grammar_ended=ends)
-            task.outcome = None if reason is None else Outcome(reason)
-        if task.outcome is not None:
+        if replay_answer(task, grammar, logged):
             return False
         task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
         if task.blocks.last_hash != job.last_block:

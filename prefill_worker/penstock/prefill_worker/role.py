@@ -40,9 +40,10 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
-from penstock.worker.confine import UNWRITABLE
+from penstock.worker.confine import UNWRITABLE, build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.model_role import ModelRole
+from penstock.worker.model_role import ModelRole, replay_answer
+from penstock.worker.result import build_result_of_log
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import StageOutput, Task
 
@@ -64,8 +65,6 @@ class PrefillRole(ModelRole):
     kind: WorkerKind = "prefill"
     stage: Stage = "prefill"
     max_inline_bytes = MAX_INLINE_BYTES
-    hands_off = True
-    settle_span_name = "hand_off"
 
     def __init__(
         self,
@@ -73,9 +72,15 @@ class PrefillRole(ModelRole):
         engine: InferenceEngine,
         backpressure: DecodeBackpressure | None = None,
         served_name: str = "",
+        *,
+        hands_off_all: bool = True,
     ) -> None:
-        """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted."""
+        """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted.
+
+        Without `hands_off_all` requests are decoded here too, and their results settled.
+        """
         super().__init__(pipeline, engine, served_name)
+        self.hands_off_all = hands_off_all
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
     # 2. Claim.
@@ -86,7 +91,7 @@ class PrefillRole(ModelRole):
         try:
             request = decode_message(Request, delivery.value)
             body = compute_body_hash(request, delivery.value, delivery.headers)
-            return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
+            return Task(request.id, delivery, request, get_operation(request), body, delivery.name, started_s=started_s)
         except RequestError as refused:
             outcome = Outcome.of_error(refused)
         except Exception as bug:  # this request's, not its neighbours'
@@ -96,7 +101,9 @@ class PrefillRole(ModelRole):
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()
-        return Task(request_id, delivery, None, get_operation(None), body, outcome=outcome, started_s=started_s)
+        return Task(
+            request_id, delivery, None, get_operation(None), body, delivery.name, outcome=outcome, started_s=started_s
+        )
 
     def read_message(self, delivery: Delivery) -> Task | None:
         """Return the request of a message with its token ids, or an error; None where not even an id can be read."""
@@ -130,7 +137,10 @@ class PrefillRole(ModelRole):
     # 3. Compute.
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
-        """Have the engine compute the prompt and sample the first token. Return True."""
+        """Have the engine compute the prompt, and sample the first token or the whole answer.
+
+        Return False where the log's last token ends the answer, and it is decoded here.
+        """
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
         sampling = cut_max_tokens(request.sampling, len(task.token_ids), self.engine.limits.max_length)
@@ -141,6 +151,10 @@ class PrefillRole(ModelRole):
         task.blocks = self.engine.hash_prompt(request.tenant, task.token_ids)
         start = self.prompt_reader.find_answer_start(task.token_ids) if sampling.special_text else ""
         task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+        logged = [] if task.hands_off else [event.token for event in task.log_events]
+        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
+        if logged and replay_answer(task, grammar, logged):
+            return False
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
         seq = Sequence(
@@ -149,22 +163,25 @@ class PrefillRole(ModelRole):
             blocks=task.blocks,
             sampling=sampling,
             seed=sampling_seed(request),
-            max_new_tokens=1,
+            max_new_tokens=1 if task.hands_off else sampling.max_tokens,
+            output_token_ids=logged,
             klass=task.klass,
             tenant=request.tenant,
             weight=request.weight,
             is_suspect=is_suspect(task.claim),
-            grammar=None if task.grammar is None else GrammarState(task.grammar),
+            grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
-            lease_owner=self.pipeline.lease_owner(task.id),
+            lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
+            was_handed_off=False,
             context=task,
         )
         self.engine.add_request(seq)
         task.seq = seq
         load.mean_prompt_tokens[task.klass].add(len(task.token_ids))
-        # One that may fill the context is not expected to: it would make all that waits look endless.
-        expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-        load.mean_output_tokens[task.klass].add(expected)
+        if task.hands_off:
+            # One that may fill the context is not expected to: it would make all that waits look endless.
+            expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
+            load.mean_output_tokens[task.klass].add(expected)
         return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
@@ -188,24 +205,38 @@ class PrefillRole(ModelRole):
     # 4. Append.
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
-        """Return the event of token 0; None where an earlier attempt has put it in the log."""
-        if task.claim.num_tokens:
+        """Return the event of the next token; None where it is handed off, and the log has token 0 already."""
+        is_first = task.claim.num_tokens == 0
+        if task.hands_off and not is_first:
             return None
         event = super().make_event(task, item)
-        if event is None or task.message is None or task.message.sampling.prompt_logprobs is None:
+        if event is None or not is_first or task.is_in_flight:
+            return event
+        if task.message is None or task.message.sampling.prompt_logprobs is None:
             return event
         prompt_tokens = self.token_texts.describe_prompt(task.token_ids, item.seq.prompt_logprobs)
         return event.model_copy(update={"prompt_tokens": prompt_tokens})
 
     def finish_computed(self, task: Task, item: SampledToken, metrics: StageMetrics) -> bool:
-        """Have the last blocks of the prompt stored, which the hand-off waits for. Return False."""
+        """Have the last blocks stored of a request that is handed off, which waits for them, or has ended.
+
+        Return whether there are any that nothing waits for.
+        """
         seq = item.seq
-        metrics.count_prompt(seq.num_prompt_tokens - seq.num_cached_tokens, seq.num_cached_tokens)
-        task.blocks_stored = self.engine.finish_request(task.id)
-        return False
+        if task.prompt_computed_s == 0:
+            task.prompt_computed_s = now_s()
+            metrics.count_prompt(seq.num_prompt_tokens - seq.num_cached_tokens, seq.num_cached_tokens)
+        if task.hands_off:
+            task.blocks_stored = self.engine.finish_request(task.id)
+            return False
+        return task.outcome is not None and self.engine.finish_request(task.id) is not None
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
-        """Record that token 0 is in the log."""
+        """Record that a token is in the log."""
+        gap_s = task.measure_token_gap(written_s)
+        if task.first_token_s or task.claim.num_found_tokens:
+            metrics.record_token(gap_s)
+            return
         task.first_token_s = now_s()
         metrics.record_first_token(task.operation, task.delivery.timestamp_s)
         tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
@@ -213,18 +244,26 @@ class PrefillRole(ModelRole):
     # 5. Settle.
 
     def build_end_event(self, task: Task) -> EndEvent:
-        """Return the end of a request that ends in prefill."""
+        """Return the end of a request that ends here."""
         return build_end_event(task)
 
-    def build_stage_output(self, task: Task) -> StageOutput:
-        """Return the job message, also for a request that ended."""
+    def build_stage_output(self, task: Task) -> StageOutput | None:
+        """Return the job message of a request that is handed off, also of one that ended; else the result of its log,
+        or None where Redis lost the record between the claim and the reading.
+        """
         job = build_job(task, self.engine.model.fingerprint)
+        if not task.hands_off:
+            return build_result_of_log(self.pipeline, task, job.model_copy(update={"error": None}), self.model_name)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job}, rename_job)
 
     def build_failed_output(self, task: Task) -> Outgoing:
-        """Return a job with an error alone: decode ends the request with it."""
+        """Return a job with an error alone, with which decode ends the request; where it is not handed off, an error
+        result.
+        """
+        if not task.hands_off:
+            return build_failed_result(self.pipeline, task.id, task.tenant, task.delivery)
         bare = Task(task.id, task.delivery, None, task.operation, outcome=Outcome.of_error(InternalError(UNWRITABLE)))
         bare.started_s, bare.delivery = 0.0, replace(task.delivery, timestamp_s=0.0)
         return build_job_message(self.pipeline, build_job(bare, ""), task.operation, Context())
@@ -235,8 +274,8 @@ class PrefillRole(ModelRole):
     # For the heartbeat.
 
     def count_done(self, sampled: Collection[SampledToken]) -> int:
-        """Return the tokens of prompts that are computed."""
-        return sum(item.seq.num_prompt_tokens for item in sampled)
+        """Return the tokens of prompts that are computed; where answers are decoded too, those of answers."""
+        return sum(item.seq.num_prompt_tokens for item in sampled) if self.hands_off_all else len(sampled)
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""
@@ -244,11 +283,19 @@ class PrefillRole(ModelRole):
         left = 0 if seq is None else max(0, seq.num_prompt_tokens - seq.num_computed_tokens)
         if message is None:
             return TaskLoad(task.klass, task.is_running, left, 0)
-        num_generated = 0 if message.sampling.fit_context else None
-        return TaskLoad(task.klass, task.is_running, left, message.sampling.max_tokens, num_generated)
+        num_generated = 0 if task.hands_off else task.claim.num_tokens
+        num_left = max(0, message.sampling.max_tokens - num_generated)
+        return TaskLoad(
+            task.klass, task.is_running, left, num_left, num_generated if message.sampling.fit_context else None
+        )
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """Return how fast prompts are computed, for the heartbeat."""
+        """Return how fast prompts are computed, and answers where they are decoded too, for the heartbeat."""
+        if not self.hands_off_all:
+            return {
+                "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
+                "output_tokens_per_s": load.throughput.tokens_per_s,
+            }
         rates = [
             rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
         ]
