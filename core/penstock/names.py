@@ -63,12 +63,18 @@ from penstock.errors import InvalidName
 PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
-WorkerKind = Stage | Literal["endpoint"]
-"""What a worker does with a request: one of the two stages, or all of it, by asking an endpoint."""
+WorkerKind = Stage | Literal["auto", "endpoint"]
+"""What a worker does: one of the two stages, or both, or the whole of a request by asking an endpoint."""
 Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
 """The stages of a pipeline that computes its answers itself. Where endpoints are asked there is one kind of worker."""
+
+
+def find_stages(kind: WorkerKind) -> tuple[Stage, ...]:
+    """Return the stages whose work a kind of worker does."""
+    return (kind,) if kind in STAGES else STAGES
+
 
 MAX_ID_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

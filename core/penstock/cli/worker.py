@@ -1,8 +1,16 @@
-"""`penstock worker prefill | decode | endpoint`: one worker process."""
+"""`penstock worker auto | prefill | decode | endpoint`: one worker process."""
 
 import typer
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
+
+
+@app.command("auto")
+def run_auto() -> None:
+    """Turn requests into token streams and results, and job references too."""
+    from penstock.prefill_worker.main import run_auto_worker
+
+    run_auto_worker()
 
 
 @app.command("prefill")

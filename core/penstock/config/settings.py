@@ -258,6 +258,21 @@ class WorkerSettings(BaseSettings):
     requests to others, says where it stands, and ends itself with exit code 70."""
 
 
+class StaySettings(BaseSettings):
+    """Which requests a worker of kind `auto` decodes itself. All of them, where no other worker decodes."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_STAY_", extra="forbid")
+
+    max_prompt_tokens: int = Field(default=512, ge=0)
+    """A request of whose prompt more tokens had to be computed is handed off to another worker that decodes."""
+    max_added_itl_ms: float = Field(default=50.0, ge=0)
+    """So is one whose prompt took longer, while other answers were decoded beside it."""
+    max_answer_tokens: int = Field(default=2000, ge=1)
+    """An answer that gets as long goes on in another worker that decodes."""
+    max_s: float = Field(default=60.0, gt=0)
+    """So does one that lasts for longer."""
+
+
 class AdmissionSettings(BaseSettings):
     """Access to the gateway, and its refusal of requests."""
 

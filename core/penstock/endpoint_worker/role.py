@@ -23,7 +23,7 @@ from opentelemetry.context import Context
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.endpoint_worker.engine import EndpointEngine, SampledPiece
 from penstock.endpoint_worker.question import check_request, estimate_prompt_tokens
-from penstock.engine.contract import Outcome, SampledToken
+from penstock.engine.contract import Loaded, Outcome, SampledToken
 from penstock.errors import AnswerInterrupted, RequestError
 from penstock.messages import (
     EndEvent,
@@ -56,7 +56,7 @@ class EndpointRole:
     kind: WorkerKind = "endpoint"
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
-    hands_off_all = False
+    hands_off_for = ""
     writes_pieces = True
 
     def __init__(self, pipeline: Pipeline, model_name: str, engine: EndpointEngine) -> None:
@@ -97,6 +97,9 @@ class EndpointRole:
     identify_request = read_message
 
     # 2. Ask.
+
+    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+        """Do nothing: there is no KV here."""
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Have the endpoints asked. Return False where the text so far is as long as the answer may be.

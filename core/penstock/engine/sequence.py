@@ -91,8 +91,8 @@ class Sequence:
         self.is_suspect = is_suspect
         self.grammar = grammar
         self.num_prompt_logprobs = num_prompt_logprobs
-        self._blocks, self.lease_owner, self.context = blocks, lease_owner, context
-        self.was_handed_off = was_handed_off and not lease_owner
+        self._blocks, self.lease_owner, self.was_handed_off = blocks, lease_owner, was_handed_off and not lease_owner
+        self.context = context
         self.prompt_logprobs: list[Logprobs] = []
         """Those of the prompt's second token, its third, and so on, as far as they are computed."""
         self.block_keys = list(block_keys)
@@ -123,8 +123,7 @@ class Sequence:
         self._counts: TokenCounts | None = None
         self._num_counted_tokens = 0
         """How many leading tokens `_counts` has."""
-        self.state = State.WAITING
-        self.num_preemptions = 0
+        self.state, self.num_preemptions = State.WAITING, 0
         self.priority = CLASSES.index(klass)
         """Index of its class; 0 goes first. The scheduler promotes a starving batch sequence to 0."""
         self.is_backfilled = False

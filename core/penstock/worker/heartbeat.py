@@ -71,6 +71,8 @@ class Heartbeat:
         }  # fmt: skip
         self.state = "loading"
         """The state of the last beat, whether it could be written or not."""
+        self.num_decoding = 0
+        """How many other workers decode, as of the last beat. Known where this one may hand requests to them."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
@@ -191,13 +193,16 @@ class Heartbeat:
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
         self.state = str(status["state"])
-        return ScriptCall(BEAT, self._keys, [self._token, json.dumps(status), int(self._interval_s * 4000)])
+        counted = [self._pipeline.worker_key(kind, "") for kind in ("decode", "auto")] if self._stage == "auto" else []
+        lease_ms = int(self._interval_s * 4000)
+        return ScriptCall(BEAT, self._keys, [self._token, json.dumps(status), lease_ms, *counted])
 
     def _read_holder(self, beat: ScriptCall) -> "_Holder | None":
         """Return the name's holder if a beat was refused. Raises `redis.RedisError` if it was not written."""
         reply = beat.read_reply()
-        self._is_written = not reply
-        if not reply:
+        self._is_written = len(reply) == 1
+        if self._is_written:
+            self.num_decoding = int(reply[0])
             return None
         other: dict[str, Any] = json.loads(reply[0])
         return _Holder(str(other.get("token")), str(other.get("host")), int(other.get("pid", 0)), int(reply[1]))

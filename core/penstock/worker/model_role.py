@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
+from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.token_text import TokenTexts, get_token_texts
 from penstock.grammar.state import GrammarState
 from penstock.messages import TokenEvent
@@ -34,6 +34,9 @@ class ModelRole:
     def token_texts(self) -> TokenTexts:
         """The texts of the model's tokens."""
         return get_token_texts(self.engine.model.tokenizer)
+
+    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+        """Do nothing: the request is where it is to be."""
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
         """Return the log event of a request's next token, and set the task's `outcome` where it is the last."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
+from penstock.bus.contract import Member
+from penstock.bus.joined import JoinedMember
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -23,6 +25,7 @@ from penstock.config.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
+    StaySettings,
     TelemetrySettings,
     TraceSettings,
     WorkerSettings,
@@ -62,6 +65,7 @@ class ProcessSettings(NamedTuple):
     telemetry: TelemetrySettings
     traces: TraceSettings
     faults: FaultSettings
+    stay: StaySettings
 
 
 class WorkerProcess:
@@ -153,17 +157,22 @@ class WorkerProcess:
         """Return what a worker of this kind counts and measures."""
         return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
 
-    def serve(self, role: Role, metrics: StageMetrics, **card: Any) -> None:
-        """Join the group, and work until told to stop. `card` has what else the heartbeat says of the model."""
+    def serve(self, role: Role, metrics: StageMetrics, job_role: Role | None = None, **card: Any) -> None:
+        """Join the group, and work until told to stop. With a `job_role` join that of jobs too.
+
+        `card` has what else the heartbeat says of the model.
+        """
         settings, stop = self.settings, self.stop
         clients, bus = connect_servers(self.addresses.stream_url), connect_bus(self.addresses, settings.bus)
 
         def make_worker() -> Worker:
             check_key_types(clients, self.pipeline)
-            member = bus.join_group(self.kind, self.name)
+            member: Member = bus.join_group(self.kind, self.name)
             try:
+                if job_role is not None:
+                    member = JoinedMember(member, bus.join_group("decode", self.name))
                 record = open_record(clients, self.pipeline, settings.record)
-                worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat)
+                worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat, job_role)
             except BaseException:
                 member.close()  # otherwise it stays in the group and keeps its deliveries
                 raise

@@ -1,5 +1,6 @@
 """A request in a worker, and what a stage does with it."""
 
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import Outcome, SampledToken, SequenceProgress, TokenSource
+from penstock.engine.contract import Loaded, Outcome, SampledToken, SequenceProgress, TokenSource
 from penstock.errors import RequestError, RequestTooLarge
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage, WorkerKind
@@ -54,8 +55,8 @@ class Task:
     """Text that was held back when the deadline cut the answer short."""
     role: "Role" = field(init=False)
     """What treats it: that of the topic it came by. The loop says so when the message was read."""
-    hands_off: bool = False
-    """Whether another worker goes on with it, or ends it, once its next token is in the log."""
+    leaving_for: str = ""
+    """Why another worker goes on with it, or ends it, once its next token is in the log; empty where it stays."""
     claim: Claim = field(init=False)
     """The claim under which it is held, once it is claimed."""
     seq: SequenceProgress | None = None
@@ -75,6 +76,8 @@ class Task:
     context: Context = field(default_factory=Context)
     """The trace context for the spans of the work on it."""
     started_s: float = field(default_factory=now_s)
+    begun_s: float = field(default_factory=time.monotonic)
+    """When it came to this worker, by the monotonic clock."""
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
     prompt_computed_s: float = 0.0
@@ -130,6 +133,11 @@ class Task:
         return UnclaimedMessage(
             self.id, self.body_hash, self.name, serialize_delivery(self.delivery) if is_kept else b""
         )
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether it goes on, or ends, in another worker."""
+        return bool(self.leaving_for)
 
     @property
     def bound_name(self) -> str:
@@ -189,8 +197,8 @@ class Role(Protocol):
     kind: WorkerKind
     stage: Stage
     """What the record has the kind's requests for: an endpoint worker's are claimed as jobs are in decode."""
-    hands_off_all: bool
-    """Whether all requests go on in another worker, also those that have ended here: as jobs."""
+    hands_off_for: str
+    """Why all requests go on in another worker, as jobs, also those that have ended here; empty where they may stay."""
     max_inline_bytes: int
     """The loop itself reads messages up to this size; longer ones, and those with a grammar, are read on a thread."""
     writes_pieces: bool
@@ -219,6 +227,11 @@ class Role(Protocol):
         """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
 
     # 3 and 6. Load.
+
+    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+        """Note that the blocks of a request that were found are loaded, before the rest is computed: set `leaving_for`
+        where it is better decoded elsewhere. `are_others_here`: the worker has other requests.
+        """
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Hand a request to the engine, and add its length to the means. Return False where the answer is complete

@@ -257,7 +257,7 @@ class Worker:
         """Return the request of a message; None where not even an id can be read. Any thread may call this."""
         role = self._find_role(delivery)
         if (task := role.read_message(delivery)) is not None:
-            task.role, task.hands_off = role, role.hands_off_all
+            task.role, task.leaving_for = role, role.hands_off_for
         return task
 
     def free_capacity(self, klass: PriorityClass) -> int:
@@ -418,7 +418,7 @@ class Worker:
         self._record_queue_wait(task)
         self._replace_older_task(task)
         if claim.is_ended:
-            task.hands_off = False  # its message is bound
+            task.leaving_for = ""  # its message is bound
             self._complete_task(task, now_s())
             return
         cause, found = reason_to_end(claim, task.deadline, self.session.server_now_s()), task.outcome
@@ -493,6 +493,8 @@ class Worker:
         stage_failpoint(task.role.kind, "prefill.3.fetched", "decode.6.fetched")
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
+        if self.running.get(task.id) is task:
+            task.role.note_loaded(task, loaded, are_others_here=len(self.running) > 1)
 
     # 3 and 7. Step.
 
@@ -664,7 +666,7 @@ class Worker:
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
-            task.hands_off = task.role.hands_off_all
+            task.leaving_for = task.role.hands_off_for
         ends = [
             (
                 task.claim,

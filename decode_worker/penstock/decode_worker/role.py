@@ -55,7 +55,7 @@ class DecodeRole(ModelRole):
     kind: WorkerKind = "decode"
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
-    hands_off_all = False
+    hands_off_for = ""
 
     # 6. Claim.
 

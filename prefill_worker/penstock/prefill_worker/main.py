@@ -1,7 +1,24 @@
-"""How a prefill worker is composed and started: `penstock worker prefill`."""
+"""How a worker that reads requests is composed and started: `penstock worker prefill`, `penstock worker auto`."""
 
 from penstock.ops.lag import LagWatch
 from penstock.worker.process import WorkerProcess, require_libraries
+
+
+def run_auto_worker() -> None:
+    """Turn requests and job references into token streams and results, until told to stop."""
+    with WorkerProcess("auto") as process:
+        engine = process.open_engine()
+        with require_libraries():
+            from penstock.decode_worker.role import DecodeRole
+            from penstock.prefill_worker.role import PrefillRole
+            from penstock.prefill_worker.stay import StayPolicy
+        name = process.settings.engine.find_served_name()
+        stays = StayPolicy(process.settings.stay, lambda: process.beat.num_decoding > 0)
+        role = PrefillRole(process.pipeline, engine, None, name, stays)
+        job_role = DecodeRole(process.pipeline, engine, name)
+        process.exits.callback(role.grammars.close)
+        process.exits.callback(job_role.grammars.close)
+        process.serve(role, process.make_metrics(role.model_name), job_role, **role.describe_model())
 
 
 def run_prefill_worker() -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.engine.contract import InferenceEngine, Outcome, SampledToken
+from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.sequence import Sequence
@@ -36,6 +36,7 @@ from penstock.messages import (
 from penstock.names import Pipeline, PriorityClass, Stage, WorkerKind
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, rename_job, sampling_seed
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
@@ -72,15 +73,15 @@ class PrefillRole(ModelRole):
         engine: InferenceEngine,
         backpressure: DecodeBackpressure | None = None,
         served_name: str = "",
-        *,
-        hands_off_all: bool = True,
+        stays: StayPolicy | None = None,
     ) -> None:
         """`backpressure` knows whether decode has enough batch work; without it, batch requests are always admitted.
 
-        Without `hands_off_all` requests are decoded here too, and their results settled.
+        `stays` decides which requests are decoded here too; without it, none is.
         """
         super().__init__(pipeline, engine, served_name)
-        self.hands_off_all = hands_off_all
+        self._stays = stays
+        self.hands_off_for = "prefill" if stays is None else ""
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
     # 2. Claim.
@@ -202,6 +203,16 @@ class PrefillRole(ModelRole):
         num_ahead = (max_waiting_tokens - num_waiting_tokens) // counted_tokens
         return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
 
+    def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
+        """Decide whether a request is decoded here, now that it is known how much of its prompt is to be computed."""
+        if self._stays is None or task.blocks is None or not isinstance(task.seq, Sequence):
+            return
+        num_found = (loaded.num_pool_blocks + loaded.num_tier_blocks) * task.blocks.hasher.block_size
+        rate, num_computed = self.engine.prefill_tokens_per_s(), max(0, len(task.token_ids) - num_found)
+        task.leaving_for = self._stays.judge_prompt(num_computed, rate, are_others_here=are_others_here)
+        if task.hands_off:
+            task.seq.lease_owner = self.pipeline.lease_owner(task.id)
+
     # 4. Append.
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
@@ -229,7 +240,13 @@ class PrefillRole(ModelRole):
         if task.hands_off:
             task.blocks_stored = self.engine.finish_request(task.id)
             return False
-        return task.outcome is not None and self.engine.finish_request(task.id) is not None
+        if task.outcome is not None:
+            return self.engine.finish_request(task.id) is not None
+        if self._stays is not None:
+            task.leaving_for = self._stays.judge_answer(len(task.log_events), task.begun_s)
+        if task.leaving_for:
+            task.blocks_stored = self.engine.finish_request(task.id)
+        return False
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""
@@ -256,7 +273,7 @@ class PrefillRole(ModelRole):
             return build_result_of_log(self.pipeline, task, job.model_copy(update={"error": None}), self.model_name)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
-        return StageOutput(outputs, dead_letters, {"job": job.job}, rename_job)
+        return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
 
     def build_failed_output(self, task: Task) -> Outgoing:
         """Return a job with an error alone, with which decode ends the request; where it is not handed off, an error
@@ -275,7 +292,7 @@ class PrefillRole(ModelRole):
 
     def count_done(self, sampled: Collection[SampledToken]) -> int:
         """Return the tokens of prompts that are computed; where answers are decoded too, those of answers."""
-        return sum(item.seq.num_prompt_tokens for item in sampled) if self.hands_off_all else len(sampled)
+        return sum(item.seq.num_prompt_tokens for item in sampled) if self._stays is None else len(sampled)
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """Return the work that a request still needs, for the heartbeat."""
@@ -291,7 +308,7 @@ class PrefillRole(ModelRole):
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed, and answers where they are decoded too, for the heartbeat."""
-        if not self.hands_off_all:
+        if self._stays is not None:
             return {
                 "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
                 "output_tokens_per_s": load.throughput.tokens_per_s,

@@ -3,9 +3,11 @@
 -- KEYS[1]  heartbeat  string, JSON with the holder's token, host and pid
 -- KEYS[2]  workers    set of all heartbeat keys
 -- KEYS[3]  left       string: the worker left in good order
--- ARGV     token, heartbeat as JSON ('' gives the name up), lease in ms (after '': for how long `left` is kept)
+-- ARGV     token, heartbeat as JSON ('' gives the name up), lease in ms (after '': for how long `left` is kept), then what
+--          the keys of heartbeats begin with that are to be counted
 --
--- Replies  {}  done; or {heartbeat of the holder, ms that its lease still lasts}: nothing was changed
+-- Replies  {number of other heartbeats counted}; or {heartbeat of the holder, ms that its lease still lasts}: nothing
+--          was changed
 --
 -- Crash    the heartbeat runs out, and the name is free.
 
@@ -19,4 +21,12 @@ else
   redis.call('SADD', KEYS[2], KEYS[1])
   redis.call('DEL', KEYS[3])
 end
-return {}
+local others = 0
+if #ARGV > 3 then
+  for _, key in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+    for i = 4, #ARGV do
+      if key ~= KEYS[1] and string.sub(key, 1, #ARGV[i]) == ARGV[i] then others = others + redis.call('EXISTS', key) end
+    end
+  end
+end
+return {others}
