@@ -65,7 +65,7 @@ def test_a_request_is_on_the_server_of_its_id(
     claims = [claimed(sharded, sessions, name) for name in (LEFT[0], RIGHT[0], LEFT[1], RIGHT[1])]
     events = [(claim, claim.next_event(number, "x")) for number, claim in enumerate(claims)]
     assert sharded.append_tokens(events) == [AppendOutcome.OK] * 4
-    assert sharded.finish_all([(claim, end()) for claim in claims]) == [AppendOutcome.OK] * 4
+    assert sharded.finish_all([(claim, end(), "") for claim in claims]) == [AppendOutcome.OK] * 4
     for (claim, event), name in zip(events, (0, 1, 0, 1), strict=True):
         assert sharded.read_log(claim.id)[0] == event
         assert isinstance(sharded.read_log(claim.id)[1], EndEvent)
@@ -108,7 +108,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         assert sessions.collect_events() == []
         assert isinstance(sharded.claim_decode(RIGHT[6], sessions.id, "j1"), Busy)
         assert not sharded.release_claim(others)
-        assert sharded.finish_all([(others, end())]) == [AppendOutcome.FENCED]
+        assert sharded.finish_all([(others, end(), "")]) == [AppendOutcome.FENCED]
         kept = [UnclaimedMessage(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
         assert sharded.park_messages("decode", kept) == kept[1:]
         assert [one.claim.id for one in sharded.take_over_free("decode", sessions.id, 9)] == [LEFT[7]]
