@@ -38,7 +38,7 @@ class Side:
         self.clients = clients.parts
         self.record: Record = open_record(clients, Pipeline("streams"), RecordSettings(lease_s=30.0))
         stack.callback(self.record.close)
-        self.sessions = ShardedSession(self.record, "decode", "worker")
+        self.sessions = ShardedSession(self.record, "worker")
         stack.callback(self.sessions.close)
 
     def run_round(self, round_name: str, num_requests: int) -> float:

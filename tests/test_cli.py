@@ -284,7 +284,7 @@ def test_a_gateway_port_without_a_gateway_is_refused(tmp_path: Path, monkeypatch
 def test_a_key_of_another_type_ends_a_worker_before_it_is_ready(
     stage: Stage, redis_url: str, pipeline: Pipeline
 ) -> None:
-    key = pipeline.readers_key(stage)
+    key = pipeline.readers_key
     with redis.Redis.from_url(redis_url) as client:
         client.zadd(key, {"topic:0": 1.0})
     environment = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}

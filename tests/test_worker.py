@@ -377,7 +377,7 @@ def test_a_beat_goes_with_the_renewal_of_the_session(
         wait_for(lambda: read_states(server, pipeline), "the first beat")
         beat._redis.close()
         beat._redis = redis_client("redis://127.0.0.1:1")
-        with Session(record, "prefill", "p-0", keep=beat.keep_session) as session:
+        with Session(record, "p-0", keep=beat.keep_session) as session:
             beat.update_status(state="ready")
             wait_for(lambda: read_states(server, pipeline) == ["ready"], "the new state is written")
             until_ms = session._last.until_ms
@@ -395,7 +395,7 @@ def test_a_beat_that_the_server_refuses_ends_no_session(
     server.set(pipeline.worker_key("prefill", "p-0"), json.dumps({"token": "another", "host": "there", "pid": 7}))
     with (
         Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat,
-        Session(record, "prefill", "p-0", keep=beat.keep_session) as session,
+        Session(record, "p-0", keep=beat.keep_session) as session,
     ):
         wait_for(lambda: raises_failure(beat), "the name is another's")
         until_ms = session._last.until_ms
@@ -413,7 +413,7 @@ def test_where_redis_hangs_the_loop_is_watched_and_the_session_is_right(
         monkeypatch.setattr(beat.watch, "_end_process", has_ended.set)
         with (
             beat,
-            Session(record, "prefill", "p-0", is_stalled=beat.watch.is_stalled, keep=beat.keep_session) as session,
+            Session(record, "p-0", is_stalled=beat.watch.is_stalled, keep=beat.keep_session) as session,
         ):
             claim = record.claim_prefill("r1", session.id, "body")
             assert isinstance(claim, Claim)
@@ -422,7 +422,7 @@ def test_where_redis_hangs_the_loop_is_watched_and_the_session_is_right(
             with hanging(server.pid):
                 wait_for(has_ended.is_set, "the process would end", 0)
                 assert session.collect_events() == []
-            record.end_expired_sessions("prefill", 0, session.id)  # as any other worker does by now
+            record.end_expired_sessions(0, session.id)  # as any other worker does by now
             beat.watch.note_turn()
             found: list[tuple[Claim, ClaimEvent]] = []
 

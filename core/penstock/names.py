@@ -17,11 +17,11 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
-| `penstock:<pipeline>:sessions:<stage>` | zset   | while any lives: session ids, by their time | `record`     |
+| `penstock:<pipeline>:sessions`         | zset   | while any lives: session ids, by their time | `record`     |
 | `penstock:<pipeline>:held:<session>`   | set    | as its session: ids that it holds         | `record`       |
 | `penstock:<pipeline>:news:<session>`   | list   | until its session hears them              | `record`       |
 | `penstock:<pipeline>:free:<stage>`     | zset   | until taken: ids, by when anybody may take them | `record` |
-| `penstock:<pipeline>:partition_readers:<stage>` | hash | while any is read: partitions and sessions | `record`      |
+| `penstock:<pipeline>:partition_readers` | hash  | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
@@ -149,9 +149,10 @@ class Pipeline:
         """Return the key of a request's record."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
 
-    def sessions_key(self, stage: Stage) -> str:
-        """Return the key of the sessions of a stage's workers, with the time at which each expires."""
-        return f"penstock:{self.name}:sessions:{stage}"
+    @property
+    def sessions_key(self) -> str:
+        """The key of the sessions of all workers, with the time at which each expires."""
+        return f"penstock:{self.name}:sessions"
 
     def held_key(self, session: str) -> str:
         """Return the key of the ids of the requests that a session holds."""
@@ -165,21 +166,20 @@ class Pipeline:
         """Return the key of the requests that any worker of a stage may take over, with the time from which it may."""
         return f"penstock:{self.name}:free:{stage}"
 
-    def readers_key(self, stage: Stage) -> str:
-        """Return the key of the partitions of a stage's topics, with the session that reads each."""
-        return f"penstock:{self.name}:partition_readers:{stage}"
+    @property
+    def readers_key(self) -> str:
+        """The key of the partitions of the topics that workers read, with the session that reads each."""
+        return f"penstock:{self.name}:partition_readers"
 
     def list_key_types(self) -> dict[str, str]:
         """Return the types of the keys that all workers share: what Redis' TYPE says. A key's name changes with it."""
         return {
-            key: kind
-            for stage in STAGES
-            for key, kind in (
-                (self.sessions_key(stage), "zset"),
-                (self.free_key(stage), "zset"),
-                (self.readers_key(stage), "hash"),
-            )
-        } | {self.requeued_key: "hash", self.servers_key: "string"}
+            self.sessions_key: "zset",
+            **{self.free_key(stage): "zset" for stage in STAGES},
+            self.readers_key: "hash",
+            self.requeued_key: "hash",
+            self.servers_key: "string",
+        }
 
     def log_key(self, request_id: str) -> str:
         """Return the key of a request's token log."""

@@ -85,11 +85,11 @@ class RedisKeeper:
             self._client.delete(self._pipeline.free_key(stage))
 
     def find_session_end(self, session: str) -> int | None:
-        lasts = self._client.zscore(self._sessions_key(session), session)
+        lasts = self._client.zscore(self._pipeline.sessions_key, session)
         return None if lasts is None else int(lasts)
 
     def expire_session(self, session: str) -> bool:
-        return bool(self._client.zadd(self._sessions_key(session), {session: 1}, xx=True, ch=True))
+        return bool(self._client.zadd(self._pipeline.sessions_key, {session: 1}, xx=True, ch=True))
 
     def is_held(self, session: str) -> bool:
         return bool(self._client.sismember(self._pipeline.held_key(session), self._id))
@@ -116,11 +116,11 @@ class RedisKeeper:
         for stage, score in self._saved.items():
             self._client.zadd(self._pipeline.free_key(stage), {self._id: score})
         for session in sessions:
-            self._client.zrem(self._sessions_key(session), session)
+            self._client.zrem(self._pipeline.sessions_key, session)
             self._client.delete(self._pipeline.held_key(session))
         holder = str(self._client.hget(self._record, "session") or b"", "utf-8")  # type: ignore[arg-type]
         if holder:
-            self._client.zadd(self._sessions_key(holder), {holder: self.now_ms() + 1000 * LEASE_S})
+            self._client.zadd(self._pipeline.sessions_key, {holder: self.now_ms() + 1000 * LEASE_S})
             self._client.sadd(self._pipeline.held_key(holder), self._id)
         return holder
 
@@ -155,9 +155,6 @@ class RedisKeeper:
             log=[(name.decode(), json.loads(fields[b"e"])) for name, fields in entries],
         )
 
-    def _sessions_key(self, session: str) -> str:
-        return self._pipeline.sessions_key(parse_stage(session))
-
 
 class MemoryKeeper:
     """The double of a server."""
@@ -171,10 +168,10 @@ class MemoryKeeper:
             free.clear()
 
     def find_session_end(self, session: str) -> int | None:
-        return self._records.sessions[parse_stage(session)].get(session)
+        return self._records.sessions.get(session)
 
     def expire_session(self, session: str) -> bool:
-        living = self._records.sessions[parse_stage(session)]
+        living = self._records.sessions
         if session in living:
             living[session] = 1
             return True
@@ -198,12 +195,12 @@ class MemoryKeeper:
         self._records.records.pop(self._id, None)
         self.clear_free()
         for session in sessions:
-            self._records.sessions[parse_stage(session)].pop(session, None)
+            self._records.sessions.pop(session, None)
         if self._saved is None:
             return ""
         self._records.put(self._id, self._saved)
         if (holder := self._saved.session) is not None:
-            self._records.sessions[parse_stage(holder)][holder] = self.now_ms() + round(1000 * LEASE_S)
+            self._records.sessions[holder] = self.now_ms() + round(1000 * LEASE_S)
         return holder or ""
 
     def now_ms(self) -> int:
@@ -231,16 +228,6 @@ class MemoryKeeper:
         )
 
 
-def stage_of_worker(index: int) -> Stage:
-    """Return the stage of a worker of the model: the first two are prefill's."""
-    return "prefill" if index < 2 else "decode"
-
-
 def _place_time(from_ms: float | None, now_ms: int) -> int:
     """Return when a request is free, as the model says it."""
     return NEVER if from_ms is None else LATER if from_ms > now_ms else DUE
-
-
-def parse_stage(session: str) -> Stage:
-    """Return the stage of a replay's session, from the worker's number in its id."""
-    return stage_of_worker(int(session.partition("-w")[2].partition("/")[0]))

@@ -6,7 +6,7 @@ from typing import Any
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, event_id, roll_hash
 from penstock.record import Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
-from sim.protocol.keepers import LEASE_S, Keeper, RequestState, parse_stage, stage_of_worker
+from sim.protocol.keepers import LEASE_S, Keeper, RequestState
 from sim.protocol.script import DUE, GHOST, NOBODY, Message, Reply, RequestRecord
 
 
@@ -52,10 +52,10 @@ class Replay:
             case "handed":
                 assert self.record.note_handed_off(self.claims[args[0]]) == reply
             case "renew":
-                stage, session = stage_of_worker(args[0]), self.sessions[args[0]]
+                session = self.sessions[args[0]]
                 # The last renewal was forgotten, if the session is known at all.
                 known_ms = (self.keeper.find_session_end(session) or 0) + 1
-                assert self.record.renew_session(stage, session, known_ms) is None
+                assert self.record.renew_session(session, known_ms) is None
                 self._open_session(args[0])
             case "crash":
                 self.ghosts.add(self.sessions[args[0]])
@@ -158,10 +158,10 @@ class Replay:
         assert self.record.finish_request(claim, event, str(name or "")) == reply
 
     def _open_session(self, index: int) -> None:
-        """Open a session for a worker in its stage."""
+        """Open a session for a worker."""
         self.num_sessions += 1
         self.sessions[index] = f"{self.id}-w{index}/{self.num_sessions}"
-        assert self.record.renew_session(stage_of_worker(index), self.sessions[index]) is not None
+        assert self.record.renew_session(self.sessions[index]) is not None
 
     def _get_session(self, index: int, lives: bool) -> str:
         """Return the worker's session. Where it was lost, open another one first."""
@@ -174,7 +174,7 @@ class Replay:
         over = self.ghosts if index == GHOST else {self.sessions[index]}
         for session in over:
             if self.keeper.expire_session(session):
-                self.record.end_expired_sessions(parse_stage(session), 2)
+                self.record.end_expired_sessions(2)
             assert not self.keeper.is_held(session)
         self.ghosts -= over
 

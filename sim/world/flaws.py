@@ -99,12 +99,12 @@ FLAWS = (
     ),
     Flaw(
         "free requests are not taken over", f"{WORKER}/worker.py",
-        "if not accept or not self.session.num_free:", "if True:",
+        "for stage in self._stages if accept else ():", "for stage in ():",
     ),
     Flaw(
         "expired sessions are not ended", f"{RECORD}/session.py",
-        "self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))",
-        "self.num_free = self._record.count_free(self._stage)",
+        "self.num_free = self._record.end_expired_sessions(round(as_of_s * 1000))",
+        "self.num_free = {stage: self._record.count_free(stage) for stage in STAGES}",
     ),
     Flaw(
         "a session that is over goes on", f"{RECORD}/session.py",

@@ -19,7 +19,7 @@ from penstock.bus.contract import Outgoing, Settlement
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.messages import TokenEvent
-from penstock.names import Stage, WorkerKind
+from penstock.names import WorkerKind
 from penstock.record import AppendOutcome, Claim
 from penstock.record.record import Renewed
 from penstock.redis.scripts import ScriptCall
@@ -147,7 +147,7 @@ class WorldRecord(MemoryRecord):
         self._unsent: list[Sequence[tuple[Claim, TokenEvent]]] = []
 
     def renew_session(
-        self, stage: Stage, session: str, until_ms: int = 0, partitions: Sequence[str] = (),
+        self, session: str, until_ms: int = 0, partitions: Sequence[str] = (),
         dropped: Sequence[str] = (), beside: Sequence[ScriptCall] = (),
     ) -> Renewed | None:  # fmt: skip
         """Renew a session, and call the scripts beside it."""
@@ -156,7 +156,7 @@ class WorldRecord(MemoryRecord):
             for call in beside:
                 assert self._keys is not None, "only who has a server calls its scripts"
                 call.run(self._keys)
-            return MemoryRecord.renew_session(self, stage, session, until_ms, partitions, dropped)
+            return MemoryRecord.renew_session(self, session, until_ms, partitions, dropped)
 
         renewed: Renewed | None = self.link.call(renew, may_be_late=True)
         return renewed

@@ -41,12 +41,12 @@ def test_a_member_lives_as_long_as_its_workers_session(redis_url: str, pipeline:
     client = redis_client(redis_url)
     record = Record(client, pipeline, RecordSettings(lease_s=0.2))
     with bus.join_group("prefill", "a") as member, bus.join_group("prefill", "b") as other:
-        session = Session(record, "prefill", "a", renew_membership=member.build_renewal)
+        session = Session(record, "a", renew_membership=member.build_renewal)
         with closing(bus.create_publisher()) as publisher:
             publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x")])
         (held,) = take_deliveries(member, 1, capacity)
         before = session.id
-        record.end_expired_sessions("prefill", 0, before)
+        record.end_expired_sessions(0, before)
         wait_for(lambda: session.id != before, "it has another session")
         client.delete(member._key)
         wait_for(lambda: client.exists(member._key), "its session says that it lives")
@@ -73,7 +73,7 @@ def test_a_member_whose_place_was_taken_hears_of_it_by_its_session(redis_url: st
     record = Record(redis_client(redis_url), pipeline, RecordSettings(lease_s=0.2))
     with (
         bus.join_group("prefill", "a") as member,
-        Session(record, "prefill", "a", renew_membership=member.build_renewal) as session,
+        Session(record, "a", renew_membership=member.build_renewal) as session,
         bus.join_group("prefill", "a") as newer,
     ):
         wait_for(lambda: member._fenced, "it is told")

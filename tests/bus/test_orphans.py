@@ -104,5 +104,5 @@ def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
 
 def test_where_members_share_nobody_reads_for_another(streams_bus: Bus) -> None:
     with streams_bus.join_group("prefill", "a") as member:
-        assert member.create_orphan_reader() is None
+        assert member.create_orphan_readers() == []
         assert member.list_partitions() == []

@@ -102,7 +102,7 @@ def ask(key: str, **fields: Any) -> Request:
 
 
 def end_session(worker: Worker) -> None:
-    worker.record.end_expired_sessions(worker.stage, 0, worker.session.id)
+    worker.record.end_expired_sessions(0, worker.session.id)
 
 
 def renew_session(worker: Worker) -> None:
@@ -264,7 +264,7 @@ class Exits:
 
     def busy(self) -> None:
         decode = self._send("decode")
-        self._claim(decode, "r", alive(decode.record, "decode", "another"))
+        self._claim(decode, "r", alive(decode.record, "another"))
         self._check(decode, act=turn_until_deferred)
 
     def moved_before_its_claim(self) -> None:
@@ -295,7 +295,7 @@ class Exits:
         for key in ("token", "end", "heard"):
             decode = self._run("decode", key)
             end_session(decode)
-            assert decode.record.take_over_free("decode", alive(decode.record, "decode", "another"), 1)
+            assert decode.record.take_over_free("decode", alive(decode.record, "another"), 1)
             if key == "end":
                 self._check(decode, key, lambda worker: worker._end_with(worker.running["end"], Outcome("stop")))
             if key == "heard":

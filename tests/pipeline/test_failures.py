@@ -173,7 +173,7 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(
 
 def claim_for_dead(stage: Stage, claim: Callable[[str], object], record: Record) -> None:
     """Claim a request for a worker that renews its session no more: where it is over already, another one is opened."""
-    wait_for(lambda: isinstance(claim(alive(record, stage, "dead")), Claim), "it is claimed")
+    wait_for(lambda: isinstance(claim(alive(record, "dead")), Claim), "it is claimed")
 
 
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
@@ -313,7 +313,7 @@ def kill(worker: Worker) -> None:
     worker.rescuer.close()
     worker.engine.abandon()
     worker.member.close()
-    worker.record.end_expired_sessions(worker.stage, 0, worker.session.id)
+    worker.record.end_expired_sessions(0, worker.session.id)
     worker.record.close()
 
 

@@ -193,7 +193,7 @@ def taking_over(line: InProcessPipeline, request: Request) -> tuple[Worker, Read
 
 def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProcessPipeline, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
-    sessions, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
+    sessions, session = line.pipeline.sessions_key, line.prefill.session.id
     lease_ms = line.prefill.record.lease_s * 1000
 
     def lasts_until_ms() -> float:
@@ -201,7 +201,7 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProces
 
     begun_ms = lasts_until_ms()
     wait_for(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, "more than a lease")
-    third = alive(line.prefill.record, "prefill", "a-third")
+    third = alive(line.prefill.record, "a-third")
     assert line.prefill.record.take_over_free("prefill", third, 10) == []
     reader.is_let.set()
     line.run_prefill(1)
@@ -218,7 +218,7 @@ def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
 ) -> None:
     silent, reader = taking_over(line, work[-1])
     line.prefill.close()
-    (taken,) = silent.record.take_over_free("prefill", alive(silent.record, "prefill", "a-third"), 10)
+    (taken,) = silent.record.take_over_free("prefill", alive(silent.record, "a-third"), 10)
     assert taken.claim.id == "long", "at once, though a lease has not passed"
     reader.is_let.set()
     silent.close()

@@ -92,7 +92,7 @@ def test_a_wrong_type_of_a_shared_key_is_no_requests_fault(
     record: Record, pipeline: Pipeline, server: "redis.Redis"
 ) -> None:
     """No request ends by it: the worker does, and says what to do."""
-    session = alive(record, "prefill", "w1")
+    session = alive(record, "w1")
     server.set(pipeline.free_key("prefill"), "no set")
     with pytest.raises(StateMismatch, match="redis-cli DEL"):
         record.claim_prefill("r1", session, "b", b"message")

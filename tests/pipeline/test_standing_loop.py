@@ -73,7 +73,7 @@ def test_a_long_step_loses_nothing(line: InProcessPipeline, stage: Stage) -> Non
     held, session = HeldStep(worker, stage), worker.session._sessions.parts[0]
     begun_ms, four_leases_ms = session._last.until_ms, 4000 * worker.record.lease_s
     wait_for(lambda: session._last.until_ms > begun_ms + four_leases_ms, "four leases of renewals")
-    assert worker.record.take_over_free(stage, alive(worker.record, stage, "another"), 9) == []
+    assert worker.record.take_over_free(stage, alive(worker.record, "another"), 9) == []
     held.let_go()
     assert session.collect_events() == []
     run_until_idle(worker)

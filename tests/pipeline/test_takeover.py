@@ -224,7 +224,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
         victim = fork_process(
             "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=make_environment(addresses)
         )
-        wait_for(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, "it reads them all")
+        wait_for(lambda: line.client.hlen(pipeline.readers_key) == NUM_PARTITIONS, "it reads them all")
         victim.kill()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
         line.send_requests(*work)

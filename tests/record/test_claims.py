@@ -48,14 +48,14 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
         UnclaimedMessage("r1", "b", "", b"m"),
         UnclaimedMessage("r1", "other", "", b"m"),
     ]
-    found = record.claim_all("prefill", alive(record, "prefill", "p2"), asked)
+    found = record.claim_all("prefill", alive(record, "p2"), asked)
     assert [type(one) for one in found] == [Claim, Busy, Conflict]
     claim = found[0]
     assert isinstance(claim, Claim)
     say(record, claim, [7])
     assert record.note_all_handed_off([claim]) == [True]
     jobs = [UnclaimedMessage("r2", "", "j1", b"m"), UnclaimedMessage("r3", "", "j3", b"m")]
-    with_log, fresh = record.claim_all("decode", alive(record, "decode", "d1"), jobs)
+    with_log, fresh = record.claim_all("decode", alive(record, "d1"), jobs)
     assert isinstance(with_log, Claim)
     assert isinstance(fresh, Claim)
     assert [len(one.log) for one in (with_log, fresh)] == [1, 0]
@@ -66,7 +66,7 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
 def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, client: "redis.Redis") -> None:
     claim = prefill(record)
     client.script_flush()
-    assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "b"), Busy)
+    assert isinstance(record.claim_prefill("r1", alive(record, "p2"), "b"), Busy)
     client.script_flush()
     assert say(record, claim, [1]) == [1]
 
@@ -88,7 +88,7 @@ def test_no_call_runs_twice_where_another_client_loads_the_script_between_two(
 
 def claim_with_message(record: Record, stage: Stage, name: str = "r1", message: bytes = b"message") -> Claim:
     """Claim a request for a living worker, with a message that others can continue with."""
-    session = alive(record, stage, "w1")
+    session = alive(record, "w1")
     claim = (
         record.claim_prefill(name, session, "b", message)
         if stage == "prefill"
@@ -101,9 +101,9 @@ def claim_with_message(record: Record, stage: Stage, name: str = "r1", message: 
 def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) -> None:
     dead = claim_with_message(record, "decode")
     say(record, dead, [7, 8])
-    other = alive(record, "decode", "w2")
+    other = alive(record, "w2")
     assert record.take_over_free("decode", other, 9) == []  # it lives
-    die(record, "decode", "w1")
+    die(record, "w1")
     (taken,) = record.take_over_free("decode", other, 9)
     assert record.take_over_free("decode", other, 9) == []
     assert taken.message == b"message"
@@ -112,14 +112,14 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) 
     assert taken.claim.epoch > dead.epoch
     assert say(record, dead, [9]) == [0]
     assert say(record, taken.claim, [9]) == [1]
-    third = alive(record, "decode", "w3")
+    third = alive(record, "w3")
     assert isinstance(record.claim_decode("r1", third, "j1"), Busy)  # the delivery came back
     assert isinstance(record.claim_decode("r1", third, "j2"), Bound)
 
 
 def take_over(record: Record, number: int) -> Claim:
     """Let a worker take over what another one held."""
-    (taken,) = record.take_over_free("decode", alive(record, "decode", f"w{number}"), 9)
+    (taken,) = record.take_over_free("decode", alive(record, f"w{number}"), 9)
     return taken.claim
 
 
@@ -129,7 +129,7 @@ def make_tokens_and_die(record: Record, claim: Claim, count: int, number: int) -
     for token in range(count):
         events.append(claim.next_event(token, "x", before=events[-1] if events else None))
     assert set(record.append_tokens([(claim, event) for event in events])) == {AppendOutcome.OK}
-    die(record, "decode", f"w{number}")
+    die(record, f"w{number}")
 
 
 def test_attempts_that_make_no_more_tokens_than_one_before_are_in_vain(hasty: Record) -> None:
@@ -166,9 +166,9 @@ def test_what_prefill_made_is_no_measure_for_decode(record: Record) -> None:
 def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> None:
     for number in range(5):
         claim_with_message(record, "decode", f"r{number}")
-    die(record, "decode", "w1")
+    die(record, "w1")
     assert record.count_free("decode") == 5
-    one, other = alive(record, "decode", "w2"), alive(record, "decode", "w3")
+    one, other = alive(record, "w2"), alive(record, "w3")
     taken = [taken.claim.id for session in (one, other) for taken in record.take_over_free("decode", session, 3)]
     assert sorted(taken) == [f"r{number}" for number in range(5)]
 
@@ -177,7 +177,7 @@ def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> 
     """The one who gets the delivery has a lease's time to claim it, and may die in it."""
     assert hasty.release_claim(claim_with_message(hasty, "prefill"))
     wait_for(lambda: hasty.count_free("prefill") == 1, "a lease is over", 0.01)
-    (taken,) = hasty.take_over_free("prefill", alive(hasty, "prefill", "w2"), 9)
+    (taken,) = hasty.take_over_free("prefill", alive(hasty, "w2"), 9)
     assert (taken.claim.attempts, taken.message) == (1, b"message")
 
 
@@ -188,18 +188,18 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     claim_with_message(record, "decode", "r1")
     record.release_claim(claim_with_message(record, "prefill", "r2"), wait_s=1)
     record.release_claim(claim_with_message(record, "prefill", "r3"), wait_s=1)
-    for key in (pipeline.sessions_key("decode"), pipeline.free_key("prefill")):
+    for key in (pipeline.sessions_key, pipeline.free_key("prefill")):
         for name in client.zrange(key, 0, -1):
             client.zincrby(key, 3_600_000, str(name, "utf-8"))  # type: ignore[arg-type]
     client.hincrby(pipeline.record_key("r2"), "not_before", 3_600_000)
-    outcome = record.claim_decode("r1", alive(record, "decode", "d2"), "j1")
+    outcome = record.claim_decode("r1", alive(record, "d2"), "j1")
     assert isinstance(outcome, Busy)
     assert outcome.wait_s <= record.lease_s
     assert prefill(record, "r2").attempts == 1
-    assert [taken.claim.id for taken in record.take_over_free("prefill", alive(record, "prefill", "w2"), 9)] == ["r3"]
-    record.end_expired_sessions("decode", 0)  # it has a lease from now on
-    lasts_ms = float(client.zscore(pipeline.sessions_key("decode"), "w1/1") or 0)
-    record.end_expired_sessions("decode", int(lasts_ms) + 1)
+    assert [taken.claim.id for taken in record.take_over_free("prefill", alive(record, "w2"), 9)] == ["r3"]
+    record.end_expired_sessions(0)  # it has a lease from now on
+    lasts_ms = float(client.zscore(pipeline.sessions_key, "w1/1") or 0)
+    record.end_expired_sessions(int(lasts_ms) + 1)
     assert record.count_free("decode") == 1
 
 

@@ -152,7 +152,7 @@ def write_all(record: Record, owner: str, length: int, has_written: Mapping[str,
     A holder's claim is released without its knowledge, as by a pause longer than its session: both believe that they
     hold the request. In the middle of the stream each waits for the other's first token.
     """
-    claim = record.claim_decode("r1", alive(record, "decode", owner), "j1")
+    claim = record.claim_decode("r1", alive(record, owner), "j1")
     if isinstance(claim, Busy):
         status = record.read_status("r1")
         assert status is not None

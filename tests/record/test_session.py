@@ -27,7 +27,7 @@ MOMENT_S = 0.01
 
 @pytest.fixture
 def session(hasty: Record) -> Iterator[Session]:
-    with Session(hasty, "decode", "d1") as made:
+    with Session(hasty, "d1") as made:
         yield made
 
 
@@ -40,7 +40,7 @@ def claim_for(session: Session, record: Record, request_id: str = "r1") -> Claim
 
 def list_living(client: "redis.Redis", pipeline: Pipeline) -> set[str]:
     """The sessions of decode workers that are not over."""
-    return {str(name, "utf-8") for name in client.zrange(pipeline.sessions_key("decode"), 0, -1)}  # type: ignore[arg-type]
+    return {str(name, "utf-8") for name in client.zrange(pipeline.sessions_key, 0, -1)}  # type: ignore[arg-type]
 
 
 def wait_soon(condition: Callable[[], bool], what: str) -> None:
@@ -50,7 +50,7 @@ def wait_soon(condition: Callable[[], bool], what: str) -> None:
 def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None:
     kept = claim_for(session, hasty)
     for number in range(3):
-        silent = alive(hasty, "decode", f"silent{number}")
+        silent = alive(hasty, f"silent{number}")
         assert isinstance(hasty.claim_decode(f"s{number}", silent, "j1", b"message"), Claim)
         wait_soon(lambda number=number: hasty.count_free("decode") > number, "the other's is over")  # type: ignore[misc]
     assert session.collect_events() == []
@@ -72,7 +72,7 @@ def test_a_cancelled_claim_is_reported_as_long_as_it_is_held(session: Session, h
 def test_a_late_worker_learns_that_all_is_lost_and_opens_another_session(session: Session, hasty: Record) -> None:
     claims = {claim_for(session, hasty, name) for name in ("r1", "r2")}
     before = session.id
-    hasty.end_expired_sessions("decode", 0, before)
+    hasty.end_expired_sessions(0, before)
     found: set[tuple[Claim, ClaimEvent]] = set()
 
     def has_heard() -> bool:
@@ -91,7 +91,7 @@ def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
 ) -> None:
     """It forgot that the request was given back: by its record a living worker holds it, so nobody takes it over."""
     claim = claim_for(session, hasty)
-    keys = [pipeline.record_key("r1"), pipeline.held_key(session.id), pipeline.sessions_key("decode")]
+    keys = [pipeline.record_key("r1"), pipeline.held_key(session.id), pipeline.sessions_key]
     written = {key: client.dump(key) or b"" for key in keys}
     session.remove_claim(claim)
     before = session._last.until_ms
@@ -103,7 +103,7 @@ def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
 
 
 def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
-    with Session(record, "decode", "d1") as session:
+    with Session(record, "d1") as session:
         claim_for(session, record)
         assert record.count_free("decode") == 0
     assert record.count_free("decode") == 1
@@ -115,7 +115,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
     def parts() -> list[str]:
         raise ZeroDivisionError("a bug")
 
-    session = Session(hasty, "decode", "d1", parts)
+    session = Session(hasty, "d1", parts)
     wait_soon(lambda: session._failure is not None, "it fails")
     with pytest.raises(ZeroDivisionError):
         session.collect_events()
@@ -131,15 +131,15 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
     with ValkeyServer(tmp_path) as server, ExitStack() as stack:
         client, pipeline = redis_client(server.url), Pipeline("x")
         record = Record(client, pipeline, RecordSettings(lease_s=2.0))
-        sessions = [stack.enter_context(Session(record, "decode", f"d{number}")) for number in range(3)]
+        sessions = [stack.enter_context(Session(record, f"d{number}")) for number in range(3)]
         claims = [claim_for(session, record, f"r{number}") for number, session in enumerate(sessions)]
         assert server.pid is not None
         took_s = still_s + 2
         while took_s > still_s + 1.9:  # where this process was held up too, the slow worker's time is over for good
             wait_soon(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
             before, begun_s = [session.id for session in sessions], time.monotonic()
-            slow = record.renew_session("decode", "slow/1")
-            record.renew_session("decode", "dead/1")
+            slow = record.renew_session("slow/1")
+            record.renew_session("dead/1")
             pause_process(server.pid)
             until_s = time.monotonic() + still_s
             wait_soon(lambda until_s=until_s: time.monotonic() > until_s, "the moment is over")  # type: ignore[misc]
@@ -148,7 +148,7 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
                 now_ms = sessions[0]._last.now_ms
                 wait_soon(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]
             assert slow is not None
-            renewed = record.renew_session("decode", "slow/1", slow.until_ms)
+            renewed = record.renew_session("slow/1", slow.until_ms)
             took_s = time.monotonic() - begun_s
         assert renewed is not None
         wait_soon(lambda: "dead/1" not in list_living(client, pipeline), "who died is found out")
@@ -161,14 +161,14 @@ def test_a_clock_that_is_put_forward_ends_nobodys_session(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
     """A worker ends sessions by the time of its own last renewal. Here the others' times are put back instead."""
-    key = pipeline.sessions_key("decode")
-    alive(hasty, "decode", "other")
-    renewed = hasty.renew_session("decode", "d1/1")
+    key = pipeline.sessions_key
+    alive(hasty, "other")
+    renewed = hasty.renew_session("d1/1")
     assert renewed is not None
     client.zadd(key, {"other/1": renewed.now_ms + 50})
-    hasty.end_expired_sessions("decode", renewed.now_ms)
+    hasty.end_expired_sessions(renewed.now_ms)
     assert client.zscore(key, "other/1") is not None
-    with Session(hasty, "decode", "d2"):
+    with Session(hasty, "d2"):
         wait_soon(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
 
@@ -177,14 +177,14 @@ def test_a_clock_that_went_back_ends_nobodys_session(
     record: Record, client: "redis.Redis", pipeline: Pipeline, step_ms: int
 ) -> None:
     """The first worker finds times too far ahead. Here these are put forward instead."""
-    key = pipeline.sessions_key("decode")
-    one, dead = record.renew_session("decode", "one/1"), record.renew_session("decode", "dead/1")
+    key = pipeline.sessions_key
+    one, dead = record.renew_session("one/1"), record.renew_session("dead/1")
     assert one is not None
     assert dead is not None
     until_ms = one.until_ms + step_ms
     client.zadd(key, {"one/1": until_ms, "dead/1": until_ms})
-    record.end_expired_sessions("decode", one.now_ms)
-    renewed = record.renew_session("decode", "one/1", until_ms)
+    record.end_expired_sessions(one.now_ms)
+    renewed = record.renew_session("one/1", until_ms)
     assert renewed is not None
     lease_ms = record.lease_s * 1000
     assert renewed.until_ms == renewed.now_ms + lease_ms
@@ -197,30 +197,30 @@ def test_a_clock_that_went_back_ends_nobodys_session(
 
 
 def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
-    session = alive(record, "decode", "dead")
-    record.renew_session("decode", session, 1, ["topic:0", "topic:1"])
-    one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
-    assert record.adopt_partitions("decode", one) == []
-    die(record, "decode", "dead")
-    assert sorted(record.adopt_partitions("decode", one)) == ["topic:0", "topic:1"]
-    assert record.adopt_partitions("decode", other) == []
-    die(record, "decode", "one")
-    assert sorted(record.adopt_partitions("decode", other)) == ["topic:0", "topic:1"]
-    assert record.adopt_partitions("decode", one) == []  # it does not live
-    record.renew_session("decode", alive(record, "decode", "heir"), 1, ["topic:0"])
-    assert record.adopt_partitions("decode", other) == ["topic:1"]
+    session = alive(record, "dead")
+    record.renew_session(session, 1, ["topic:0", "topic:1"])
+    one, other = alive(record, "one"), alive(record, "other")
+    assert record.adopt_partitions(one, ["topic"]) == []
+    die(record, "dead")
+    assert sorted(record.adopt_partitions(one, ["topic"])) == ["topic:0", "topic:1"]
+    assert record.adopt_partitions(other, ["topic"]) == []
+    die(record, "one")
+    assert sorted(record.adopt_partitions(other, ["topic"])) == ["topic:0", "topic:1"]
+    assert record.adopt_partitions(one, ["topic"]) == []  # it does not live
+    record.renew_session(alive(record, "heir"), 1, ["topic:0"])
+    assert record.adopt_partitions(other, ["topic"]) == ["topic:1"]
 
 
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
-    record.renew_session("decode", one, 1, ["topic:0", "topic:1", "topic:2"])
-    record.renew_session("decode", other, 1, ["topic:0"])
-    record.renew_session("decode", one, 1, ["topic:2"], ["topic:0", "topic:1"])  # it does not progress with these
-    assert record.adopt_partitions("decode", other) == ["topic:0", "topic:1"]
-    record.disown_partitions("decode", other, ["topic:0"])
-    assert client.hgetall(pipeline.readers_key("decode")) == {b"topic:1": b"", b"topic:2": one.encode()}
+    one, other = alive(record, "one"), alive(record, "other")
+    record.renew_session(one, 1, ["topic:0", "topic:1", "topic:2"])
+    record.renew_session(other, 1, ["topic:0"])
+    record.renew_session(one, 1, ["topic:2"], ["topic:0", "topic:1"])  # it does not progress with these
+    assert record.adopt_partitions(other, ["topic"]) == ["topic:0", "topic:1"]
+    record.disown_partitions(other, ["topic:0"])
+    assert client.hgetall(pipeline.readers_key) == {b"topic:1": b"", b"topic:2": one.encode()}
 
 
 def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
@@ -233,7 +233,7 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
         goes_on.wait(PATIENCE_S)
         return ["topic:0"]
 
-    with Session(hasty, "decode", "d1", parts) as session:
+    with Session(hasty, "d1", parts) as session:
         assert is_asked.wait(PATIENCE_S)
         leaving = threading.Thread(target=session.disown_partitions)
         leaving.start()
@@ -242,7 +242,7 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
         leaving.join()
         until_ms = session._last.until_ms
         wait_soon(lambda: session._last.until_ms > until_ms, "it renews")
-        assert client.hgetall(pipeline.readers_key("decode")) == {}
+        assert client.hgetall(pipeline.readers_key) == {}
 
 
 def test_a_reader_that_does_not_progress_says_so_after_a_lease(
@@ -250,14 +250,14 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
 ) -> None:
     parts = ["topic:0", "topic:1"]
     with (
-        Session(hasty, "decode", "stuck", lambda: list(parts)),
-        Session(hasty, "decode", "other") as other,
+        Session(hasty, "stuck", lambda: list(parts)),
+        Session(hasty, "other") as other,
     ):
-        wait_soon(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
+        wait_soon(lambda: client.hlen(pipeline.readers_key) == 2, "it reads both")
         parts.pop()
-        wait_soon(lambda: hasty.adopt_partitions("decode", other.id) == ["topic:1"], "another reads it")
+        wait_soon(lambda: hasty.adopt_partitions(other.id, ["topic"]) == ["topic:1"], "another reads it")
         parts.append("topic:1")
-        wait_soon(lambda: hasty.adopt_partitions("decode", other.id) == [], "it reads again")
+        wait_soon(lambda: hasty.adopt_partitions(other.id, ["topic"]) == [], "it reads again")
 
 
 @pytest.mark.parametrize(("by_s", "said"), [(900.0, "ahead of"), (-60.0, "behind"), (1.0, "")])
@@ -268,7 +268,7 @@ def test_time_goes_by_the_servers_clock(
     true_time = time.time
     monkeypatch.setattr(time, "time", lambda: true_time() + by_s)
     record = MemoryRecord(MemoryRecords(), RecordSettings())  # its clock is `time.time_ns`
-    with Session(record, "decode", "d1") as made:
+    with Session(record, "d1") as made:
         assert abs(made.clock_ahead_s - by_s) < 30
         assert abs(made.server_now_s() - true_time()) < 30
         assert deadline_error(true_time() + 600, made.server_now_s()) is None

@@ -47,7 +47,7 @@ def sharded(servers: tuple[ValkeyServer, ValkeyServer], pipeline: Pipeline) -> I
 
 @pytest.fixture
 def sessions(sharded: Record) -> Iterator[ShardedSession]:
-    made = ShardedSession(sharded, "decode", "d1")
+    made = ShardedSession(sharded, "d1")
     yield made
     made.close()
 
@@ -79,11 +79,11 @@ def test_what_is_free_is_taken_from_all(sharded: Record, sessions: ShardedSessio
     waiting = [UnclaimedMessage(name, "", "j1", b"message") for name in LEFT[2:5] + RIGHT[2:5]]
     assert sharded.park_messages("decode", waiting) == []
     assert sharded.count_free("decode") == 6
-    wait_for(lambda: sessions.num_free == 6, "the sessions hear of them")
+    wait_for(lambda: sessions.count_free("decode") == 6, "the sessions hear of them")
     taken = sharded.take_over_free("decode", sessions.id, 4)
-    sessions.num_free -= 4
+    sessions.note_taken("decode", 4)
     # A renewal between the two lines above has counted what was taken already, and the next one counts anew.
-    wait_for(lambda: sessions.num_free == 2, "the sessions hear of what is left")
+    wait_for(lambda: sessions.count_free("decode") == 2, "the sessions hear of what is left")
     taken += sharded.take_over_free("decode", sessions.id, 9)
     assert sorted(one.claim.id for one in taken) == sorted(one.id for one in waiting)
 
@@ -133,7 +133,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
 
 def test_a_worker_begins_while_one_is_away(servers: tuple[ValkeyServer, ValkeyServer], sharded: Record) -> None:
     servers[1].kill()
-    sessions = ShardedSession(sharded, "decode", "d2")
+    sessions = ShardedSession(sharded, "d2")
     claimed(sharded, sessions, LEFT[8])
     assert isinstance(sharded.claim_decode(RIGHT[8], sessions.id, "j1"), Busy)
     before = sessions.id

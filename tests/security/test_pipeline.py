@@ -110,7 +110,7 @@ def test_a_client_cancels_what_a_worker_holds(servers: SecureServers, monkeypatc
             assert admin.lrange(pipeline.news_key("cancels/1"), 0, -1) == ["c:held"]
         finally:
             record.finish_request(claim, end("cancelled"))
-            die(record, "prefill", "cancels")
+            die(record, "cancels")
             record.close()
 
 

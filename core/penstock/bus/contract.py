@@ -208,8 +208,8 @@ class Member(Protocol):
         The list is empty where members share the topic, and while the member cannot reach the bus or makes no progress.
         """
 
-    def create_orphan_reader(self) -> "OrphanReader | None":
-        """Return a reader for partitions of dead members; None where members share the topics."""
+    def create_orphan_readers(self) -> "list[OrphanReader]":
+        """Return a reader for partitions of dead members of each group; none where members share the topics."""
 
     def build_renewal(self, session_s: float) -> ScriptCall | None:
         """Return the call that says on Redis that this member lives; None where the bus finds that out by itself.
@@ -237,10 +237,14 @@ class Member(Protocol):
 
 
 class OrphanReader(Protocol):
-    """Reads partitions of a stage's topic whose member died, until the bus assigns them anew. For one thread."""
+    """Reads partitions of a topic whose member died, until the bus assigns them anew. For one thread."""
+
+    @property
+    def topic(self) -> str:
+        """The interactive topic of its group."""
 
     def list_partitions(self) -> list[str]:
-        """Return the names of all partitions of the interactive topic, as far as they are known. Thread-safe."""
+        """Return the names of all partitions of the topic, as far as they are known. Thread-safe."""
 
     def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         """Return at most `max_messages` unfinished messages of these partitions, as deliveries that are not held.

@@ -10,7 +10,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.errors import StateMismatch, StreamError
 from penstock.messages import EndEvent, TokenEvent
-from penstock.names import START_HASH, Pipeline, Stage
+from penstock.names import STAGES, START_HASH, Pipeline, Stage
 from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import RequestStatus, TokenLog, parse_entries
@@ -51,8 +51,6 @@ class Renewed:
 
     until_ms: int
     now_ms: int
-    num_free: int
-    """How many requests of the stage any worker may take over."""
     cancelled: list[str]
     """The ids of requests that the session holds and that were cancelled."""
 
@@ -164,7 +162,7 @@ class Record:
         return self._parse_claim(request_id, stage, reply, log)
 
     def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Call:
-        keys = [*self._request_keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
+        keys = [*self._request_keys(request_id), self._pipeline.sessions_key, self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
@@ -185,7 +183,7 @@ class Record:
         If this raises it is unknown which were taken: the session has to end, so that other workers can take them over.
         """
         pipeline = self._pipeline
-        keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
+        keys = [pipeline.free_key(stage), pipeline.sessions_key, pipeline.held_key(session)]
         key_formats = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, *key_formats]
         (taken,) = TAKE.run_once(self._client, [TAKE.command(keys, args)])
@@ -337,7 +335,6 @@ class Record:
 
     def renew_session(
         self,
-        stage: Stage,
         session: str,
         until_ms: int = 0,
         partitions: Sequence[str] = (),
@@ -350,48 +347,50 @@ class Record:
         the same server in the same round trip.
         """
         pipeline = self._pipeline
-        keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
+        keys = [pipeline.sessions_key, pipeline.news_key(session), pipeline.readers_key]
         args: Args = [session, self._lease_ms, until_ms, len(partitions), *partitions, *dropped]
-        renewal = ScriptCall(RENEW, [*keys, pipeline.readers_key(stage)], args)
+        renewal = ScriptCall(RENEW, keys, args)
         run_together(self._client, [renewal, *beside])
         reply = renewal.read_reply()
         if not reply:
             return None
-        until, now, num_free, *news = reply
-        return Renewed(until, now, num_free, [word.decode().removeprefix("c:") for word in news])
+        until, now, *news = reply
+        return Renewed(until, now, [word.decode().removeprefix("c:") for word in news])
 
-    def end_expired_sessions(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
+    def end_expired_sessions(self, as_of_ms: int, session: str = "") -> dict[Stage, int]:
         """End the sessions that had expired at `as_of_ms`, and `session` in any case: the requests they held are free.
 
-        Return how many requests of the stage are free now.
+        Return how many requests of each stage are free now.
         """
         pipeline = self._pipeline
         key_formats = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
-        keys = [pipeline.sessions_key(stage), pipeline.free_key(stage)]
+        keys = [pipeline.sessions_key, *map(pipeline.free_key, STAGES)]
         args: Args = [as_of_ms, self._lease_ms, session, *key_formats]
-        num_free, *ended = REAP.run(self._client, keys, args)
+        *num_free, ended = REAP.run(self._client, keys, args)
         for one in ended:
-            log.info("the %s session %s is over", stage, one.decode())
-        return int(num_free)
+            log.info("the session %s is over", one.decode())
+        return dict(zip(STAGES, num_free, strict=True))
 
-    def find_unnamed_partitions(self, stage: Stage, partitions: Sequence[str]) -> list[str]:
+    def find_unnamed_partitions(self, partitions: Sequence[str]) -> list[str]:
         """Return those of `partitions` that no session has named as one that it reads."""
         if not partitions:
             return []
-        readers = self._client.hmget(self._pipeline.readers_key(stage), list(partitions))
+        readers = self._client.hmget(self._pipeline.readers_key, list(partitions))
         return [part for part, reader in zip(partitions, readers, strict=True) if reader is None]
 
-    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
-        """Adopt the partitions that no session reads, and those in `unnamed` that no session has named meanwhile.
+    def adopt_partitions(self, session: str, topics: Sequence[str], unnamed: Sequence[str] = ()) -> list[str]:
+        """Adopt the partitions of `topics` that no session reads, and those in `unnamed` that no session has named
+        meanwhile.
 
-        Return all partitions that this session reads.
+        Return all partitions of these topics that this session reads.
         """
-        keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
-        return [part.decode() for part in ADOPT.run(self._client, keys, [session, *unnamed])]
+        keys = [self._pipeline.readers_key, self._pipeline.sessions_key]
+        args: Args = [session, len(topics), *topics, *unnamed]
+        return [part.decode() for part in ADOPT.run(self._client, keys, args)]
 
-    def disown_partitions(self, stage: Stage, session: str, partitions: Sequence[str]) -> None:
+    def disown_partitions(self, session: str, partitions: Sequence[str]) -> None:
         """Give up all partitions: those in `partitions` go to other members, the others are adopted."""
-        DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *partitions])
+        DISOWN.run(self._client, [self._pipeline.readers_key], [session, *partitions])
 
     def count_free(self, stage: Stage) -> int:
         """Return how many requests of a stage any worker may take over now."""

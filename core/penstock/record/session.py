@@ -2,7 +2,7 @@
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  a session that is not renewed for a lease ends as a whole: what it holds is free, and the partitions that it read
-       are adopted by another worker (`penstock.worker.rescue`). Any worker of the stage ends it, after its own renewal.
+       are adopted by another worker (`penstock.worker.rescue`). Any worker ends it, after its own renewal.
        A session is not renewed while its worker's loop stands still
     3  a worker that renews too late learns that its session is over. It lets go of all its claims, and opens another
 
@@ -23,7 +23,7 @@ from typing import Self
 import redis
 
 from penstock.messages import now_s
-from penstock.names import Stage
+from penstock.names import STAGES, Stage
 from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
@@ -53,7 +53,6 @@ class Session:
     def __init__(
         self,
         record: Record,
-        stage: Stage,
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
@@ -70,14 +69,14 @@ class Session:
         """
         self.id = ""
         """The worker's name and a token. The session lives, as far as is known."""
-        self.num_free = 0
-        """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
+        self.num_free: dict[Stage, int] = dict.fromkeys(STAGES, 0)
+        """How many requests of each stage any worker may take over. The loop lowers it when it takes some."""
         self._server_offset_s = 0.0
         self.clock_ahead_s = 0.0
         """How far this process's clock is ahead of the server's (negative: behind), by the last renewal."""
         self.interval_s = record.lease_s / 3
         """The time between two renewals."""
-        self._record, self._stage, self._name, self._list_partitions = record, stage, name, list_partitions
+        self._record, self._name, self._list_partitions = record, name, list_partitions
         self._renew_membership, self._is_stalled = renew_membership, is_stalled
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
@@ -85,7 +84,7 @@ class Session:
         self._named: dict[str, float] = {}
         """The partitions that this session reads, with the time at which it last did."""
         self._renewed_s = 0.0
-        self._last = Renewed(0, 0, 0, [])
+        self._last = Renewed(0, 0, [])
         self._grace_s = self._grace_until_s = 0.0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -142,14 +141,14 @@ class Session:
         """Give up all partitions, as this worker leaves its group. Raise `redis.RedisError`."""
         with self._renewing:
             named, self._list_partitions, self._named = list(self._named), list, {}
-            self._record.disown_partitions(self._stage, self.id, named)
+            self._record.disown_partitions(self.id, named)
 
     def close(self) -> None:
         """End the session: the requests that it still holds are free at once."""
         self.stop()
         with contextlib.suppress(redis.RedisError):  # else it runs out
             self.disown_partitions()
-            self._record.end_expired_sessions(self._stage, 0, self.id)
+            self._record.end_expired_sessions(0, self.id)
 
     def renew(self, beside: ScriptCall | None = None) -> None:
         """Renew the session. `beside` is called in the same round trip; its reply stays None if it was not called.
@@ -190,11 +189,11 @@ class Session:
             before = self.id
             self._open_session()
             # A server that lost the last renewal would keep the old session for longer.
-            self._record.end_expired_sessions(self._stage, 0, before)
+            self._record.end_expired_sessions(0, before)
             return
         self._note_renewal(renewed)
         as_of_s = renewed.now_ms / 1000 - (self._grace_s if time.monotonic() < self._grace_until_s else 0.0)
-        self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))
+        self.num_free = self._record.end_expired_sessions(round(as_of_s * 1000))
 
     def _renew_at_server(
         self,
@@ -206,7 +205,7 @@ class Session:
     ) -> Renewed | None:
         """Renew a session as `Record.renew_session` does, and compare the clocks."""
         before_s, begun_s = now_s(), time.monotonic()
-        renewed = self._record.renew_session(self._stage, session, until_ms, partitions, dropped, beside)
+        renewed = self._record.renew_session(session, until_ms, partitions, dropped, beside)
         if renewed is not None:
             was_right = abs(self.clock_ahead_s) <= MAX_CLOCK_ERROR_S
             # Monotonic, as the host's clock may be set between two renewals.

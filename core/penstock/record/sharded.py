@@ -185,9 +185,9 @@ class _ShardedRecord(Record):
         give_back = partial(server.record.release_claim, claim, failed=failed, delivered=delivered, wait_s=wait_s)
         return server.call_or_default(give_back, False)
 
-    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
+    def adopt_partitions(self, session: str, topics: Sequence[str], unnamed: Sequence[str] = ()) -> list[str]:
         """Adopt partitions as `Record.adopt_partitions` does, on the first server. Raise where it is away."""
-        return super().adopt_partitions(stage, session.split(ID_SEPARATOR, maxsplit=1)[0], unnamed)
+        return super().adopt_partitions(session.split(ID_SEPARATOR, maxsplit=1)[0], topics, unnamed)
 
     def count_free(self, stage: Stage) -> int:
         return sum(server.call_or_default(partial(server.record.count_free, stage), 0) for server in self.servers.parts)
@@ -239,7 +239,6 @@ class _ServerSession(Session):
     def __init__(
         self,
         server: _Server,
-        stage: Stage,
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
@@ -250,7 +249,6 @@ class _ServerSession(Session):
         self._server = server
         super().__init__(
             server.record,
-            stage,
             name,
             list_partitions,
             renew_membership=renew_membership,
@@ -295,7 +293,7 @@ class _ServerSession(Session):
         self._server.store_list()
         super()._open_session()
         if before:
-            self._record.end_expired_sessions(self._stage, 0, before)
+            self._record.end_expired_sessions(0, before)
         self._server.mark_back()
 
 
@@ -305,7 +303,6 @@ class ShardedSession:
     def __init__(
         self,
         record: Record,
-        stage: Stage,
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
@@ -323,7 +320,6 @@ class ShardedSession:
         if not isinstance(record, _ShardedRecord):
             session = Session(
                 record,
-                stage,
                 name,
                 list_partitions,
                 renew_membership=renew_membership,
@@ -335,10 +331,10 @@ class ShardedSession:
         first, *others = record.servers.parts
         made: list[Session] = [
             _ServerSession(
-                first, stage, name, list_partitions, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
+                first, name, list_partitions, renew_membership=renew_membership, is_stalled=is_stalled, keep=keep
             )
         ]
-        made += [_ServerSession(server, stage, name, is_stalled=is_stalled) for server in others]
+        made += [_ServerSession(server, name, is_stalled=is_stalled) for server in others]
         self._sessions = Sharded(record.servers.names, made)
 
     @property
@@ -346,17 +342,15 @@ class ShardedSession:
         """The ids of the servers' sessions, in the order of the servers."""
         return ID_SEPARATOR.join(session.id for session in self._sessions.parts)
 
-    @property
-    def num_free(self) -> int:
-        """How many requests of the stage any worker may take over."""
-        return sum(session.num_free for session in self._sessions.parts)
+    def count_free(self, stage: Stage) -> int:
+        """Return how many requests of a stage any worker may take over, as far as is known."""
+        return sum(session.num_free[stage] for session in self._sessions.parts)
 
-    @num_free.setter
-    def num_free(self, num_free: int) -> None:
-        num_taken = self.num_free - num_free
+    def note_taken(self, stage: Stage, num_taken: int) -> None:
+        """Note that requests of a stage are not free any more, until the sessions hear what is."""
         for session in self._sessions.parts:
-            here = min(num_taken, session.num_free)
-            session.num_free -= here
+            here = min(num_taken, session.num_free[stage])
+            session.num_free[stage] -= here
             num_taken -= here
 
     def server_now_s(self) -> float:

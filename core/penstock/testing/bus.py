@@ -11,6 +11,7 @@ from penstock.bus.contract import (
     MAX_FOLLOWED_MESSAGES,
     Delivery,
     FollowedMessage,
+    OrphanReader,
     Outgoing,
     Settlement,
     check_size,
@@ -183,8 +184,9 @@ class MemoryMember:
         """Return nothing: members share the topics."""
         return []
 
-    def create_orphan_reader(self) -> None:
-        """Return None: any member can take the messages that no member has polled."""
+    def create_orphan_readers(self) -> list[OrphanReader]:
+        """Return none: any member can take the messages that no member has polled."""
+        return []
 
     def build_renewal(self, session_s: float) -> None:
         """Return None: the members are those of this process."""

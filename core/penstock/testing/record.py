@@ -27,11 +27,12 @@ class MemoryRecords:
         self.records: dict[str, RequestRecord] = {}
         self.expires_ms: dict[str, int] = {}
         """Until when each record is kept."""
-        self.sessions: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
+        self.sessions: dict[str, int] = {}
         """The time in ms until which each session lasts."""
         self.free: dict[Stage, dict[str, int]] = {"prefill": {}, "decode": {}}
         """The time in ms from which on any worker may take a request over."""
-        self.readers: dict[Stage, dict[str, str]] = {"prefill": {}, "decode": {}}
+        self.readers: dict[str, str] = {}
+        """By partition the session that reads it, or an empty string."""
         self.cancelled: dict[str, list[str]] = {}
         """By session the ids of cancelled requests that it has not heard of."""
         self._listeners: dict[str, list[Callable[[bytes], object]]] = {}
@@ -110,7 +111,7 @@ class MemoryRecord(Record):
 
     def _claim(self, stage: Stage, session: str, asked: UnclaimedMessage) -> Claim | Busy | Bound | Conflict | None:
         """Claim a request, or park it where `session` is empty; then the outcome is None."""
-        before, living = self._records.find(asked.id) or NEW, self._records.sessions[stage]
+        before, living = self._records.find(asked.id) or NEW, self._records.sessions
         told = asked.name, asked.body_hash, asked.message
         rec, reply = transitions.claim_request(before, stage, session or None, told, living, self._read_times())
         if rec is not before:
@@ -134,7 +135,7 @@ class MemoryRecord(Record):
         taken: list[TakenOver] = []
         with self._lock:
             times, free = self._read_times(), self._records.free[stage]
-            if session not in self._records.sessions[stage]:
+            if session not in self._records.sessions:
                 return []
             due = sorted((from_ms, name) for name, from_ms in free.items() if from_ms <= times.now_ms)
             due = due or [
@@ -229,7 +230,6 @@ class MemoryRecord(Record):
 
     def renew_session(
         self,
-        stage: Stage,
         session: str,
         until_ms: int = 0,
         partitions: Sequence[str] = (),
@@ -238,20 +238,20 @@ class MemoryRecord(Record):
     ) -> Renewed | None:
         assert not beside, "a script needs a server"
         with self._lock:
-            now_ms, living = self._records.now_ms(), self._records.sessions[stage]
+            now_ms, living = self._records.now_ms(), self._records.sessions
             went_back = until_ms > now_ms + 1.5 * self._lease_ms
             if until_ms > 0 and (session not in living or (living[session] < until_ms and not went_back)):
                 return None
             living[session] = now_ms + self._lease_ms
-            readers = self._records.readers[stage]
+            readers = self._records.readers
             readers.update(dict.fromkeys(partitions, session))
             readers.update({part: "" for part in dropped if readers.get(part) == session})
             cancelled = self._records.cancelled.pop(session, [])
-            return Renewed(living[session], now_ms, self._count_free(stage, now_ms), cancelled)
+            return Renewed(living[session], now_ms, cancelled)
 
-    def end_expired_sessions(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
+    def end_expired_sessions(self, as_of_ms: int, session: str = "") -> dict[Stage, int]:
         with self._lock:
-            now_ms, living = self._records.now_ms(), self._records.sessions[stage]
+            now_ms, living = self._records.now_ms(), self._records.sessions
             for name, until_ms in living.items():
                 if until_ms > now_ms + 2 * self._lease_ms:
                     living[name] = now_ms + self._lease_ms
@@ -262,25 +262,26 @@ class MemoryRecord(Record):
                         self._records.put(request_id, transitions.end_session(rec, now_ms))
                 self._records.cancelled.pop(name, None)
                 living.pop(name, None)
-            return self._count_free(stage, now_ms)
+            return {stage: self._count_free(stage, now_ms) for stage in STAGES}
 
-    def find_unnamed_partitions(self, stage: Stage, partitions: Sequence[str]) -> list[str]:
+    def find_unnamed_partitions(self, partitions: Sequence[str]) -> list[str]:
         with self._lock:
-            return [part for part in partitions if part not in self._records.readers[stage]]
+            return [part for part in partitions if part not in self._records.readers]
 
-    def adopt_partitions(self, stage: Stage, session: str, unnamed: Sequence[str] = ()) -> list[str]:
+    def adopt_partitions(self, session: str, topics: Sequence[str], unnamed: Sequence[str] = ()) -> list[str]:
         with self._lock:
-            living, readers = self._records.sessions[stage], self._records.readers[stage]
+            living, readers = self._records.sessions, self._records.readers
             if session not in living:
                 return []
             for part in unnamed:
                 readers.setdefault(part, session)
-            readers.update({part: session for part, reader in readers.items() if reader not in living})
-            return [part for part, reader in readers.items() if reader == session]
+            mine = [part for part in readers if part.rpartition(":")[0] in topics]
+            readers.update({part: session for part in mine if readers[part] not in living})
+            return [part for part in mine if readers[part] == session]
 
-    def disown_partitions(self, stage: Stage, session: str, partitions: Sequence[str]) -> None:
+    def disown_partitions(self, session: str, partitions: Sequence[str]) -> None:
         with self._lock:
-            readers = self._records.readers[stage]
+            readers = self._records.readers
             for part in [part for part in partitions if readers.get(part) == session]:
                 del readers[part]
             readers.update({part: "" for part, reader in readers.items() if reader == session})

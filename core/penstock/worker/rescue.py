@@ -1,4 +1,4 @@
-"""Messages that no worker works on are parked in Redis, where any worker of the stage with capacity takes them.
+"""Messages that no worker works on are parked in Redis, where any worker of their stage with capacity takes them.
 
 Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
 (on Kafka after the group's session timeout, 45 seconds by default). So, on Kafka in a thread of each worker, and on
@@ -20,8 +20,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, takewhile
 
 import redis
@@ -52,22 +51,22 @@ CLOSE_TIMEOUT_S = 2.0
 class Rescuer:
     """Parks messages for other workers, on a thread of its own where partitions may be adopted.
 
-    `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any;
-    `list_unclaimed` returns the messages that the worker has polled and not claimed yet.
+    `stages` has the topics that the worker reads, and the stage of the requests in each. `read` returns what a claim
+    needs to know of a message, or None; `list_unclaimed` returns the messages that the worker has polled and not
+    claimed yet.
     """
 
     def __init__(
         self,
         record: Record,
-        stage: Stage,
+        stages: Mapping[str, Stage],
         session: Session | ShardedSession,
         member: Member,
-        reader: OrphanReader | None,
         read: Callable[[Delivery], UnclaimedMessage | None],
         list_unclaimed: Callable[[], list[Delivery]] = list,
     ) -> None:
-        self._record, self._stage, self._session, self._member, self._read = record, stage, session, member, read
-        self._reader, self._list_unclaimed = reader, list_unclaimed
+        self._record, self._stages, self._session, self._member, self._read = record, stages, session, member, read
+        self._readers, self._list_unclaimed = member.create_orphan_readers(), list_unclaimed
         self._since: dict[tuple[str, str], float] = {}
         """By offset, since when a message waits; `inf` once it is parked."""
         self._unnamed: dict[str, float] = {}
@@ -77,7 +76,7 @@ class Rescuer:
         self._interval_s = record.lease_s / 2
         self._due_s = time.monotonic() + self._interval_s
         self._stop = threading.Event()
-        self._thread = None if reader is None else CheckedThread("penstock-rescue", partial(self._run, reader))
+        self._thread = CheckedThread("penstock-rescue", self._run) if self._readers else None
 
     def run_once(self) -> None:
         """Put down what is due, where there is no thread for that. The loop calls this in each turn.
@@ -96,9 +95,11 @@ class Rescuer:
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self, reader: OrphanReader) -> None:
+    def _run(self) -> None:
         wait_s = self._interval_s
-        with contextlib.closing(reader):
+        with contextlib.ExitStack() as stack:
+            for reader in self._readers:
+                stack.enter_context(contextlib.closing(reader))
             while not self._stop.wait(wait_s):
                 wait_s = self._interval_s / 5 if self._look() else self._interval_s
 
@@ -139,33 +140,38 @@ class Rescuer:
         """Park messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or
         `BusError`.
         """
-        if self._reader is None:
+        if not self._readers:
             return False
         parts = self._adopt_partitions()
         self._park_found_messages()
-        if parts:
-            found = self._reader.read_orphans(
-                parts, max(0, MAX_FREE_REQUESTS - self._record.count_free(self._stage) - len(self._found))
-            )
-            if found:
-                log.info("%d messages that no other %s worker reads", len(found), self._stage)
-            self._found += found
+        for reader in self._readers:
+            mine = [part for part in parts if part.rpartition(":")[0] == reader.topic]
+            self._found += self._read_parts(reader, mine)
             self._park_found_messages()
-        else:
-            self._reader.read_orphans([], 0)
         return bool(parts)
+
+    def _read_parts(self, reader: OrphanReader, parts: Sequence[str]) -> list[Delivery]:
+        """Return messages of adopted parts, as many as there is room for among the free requests of their stage."""
+        if not parts:
+            return reader.read_orphans([], 0)
+        stage = self._stages[reader.topic]
+        num_wanted = MAX_FREE_REQUESTS - self._record.count_free(stage) - len(self._found)
+        found = reader.read_orphans(parts, max(0, num_wanted))
+        if found:
+            log.info("%d messages that no other %s worker reads", len(found), stage)
+        return found
 
     def _adopt_partitions(self) -> list[str]:
         """Return the partitions that this worker has to read though they are not its own."""
-        assert self._reader is not None
-        record, stage, now_s = self._record, self._stage, time.monotonic()
-        unnamed = record.find_unnamed_partitions(stage, self._reader.list_partitions())
+        record, now_s = self._record, time.monotonic()
+        known = [part for reader in self._readers for part in reader.list_partitions()]
+        unnamed = record.find_unnamed_partitions(known)
         self._unnamed = {part: self._unnamed.get(part, now_s) for part in unnamed}
         latest_s = now_s - UNNAMED_LEASES * record.lease_s
         forgotten = [part for part, since_s in self._unnamed.items() if since_s <= latest_s]
         if self._stop.is_set():  # this worker leaves
             return []
-        adopted = record.adopt_partitions(stage, self._session.id, forgotten)
+        adopted = record.adopt_partitions(self._session.id, [reader.topic for reader in self._readers], forgotten)
         for part in forgotten:  # if it is forgotten again, it has its time again
             del self._unnamed[part]
         own = set(self._member.list_partitions())
@@ -184,7 +190,10 @@ class Rescuer:
     def _park_messages(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Park messages. Returns those that cannot be parked now."""
         whose = [(delivery, one) for delivery in deliveries if (one := self._read_waiting(delivery)) is not None]
-        left = {one.id for one in self._record.park_messages(self._stage, [one for _, one in whose])}
+        left = set[str]()
+        for stage in dict.fromkeys(self._stages.values()):
+            mine = [one for delivery, one in whose if self._stages[delivery.topic] == stage]
+            left |= {one.id for one in self._record.park_messages(stage, mine)}
         return [delivery for delivery, one in whose if one.id in left]
 
     def _read_waiting(self, delivery: Delivery) -> UnclaimedMessage | None:

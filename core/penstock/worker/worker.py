@@ -62,6 +62,7 @@ from penstock.record import (
     Conflict,
     Record,
     ShardedSession,
+    TakenOver,
     UnclaimedMessage,
 )
 from penstock.telemetry import tracing
@@ -132,11 +133,9 @@ class Worker:
         self._roles = {} if job_role is None else dict.fromkeys(pipeline.input_topics("decode").values(), job_role)
         self.engine, self.record, self.member = role.engine, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, role.kind, name, "")
-        reader = member.create_orphan_reader()
         self.watch = LoopWatch() if beat is None else beat.watch
         self.session = ShardedSession(
             record,
-            self.stage,
             name,
             member.list_partitions,
             renew_membership=member.build_renewal,
@@ -149,8 +148,12 @@ class Worker:
             WorkerLoad(),
         )
         self.reader = MessageReader(self._read_message, self.engine.wake_waiter)
+        stages = {topic: one.stage for topic, one in self._roles.items()}
+        stages |= dict.fromkeys(pipeline.input_topics(role.kind).values(), role.stage)
+        self._stages = list(dict.fromkeys(stages.values()))
+        """The stages of the requests that this worker answers, those first that were begun before."""
         self.rescuer = Rescuer(
-            record, self.stage, self.session, member, reader, self.make_claim_request, self.reader.unclaimed_deliveries
+            record, stages, self.session, member, self.make_claim_request, self.reader.unclaimed_deliveries
         )
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
@@ -376,22 +379,26 @@ class Worker:
 
         They have waited for longer than what is polled, which gets the capacity that they leave.
         """
-        if not accept or not self.session.num_free:
-            return
-        capacity = max(self.free_capacity(klass) for klass in CLASSES)
-        if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
-            return  # what was parked of the reader's messages would only be read here once more, behind them
-        taken = self.record.take_over_free(self.stage, self.session.id, capacity)
-        self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
-        for claimed in taken:
-            self.metrics.count_take_over()
-            with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
-                delivery = deserialize_delivery(claimed.message)
-                if self._takes_time(delivery):
-                    self.session.add_claim(claimed.claim)
-                    self.reader.submit(delivery, claimed.claim)
-                else:
-                    self._resume_request(delivery, self._read_message(delivery), claimed.claim)
+        for stage in self._stages if accept else ():
+            num_free = self.session.count_free(stage)
+            capacity = max(self.free_capacity(klass) for klass in CLASSES) if num_free else 0
+            if capacity <= 0 or any(self.rescuer.is_late(delivery) for delivery in self.reader.unclaimed_deliveries()):
+                continue  # what was parked of the reader's messages would only be read here once more, behind them
+            taken = self.record.take_over_free(stage, self.session.id, capacity)
+            self.session.note_taken(stage, capacity if len(taken) == capacity else num_free)
+            for claimed in taken:
+                self._begin_taken(claimed)
+
+    def _begin_taken(self, claimed: TakenOver) -> None:
+        """Read the message of a request that was taken over, and go on with it."""
+        self.metrics.count_take_over()
+        with confine_error(claimed.claim.id, partial(self._give_up_claim, claimed.claim)):
+            delivery = deserialize_delivery(claimed.message)
+            if self._takes_time(delivery):
+                self.session.add_claim(claimed.claim)
+                self.reader.submit(delivery, claimed.claim)
+            else:
+                self._resume_request(delivery, self._read_message(delivery), claimed.claim)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""

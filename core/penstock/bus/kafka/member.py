@@ -16,7 +16,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
+from penstock.bus.contract import Delivery, OrphanReader, Outgoing, Settlement, check_size
 from penstock.bus.dead_letters import build_dead_letter
 from penstock.bus.kafka.buffer import Commit, PrefetchBuffer
 from penstock.bus.kafka.client import (
@@ -235,9 +235,9 @@ class KafkaMember:
         standing = self._progress.standing_partitions
         return [format_partition(one) for one in partitions if one[0] == topic and one not in standing]
 
-    def create_orphan_reader(self) -> KafkaOrphanReader:
+    def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
-        return KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)
+        return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)]
 
     def build_renewal(self, session_s: float) -> None:
         """Return None: the brokers know which members live."""

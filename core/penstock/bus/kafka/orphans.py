@@ -47,6 +47,7 @@ class KafkaOrphanReader:
         self._classes: dict[str, PriorityClass] = {
             topic: klass for klass, topic in pipeline.input_topics(stage).items()
         }
+        self.topic = pipeline.input_topics(stage)["interactive"]
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._damaged = DamagedBatches()

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import redis
 
-from penstock.bus.contract import Delivery, Settlement, check_size
+from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
 from penstock.bus.streams.client import (
     bus_errors,
     connect_client,
@@ -184,8 +184,9 @@ class StreamsMember:
         """Return nothing: members share the streams."""
         return []
 
-    def create_orphan_reader(self) -> None:
-        """Return None: any member can read the messages that no member has polled."""
+    def create_orphan_readers(self) -> list[OrphanReader]:
+        """Return none: any member can read the messages that no member has polled."""
+        return []
 
     def build_renewal(self, session_s: float) -> ScriptCall:
         """Return the call that renews this member's key; see `contract.Member.build_renewal`."""

@@ -3,7 +3,7 @@
 --
 -- KEYS[1]  record    hash
 -- KEYS[2]  log       stream
--- KEYS[3]  sessions  sorted set, a stage's: session ids, by the time in ms until which they last
+-- KEYS[3]  sessions  sorted set, the pipeline's: session ids, by the time in ms until which they last
 -- KEYS[4]  free      sorted set, a stage's: ids of requests, by the time in ms from which on any worker may take them
 -- ARGV     id, stage ('prefill' or 'decode'), session, the name that is bound (a job's, or that of the request's own
 --          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's

@@ -1,7 +1,7 @@
 -- A worker that leaves in good order reads nothing any more. What it read as a member goes to others, the bus sees to that;
 -- what it had adopted is adopted by another.
 --
--- KEYS[1]  readers   hash, a stage's, see renew.lua
+-- KEYS[1]  readers   hash, see renew.lua
 -- ARGV     session, the parts that it read as a member
 --
 -- Crash    before: all of them are adopted.

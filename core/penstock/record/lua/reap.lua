@@ -1,11 +1,12 @@
 -- Sessions whose time is over end, each as a whole: what they hold is free, and a renewal that comes late hears of it.
 --
--- KEYS[1]  sessions  sorted set, a stage's, see claim.lua
--- KEYS[2]  free      sorted set, a stage's, see claim.lua
+-- KEYS[1]  sessions  sorted set, see claim.lua
+-- KEYS[2]  free      sorted set, prefill's, see claim.lua
+-- KEYS[3]  free      sorted set, decode's
 -- ARGV     as of when, in ms, lease in ms, a session that ends in any case, or '', what the keys `held`, `news` and record
 --          look like
 --
--- Replies  {number of requests that are free, sessions that ended…}
+-- Replies  {number of requests that are free in prefill, in decode, {sessions that ended…}}
 --
 -- Crash    before: nothing happened.
 --
@@ -24,12 +25,13 @@ for _, session in ipairs(over) do
   local held = string.format(ARGV[4], session)
   for _, id in ipairs(redis.call('SMEMBERS', held)) do
     local record = string.format(ARGV[6], id)
-    if redis.pcall('HGET', record, 'session') == session then  -- what is no record is nobody's
+    local r = redis.pcall('HMGET', record, 'session', 'stage')
+    if r[1] == session then  -- what is no record is nobody's
       redis.call('HSET', record, 'session', '')
-      redis.call('ZADD', KEYS[2], now, id)
+      redis.call('ZADD', r[2] == 'prefill' and KEYS[2] or KEYS[3], now, id)
     end
   end
   redis.call('DEL', held, string.format(ARGV[5], session))
   redis.call('ZREM', KEYS[1], session)
 end
-return {redis.call('ZCOUNT', KEYS[2], '-inf', now), unpack(over)}
+return {redis.call('ZCOUNT', KEYS[2], '-inf', now), redis.call('ZCOUNT', KEYS[3], '-inf', now), over}

@@ -2,7 +2,7 @@
 -- messages are here.
 --
 -- KEYS[1]  free      sorted set, a stage's, see claim.lua
--- KEYS[2]  sessions  sorted set, a stage's, see claim.lua
+-- KEYS[2]  sessions  sorted set, see claim.lua
 -- KEYS[3]  held      set of the session's
 -- ARGV     session, stage, how many at most, the longest waiting time in ms, keep of a pending record in ms, what record
 --          and log keys look like
