@@ -15,7 +15,7 @@ from penstock.prefill_worker.backpressure import (
 from sim.waiting import wait_for
 from tests.test_lag import heartbeat, lag_of
 
-HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
+HELD = {"jobs": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
 
 
 def waiting(messages: int, rate: float | None = 500.0) -> PipelineLag:

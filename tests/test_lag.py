@@ -29,7 +29,7 @@ from tests.commands import Terminal
 
 DEMO = Pipeline("demo")
 NOTHING = {
-    **dict.fromkeys(("requests", "running", "capacity", "prompt_tokens", "output_tokens"), 0),
+    **dict.fromkeys(("requests", "jobs", "in_place", "running", "capacity", "prompt_tokens", "output_tokens"), 0),
     **dict.fromkeys(("mean_prompt_tokens", "mean_output_tokens")),
 }
 
@@ -107,12 +107,25 @@ def test_workers_add_up_and_one_that_measured_nothing_yet_counts_as_the_others()
 def test_answers_are_waited_for_only_where_there_is_no_place_beside_them() -> None:
     """Ten run, four places are free; 3 requests in prefill and 5 jobs come before the next one."""
     decode = heartbeat(
-        "decode", 80.0, interactive={"requests": 12, "running": 10, "capacity": 4, "mean_output_tokens": 40.0}
+        "decode", 80.0, interactive={"jobs": 12, "running": 10, "capacity": 4, "mean_output_tokens": 40.0}
     )
     prefill = heartbeat("prefill", 1e9, interactive={"mean_prompt_tokens": 1.0})
     found = lag_of([prefill, decode], requests_interactive=3, jobs_interactive=15)
     assert found.estimated_wait_s() == pytest.approx((3 + 5 - 4) * 40 / 80)
     assert lag_of([prefill, decode], requests_interactive=1, jobs_interactive=12).estimated_wait_s() < 0.001  # type: ignore[operator]
+
+
+def test_a_request_that_is_decoded_where_it_was_read_is_no_lag_of_prefill() -> None:
+    """200 of them run, all in their answers: the next one waits as for a prefill that is idle."""
+    held = {"requests": 200, "in_place": 200, "running": 200, "output_tokens": 9000, "capacity": 50}
+    means: dict[str, object] = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 90.0}
+    auto = heartbeat("auto", 500.0, interactive=held | means, batch=held | means)
+    found = lag_of([auto], requests_interactive=200, requests_batch=200)
+    assert found.estimated_wait_s() == 0.0
+    assert found.queued_batch_s == 0.0
+    for klass in CLASSES:
+        assert found.stages["prefill"][klass] == Lag(0, 0, 0)
+        assert found.stages["decode"][klass].messages == 200
 
 
 def test_a_mean_forgets() -> None:

@@ -275,7 +275,7 @@ def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
     queue, member = make_deferred_queue(32, 60.0)
     assert queue.poll(32, 32, is_idle=False) == []
     assert member.rooms == [{"interactive": 32, "batch": 31}]
-    assert queue.num_deferred("interactive") == len(queue) == 32
+    assert len(queue) == 32
 
 
 def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
@@ -288,7 +288,7 @@ def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
     queue, member = make_deferred_queue(40, 0.0)
     assert len(queue.poll(32, 32, is_idle=False)) == 32
     assert member.rooms == [{"interactive": 1, "batch": 31}]
-    assert queue.num_deferred("interactive") == 8
+    assert len(queue.list_deferred()) == 8
 
 
 def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("penstock.worker.delivery_queue.time.monotonic", lambda: now_s + POSTPONE_S)
     for num_left in (2, 1, 0):
         assert len(queue.poll(0, 0, is_idle=False)) == 1, "perhaps its request is over, and it is to be settled"
-        assert len(queue) == queue.num_deferred("interactive") == num_left
+        assert len(queue) == num_left
 
 
 def test_an_error_in_a_figure_does_not_end_the_heartbeats(addresses: Addresses, pipeline: Pipeline) -> None:

@@ -4,9 +4,9 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 
 | Topic                    | Written by          | Read by         | Message      |
 |--------------------------|---------------------|-----------------|--------------|
-| `.requests.<class>`      | clients, gateway    | prefill or endpoint workers | `Request` |
-| `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.results`               | decode or endpoint workers | backends | `Result`     |
+| `.requests.<class>`      | clients, gateway    | prefill, auto or endpoint workers | `Request` |
+| `.jobs.<class>`          | prefill and auto workers | decode and auto workers | `Job` |
+| `.results`               | all workers         | backends        | `Result`     |
 | `.dead`                  | all workers         | operators       | as it came   |
 
 Redis keys (the braces are Redis Cluster hash tags: one request's keys share a slot):
@@ -132,6 +132,10 @@ class Pipeline:
     def input_topics(self, kind: WorkerKind) -> dict[PriorityClass, str]:
         """Return the topics that workers of a kind read, by class."""
         return {klass: self.job_topic(klass) if kind == "decode" else self.request_topic(klass) for klass in CLASSES}
+
+    def find_stage(self, topic: str) -> Stage:
+        """Return the stage whose workers read a topic: prefill that of requests, decode that of jobs."""
+        return "decode" if topic in self.input_topics("decode").values() else "prefill"
 
     def all_topics(self) -> list[str]:
         """Return all topics, in the order of the diagram in docs/structure.md."""

@@ -20,7 +20,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage, find_stages
 from penstock.ops.status import read_heartbeats
 from penstock.redis.client import redis_client
 
@@ -132,15 +132,17 @@ def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Seque
         for stage in STAGES
     }
     waits = {klass: _estimate_wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
-    ahead_s = _estimate_queued_batch_s(lags["decode"]["batch"], stages["decode"], outputs["batch"])
+    num_jobs = unsettled[pipeline.job_topic("batch")]
+    ahead_s = _estimate_queued_batch_s(num_jobs, stages["decode"], outputs["batch"])
     return PipelineLag(lags, waits, ahead_s, outputs)
 
 
 class _StageWorkers:
-    """The workers of one stage, taken together. Those that ask endpoints do the work of both."""
+    """The workers of one stage, taken together. Some do the work of both."""
 
     def __init__(self, stage: Stage, workers: Iterable[HeartbeatStatus]) -> None:
-        mine = [worker for worker in workers if worker["stage"] in (stage, "endpoint") and "load" in worker]
+        mine = [worker for worker in workers if stage in find_stages(worker["stage"]) and "load" in worker]
+        self._held, self._in_place = ("requests", -1) if stage == "prefill" else ("jobs", 1)
         self._loads = [worker["load"] for worker in mine]
         serving = [worker["load"] for worker in mine if worker["state"] in SERVING_STATES]
         rates = [load[RATE_FIELDS[stage]] for load in serving if load[RATE_FIELDS[stage]]]
@@ -158,7 +160,13 @@ class _StageWorkers:
 
         A heartbeat may be a second old: it may include messages that are settled by now.
         """
-        return max(0, messages - self.sum_field(klass, "requests"))
+        return max(0, messages - self.sum_field(klass, self._held))
+
+    def count_messages(self, klass: PriorityClass, unsettled: int) -> int:
+        """Return how many of a class's messages are this stage's work, of those that are not settled in its topic: a
+        request that is decoded by the worker that read it is decode's work from its first token on.
+        """
+        return max(0, unsettled + self._in_place * self.sum_field(klass, "in_place"))
 
     def sum_capacity(self, klass: PriorityClass) -> int:
         """Return how many more requests the workers could run at once."""
@@ -176,8 +184,8 @@ def _mean_output_tokens(stages: Mapping[Stage, _StageWorkers], klass: PriorityCl
     return next((mean for mean in means if mean is not None), None)
 
 
-def _compute_class_lag(messages: int, stage: _StageWorkers, klass: PriorityClass, mean_output: float | None) -> Lag:
-    unheld = stage.count_unheld(klass, messages)
+def _compute_class_lag(unsettled: int, stage: _StageWorkers, klass: PriorityClass, mean_output: float | None) -> Lag:
+    unheld, messages = stage.count_unheld(klass, unsettled), stage.count_messages(klass, unsettled)
 
     def tokens(held: str, mean: float | None) -> int | None:
         if not messages:
@@ -235,9 +243,9 @@ def _estimate_decode_s(
     return seconds
 
 
-def _estimate_queued_batch_s(lag: Lag, decode: _StageWorkers, mean_output: float | None) -> float | None:
+def _estimate_queued_batch_s(num_jobs: int, decode: _StageWorkers, mean_output: float | None) -> float | None:
     """Return how long batch jobs that no worker holds take, as if no interactive ones came."""
-    unheld = decode.count_unheld("batch", lag.messages)
+    unheld = decode.count_unheld("batch", num_jobs)
     return None if unheld and mean_output is None else _to_seconds(unheld * (mean_output or 0), decode.tokens_per_s)
 
 

@@ -13,6 +13,7 @@ import redis
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
+from penstock.names import find_stages
 from penstock.ops.lag import PipelineWatch, compute_lag
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
@@ -81,7 +82,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "progress": worker.get("progress") if is_loading else None,
         "running": worker.get("running", 0),
         "waiting": worker.get("waiting", 0),
-        "tokens_per_s": per_s.get("decode" if worker["stage"] == "endpoint" else worker["stage"]),
+        "tokens_per_s": per_s.get(find_stages(worker["stage"])[-1]),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),
@@ -92,7 +93,7 @@ def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
     """Return latencies and rates of the last minute, over all workers."""
     recent = [(worker["stage"], worker["recent"]) for worker in workers if "recent" in worker]
     minutes, paces = [one["minute"] for _, one in recent], [one["per_s"] for _, one in recent]
-    prefill = [one["minute"] for stage, one in recent if stage == "prefill"]
+    prefill = [one["minute"] for kind, one in recent if "prefill" in find_stages(kind) and kind != "endpoint"]
     return {
         "tiers": build_tiers_json(prefill),
         "ttft_s": _sum_percentiles(minutes, "ttft", catalog.FIRST_TOKEN_BOUNDS),

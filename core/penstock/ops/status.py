@@ -13,7 +13,7 @@ from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.names import STAGES, WORKERS_KEY, Pipeline
+from penstock.names import STAGES, WORKERS_KEY, Pipeline, find_stages
 from penstock.redis.client import REDIS_TIMEOUT_S, redis_client
 
 
@@ -64,7 +64,7 @@ def assess_health(workers: Iterable[dict[str, Any]]) -> Health:
 def _list_problems(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
     workers = list(workers)
     for stage in STAGES:
-        if not any(worker["stage"] in (stage, "endpoint") and worker["state"] == "ready" for worker in workers):
+        if not any(stage in find_stages(worker["stage"]) and worker["state"] == "ready" for worker in workers):
             yield f"no {stage} worker is ready"
     for worker in workers:
         if worker["state"] == "degraded":

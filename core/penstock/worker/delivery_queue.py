@@ -49,9 +49,9 @@ class DeliveryQueue:
         if delivery.is_held:
             self._push_deferred(delivery, wait_s)
 
-    def num_deferred(self, klass: PriorityClass) -> int:
-        """Return the number of deferred deliveries of a class. Any thread may call this."""
-        return self._num_deferred[klass]
+    def list_deferred(self) -> list[Delivery]:
+        """Return the deferred deliveries. Any thread may call this."""
+        return [one.delivery for one in list(self._deferred)]
 
     def poll(
         self, capacity: int, interactive_capacity: int | None = None, *, is_idle: bool, wait_s: float = IDLE_POLL_S

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.messages import estimate_open_answer_tokens
-from penstock.names import CLASSES, PriorityClass
+from penstock.names import CLASSES, PriorityClass, Stage
 from penstock.running_mean import RunningMean
 
 MEAN_MESSAGES = 64
@@ -29,6 +29,8 @@ class TaskLoad(NamedTuple):
     """Output tokens still to come, at most."""
     num_generated: int | None = None
     """Output tokens so far, where the answer has no limit of its own and is expected to get as long as others."""
+    is_in_place: bool = False
+    """Whether it is decoded by the worker that read the request, and has its first token."""
 
 
 class Throughput:
@@ -73,17 +75,25 @@ class WorkerLoad:
         mean_tokens = self.mean_prompt_tokens[klass].value
         return (1, min(1, max_requests)) if mean_tokens is None else (max(1, round(mean_tokens)), max_requests)
 
-    def summarize_load(self, tasks: Iterable[TaskLoad], num_waiting: Mapping[PriorityClass, int]) -> dict[str, object]:
-        """Return the load by class for the heartbeat. `num_waiting`: messages held of which only the class is known."""
+    def summarize_load(
+        self, tasks: Iterable[TaskLoad], held: Mapping[tuple[PriorityClass, Stage], int]
+    ) -> dict[str, object]:
+        """Return the load by class for the heartbeat. `held`: how many messages of a class and stage are here."""
         tasks = list(tasks)
         return {
-            klass: self._summarize_class(klass, [task for task in tasks if task.klass == klass], num_waiting[klass])
+            klass: self._summarize_class(
+                klass, [task for task in tasks if task.klass == klass], held[klass, "prefill"], held[klass, "decode"]
+            )
             for klass in CLASSES
         }
 
-    def _summarize_class(self, klass: PriorityClass, tasks: list[TaskLoad], num_waiting: int) -> dict[str, object]:
+    def _summarize_class(
+        self, klass: PriorityClass, tasks: list[TaskLoad], num_requests: int, num_jobs: int
+    ) -> dict[str, object]:
         return {
-            "requests": len(tasks) + num_waiting,
+            "requests": num_requests,
+            "jobs": num_jobs,
+            "in_place": sum(task.is_in_place for task in tasks),
             "running": sum(task.is_running for task in tasks),
             "capacity": self.capacities[klass],
             "prompt_tokens": sum(task.prompt_tokens for task in tasks),

@@ -807,10 +807,11 @@ class Worker:
 
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
-        task_loads = [task.role.measure_task_load(task) for task in list(self.running.values())]
-        read = [delivery.klass for delivery in self.reader.pending_deliveries()]
-        num_waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
-        return self.load.summarize_load(task_loads, num_waiting) | self.role.report_rates(self.load)
+        tasks = list(self.running.values())
+        here = [*(task.delivery for task in tasks), *self.reader.pending_deliveries(), *self.queue.list_deferred()]
+        held = Counter((delivery.klass, self.pipeline.find_stage(delivery.topic)) for delivery in here)
+        task_loads = [task.role.measure_task_load(task) for task in tasks]
+        return self.load.summarize_load(task_loads, held) | self.role.report_rates(self.load)
 
     def stop_accepting(self) -> None:
         """Take no new requests. Running ones go on under their claims.

@@ -9,7 +9,6 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
 """
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Collection
 
@@ -216,9 +215,9 @@ class DecodeRole(ModelRole):
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
     """Return what can be read of a job that is invalid as a whole."""
-    # The job's own name, as a worker that can read the job binds the request by it. Without one, a hash, which is
-    # the same in every attempt.
-    name = extract_job_name(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
+    # The job's own name, as a worker that can read the job binds the request by it. Without one, that of its place:
+    # the same in every attempt, and another for the same bytes that were sent twice.
+    name = extract_job_name(delivery.value) or delivery.name
     job = Job(id=request_id, job=name, klass=delivery.klass)
     with contextlib.suppress(ValidationError):
         job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT_HEADER, job.tenant))

@@ -302,8 +302,9 @@ class PrefillRole(ModelRole):
             return TaskLoad(task.klass, task.is_running, left, 0)
         num_generated = 0 if task.hands_off else task.claim.num_tokens
         num_left = max(0, message.sampling.max_tokens - num_generated)
+        is_in_place, is_open = num_generated > 0, message.sampling.fit_context
         return TaskLoad(
-            task.klass, task.is_running, left, num_left, num_generated if message.sampling.fit_context else None
+            task.klass, task.is_running, left, num_left, num_generated if is_open else None, is_in_place=is_in_place
         )
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
