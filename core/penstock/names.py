@@ -64,7 +64,7 @@ PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
 WorkerKind = Stage | Literal["auto", "endpoint"]
-"""What a worker does: one of the two stages, or both, or the whole of a request by asking an endpoint."""
+"""What a worker does with a request: one of the two stages, both (`auto`), or all of it, by asking an endpoint."""
 Role = WorkerKind | Literal["client", "gateway"]
 """The role of a process, which decides which rights it needs on the servers."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
@@ -130,7 +130,7 @@ class Pipeline:
         return f"penstock.{self.name}.dead"
 
     def input_topics(self, kind: WorkerKind) -> dict[PriorityClass, str]:
-        """Return the topics that workers of a kind read, by class."""
+        """Return the topics that workers of a kind read, by class. An `auto` worker also reads those of `decode`."""
         return {klass: self.job_topic(klass) if kind == "decode" else self.request_topic(klass) for klass in CLASSES}
 
     def find_stage(self, topic: str) -> Stage:
@@ -145,7 +145,8 @@ class Pipeline:
     def consumer_group(self, kind: WorkerKind) -> str:
         """Return the name of the consumer group of workers of a kind.
 
-        Prefill and endpoint workers have one: a pipeline that changes from one kind to the other goes on where it was.
+        All that read requests have one: a pipeline that changes from one kind to another goes on where it was. An
+        `auto` worker is in the group of `decode` as well.
         """
         return f"penstock.{self.name}.{'decode' if kind == 'decode' else 'prefill'}"
 

@@ -79,6 +79,15 @@ class DoubleBus(KafkaBus):
         assert self.reader is not None
         self.reader.turn()
 
+    def has_all_fetched(self) -> bool:
+        """Return whether the reader has come to the ends of all its partitions."""
+        reader = self.reader
+        assert reader is not None
+        return bool(reader.positions) and all(
+            partition not in reader.paused and reader.ends.get(partition) == len(self.logs[partition])
+            for partition in reader.positions
+        )
+
     def turn_until(self, is_so: Callable[[], object], what: str) -> None:
         end = time.monotonic() + PATIENCE_S
         while not is_so():

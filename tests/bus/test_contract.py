@@ -473,6 +473,40 @@ def test_a_killed_broker_ends_open_transactions_for_readers_too(pipeline: Pipeli
         wait_for(has_all, "readers see what is committed")
 
 
+def test_a_prefill_member_settles_a_result_between_its_hand_offs(bus: Bus, pipeline: Pipeline) -> None:
+    publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 4))
+    with bus.join_group("prefill", "a") as member:
+        taken = take_deliveries(member, 4)
+        jobs, results = pipeline.job_topic("interactive"), pipeline.results_topic
+        for delivery, topic in zip(taken, (jobs, results, jobs), strict=False):
+            member.settle([Settlement(delivery, [Outgoing(topic, delivery.value, delivery.key)])])
+        assert member.count_held() == 1
+        with pytest.raises(DeliveryLost):
+            member.settle([make_settlement(pipeline, taken[0]), make_settlement(pipeline, taken[3])])
+        assert list_values(bus.read_all(pipeline.results_topic)) == [taken[1].value]
+    with bus.join_group("prefill", "b") as member:
+        assert [one.value for one in take_deliveries(member, 1)] == [taken[3].value]
+        assert member.poll(0.3, CAPACITY) == []
+
+
+def test_a_result_of_prefill_is_there_once_after_a_kill(
+    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
+) -> None:
+    """The worker is killed as soon as its result is settled. A hand-off of before may come again."""
+    topic = pipeline.request_topic("interactive")
+    publish_messages(bus, make_messages(topic, 2))
+    victim = spawn("victim", "result")
+    wait_for(lambda: not victim.is_alive(), f"it killed itself: {victim.read_log_tail()}")
+    result = (tmp_path / "settled").read_bytes()
+    publish_messages(bus, [Outgoing(topic, b"last")] * SHORT_TIMEOUT_SETTINGS.partitions * 4)
+    with bus.join_group("prefill", "b") as member:
+        found: list[bytes] = []
+        while found.count(b"last") < SHORT_TIMEOUT_SETTINGS.partitions * 4:
+            found += [delivery.value for delivery in take_deliveries(member, 1)]
+    assert result not in found
+    assert list_values(bus.read_all(pipeline.results_topic)) == [result]
+
+
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline) -> None:
     publish_messages(bus, make_messages(pipeline.request_topic("interactive"), 1))
     with bus.join_group("prefill", "a") as member:

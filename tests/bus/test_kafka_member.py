@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.bus.contract import Delivery, Settlement
+from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import position_lookup
 from penstock.bus.kafka.buffer import PrefetchBuffer
@@ -266,6 +266,80 @@ def reading(*values: bytes, partition: Partition = ONE) -> Iterator[tuple[Double
         bus.give(partition)
         bus.turn_until(lambda: len(member.list_prefetched()) == len(values), "all is fetched")
         yield bus, member
+
+
+def make_output(topic: str, delivery: Delivery) -> Settlement:
+    return Settlement(delivery, [Outgoing(topic, delivery.value)])
+
+
+def settle_what_comes_again(bus: DoubleBus, num_unsettled: int) -> None:
+    """Let another member have the partition, as after a crash, and settle what comes there but for the last ones."""
+    dead = bus.reader
+    with joined(bus) as heir:
+        bus.give(ONE)
+        bus.turn_until(lambda: ONE in heir._holdings.partitions and bus.has_all_fetched(), "all is fetched")
+        found = heir.poll(0.0, CAPACITY)
+        heir.settle([make_output(NAMES.results_topic, one) for one in found[: len(found) - num_unsettled]])
+    bus.reader = dead
+
+
+def list_results(bus: DoubleBus) -> list[bytes]:
+    return [output.value for output in bus.written if output.topic == NAMES.results_topic]
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_a_result_of_prefill_is_there_once_after_a_crash(is_together: bool) -> None:
+    """The control: without a transaction the offset is committed a moment later, and the crash comes before that."""
+    with reading(b"1", b"2", b"3") as (bus, member):
+        first, second, _ = member.poll(0.0, CAPACITY)
+        member.settle([make_output(JOBS[0], first)])
+        if is_together:
+            member.settle([make_output(NAMES.results_topic, second)])
+            assert bus.commits[ONE].offset == 2, "the hand-off before it is committed with it"
+        else:
+            assert member._outputs is not None
+            member._publish_then_finish(member._outputs, [second], [*make_output(NAMES.results_topic, second).outputs])
+        settle_what_comes_again(bus, num_unsettled=1)
+        assert list_results(bus) == ([b"2"] if is_together else [b"2", b"1", b"2"])
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the commit that is not waited for is executed behind the transaction."""
+    with reading(b"1", b"2", b"3") as (bus, member):
+        first, second, third = member.poll(0.0, CAPACITY)
+        member.settle([make_output(JOBS[0], first)])
+        bus.turn_until(lambda: member._commits.may_come_late, "its commit is sent")
+        if not is_waited_for:
+            monkeypatch.setattr(OffsetCommitter, "may_come_late", False)
+        thread = threading.Thread(target=member.settle, args=([make_output(NAMES.results_topic, second)],))
+        thread.start()
+        wait_for(lambda: member._outputs is None, "it changes over")
+        if is_waited_for:
+            assert list_results(bus) == []
+            bus.turn_until(lambda: not thread.is_alive(), "the commit is answered")
+        thread.join()
+        bus.turn()
+        assert bus.commits[ONE].offset == (2 if is_waited_for else 1)
+        settle_what_comes_again(bus, num_unsettled=1)
+        assert list_results(bus) == ([b"2"] if is_waited_for else [b"2", b"2"])
+        if is_waited_for:
+            member.settle([make_output(JOBS[0], third)])
+            assert bus.commits[ONE].offset == 3, "hand-offs share the transactions from now on"
+
+
+def test_a_commit_that_no_broker_answers_is_not_outrun_by_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "BROKER_TIMEOUT_S", 0.01)
+    with reading(b"1", b"2") as (bus, member):
+        first, second = member.poll(0.0, CAPACITY)
+        bus.commit_refusal = KafkaError._TIMED_OUT
+        member.settle([make_output(JOBS[0], first)])
+        bus.turn_until(lambda: member._commits._error, "it is not answered in time")
+        with pytest.raises(BusUnavailable, match="may come late"):
+            member.settle([make_output(NAMES.results_topic, second)])
+        with pytest.raises(BusUnavailable, match="may come late"):
+            member.settle([make_output(JOBS[0], second)])
+        assert (list_results(bus), bus.commits, member.is_holding(second)) == ([], {}, True)
 
 
 @contextmanager

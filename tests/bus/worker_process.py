@@ -1,9 +1,12 @@
 """A member in a process of its own, so that tests can kill and pause it.
 
 Mode `work` settles everything with an output until it is killed. Mode `hold` takes one delivery, makes the file
-`held`, waits for the file `go`, settles, and writes what became of it to `outcome`.
+`held`, waits for the file `go`, settles, and writes what became of it to `outcome`. Mode `result` is one of prefill: it
+hands one delivery off, settles another with a result, whose value it writes to `settled`, and kills itself.
 """
 
+import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,12 +51,25 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
     Path(folder, "outcome.part").rename(Path(folder, "outcome"))
 
 
+def settle_result(pipeline: Pipeline, member: Member, folder: Path) -> None:
+    """Hand one off, settle one with a result, and be killed."""
+    taken: list[Delivery] = []
+    while len(taken) < 2:
+        taken += member.poll(1.0, {"interactive": 2 - len(taken)})
+    Path(folder, "settled").write_bytes(taken[1].value)
+    for delivery, topic in zip(taken, (pipeline.job_topic("interactive"), pipeline.results_topic), strict=True):
+        member.settle([Settlement(delivery, [Outgoing(topic, delivery.value)])])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(kind: str, address: str, name: str, member_name: str, mode: str, folder: Path) -> None:
     """Run one member of the pipeline `name`, on the bus of the kind `kafka` or `streams`."""
     pipeline = Pipeline(name)
     bus = make_bus(kind, pipeline, address, SHORT_TIMEOUT_SETTINGS)  # others wait for it after a kill
-    with bus.join_group("decode", member_name) as member:
+    with bus.join_group("prefill" if mode == "result" else "decode", member_name) as member:
         if mode == "work":
             work(bus, pipeline, member)
+        elif mode == "result":
+            settle_result(pipeline, member, folder)
         else:
             hold(pipeline, member, folder)

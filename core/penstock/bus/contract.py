@@ -6,10 +6,10 @@ A *delivery* is a message handed to one member of a stage's group. It stays with
 settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
 another.
 
-`settle` publishes the outputs and finishes the deliveries. In the decode stage, and where endpoints are asked, both
-happen together: after a crash either all of it happened, or none. In the prefill stage a delivery may come again after
-its outputs are out, as a job that is published twice is harmless: the first one claimed is bound to its request. Work
-finishes out of order.
+`settle` publishes the outputs and finishes the deliveries. Both happen together: after a crash either all of it
+happened, or none. Only a `prefill` member may get a delivery again whose outputs are out, as long as it has not settled
+a result, for a job that is published twice is harmless: the first one claimed is bound to its request. From its first
+result on it settles as all others do. Work finishes out of order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,15 +178,19 @@ class Member(Protocol):
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish all outputs, then finish all deliveries. In the decode stage both happen together.
+        """Publish all outputs, and finish all deliveries together with that.
 
         Raise `DeliveryLost` (it names the lost deliveries; nothing was done), `RequestTooLarge` (nothing was done),
         `MemberFenced`, or `BusUnavailable`: then it is unknown whether the settlement was made.
 
-        After `BusUnavailable` the decode stage may settle the same again: `DeliveryLost` means that the settlement was
-        made, or that another member has the delivery. In the prefill stage the outputs may be published already, so a
-        job must get a new name before it is settled again. There a delivery may come again even after this returned, to
-        this member or another one: the record knows which requests were handed off.
+        After `BusUnavailable` a result may be settled again as it is: `DeliveryLost` means that the settlement was
+        made, or that another member has the delivery. A job must get a new name before it is settled again, as it may
+        be published already.
+
+        A `prefill` member that has not settled a result yet publishes first, and finishes the deliveries after that. A
+        delivery may come again even after this returned, to this member or another one: the record knows which requests
+        were handed off. A settlement with an output for the results topic is made as by all others, and so is every
+        later one of this member; the first of them also waits for what finishes earlier ones.
         """
 
     def count_held(self) -> int:

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from confluent_kafka import (
@@ -62,7 +63,7 @@ MARKER_COMMIT_INTERVAL_S = 1.0
 
 
 class KafkaMember:
-    """Consumes a stage's topics. In decode it settles in transactions, in prefill without.
+    """Consumes a stage's topics. It settles in transactions; in prefill it does so from its first result on.
 
     Three threads use it. The poller reads, and runs the callbacks for partitions that are assigned or revoked. The
     lookup thread makes the calls that take time: where an assigned partition begins, and where a quiet one ends. The
@@ -113,8 +114,12 @@ class KafkaMember:
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
         self._membership: object = None
-        self._transactions = bus.create_transactions(f"{self._group}.{name}") if stage != "prefill" else None
+        self._open_transactions = partial(bus.create_transactions, f"{self._group}.{name}")
+        self._transactions = self._open_transactions() if stage != "prefill" else None
         self._outputs = bus.create_output_writer() if self._transactions is None else None
+        """Writes hand-offs of prefill; None where transactions alone commit offsets, and the consumer none. `_state`
+        guards it.
+        """
         self._commits = OffsetCommitter()
         self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)))
         settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
@@ -158,10 +163,11 @@ class KafkaMember:
         check_size(outputs)
         if self._closing.is_set():
             raise BusUnavailable("Kafka: this member has left its group")
-        if self._outputs is not None:
-            self._publish_then_finish(self._outputs, deliveries, outputs)
-        elif self._transactions is not None and settlements:
-            self._settle_together(self._transactions, deliveries, outputs)
+        writer = self._outputs
+        if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):
+            self._publish_then_finish(writer, deliveries, outputs)
+        elif settlements:
+            self._settle_together(self._transactions or self._change_over(), deliveries, outputs)
 
     def _publish_then_finish(self, writer: OutputWriter, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """Make a settlement of the prefill stage, in this order.
@@ -187,8 +193,33 @@ class KafkaMember:
             self._holdings.finish_deliveries(deliveries)
         failpoint("kafka.3.finished")
 
+    def _change_over(self) -> Transactions:
+        """Settle in transactions from now on, in a member of the prefill stage that has its first result.
+
+        A result and its message's offset are one transaction, and no commit of the consumer may come behind it: that
+        would take the offset back, and the result would be there a second time.
+
+        1. No commit of the consumer is begun any more. 2. Those under way are answered. 3. The transactions are opened.
+
+        A crash between any two of them costs what it did before: hand-offs whose offsets were not committed come again.
+        After 3 the next transaction commits those too. Raise `BusUnavailable` if 2 or 3 fails: the next settlement goes
+        on there. Where no broker will answer a commit any more this member has to be made anew.
+        """
+        with self._time_settlement(), self._state:
+            self._outputs = None  # 1
+            is_over = self._state.wait_for(lambda: self._failure or not self._commits.may_come_late, BROKER_TIMEOUT_S)
+            self._raise_failure()
+            if not is_over:  # 2
+                raise BusUnavailable("Kafka: a commit of offsets may come late, as no broker has answered it")
+        with self._settling, self._time_settlement():
+            if self._closing.is_set():
+                raise BusUnavailable("Kafka: this member has left its group")
+            self._raise_failure()
+            self._transactions = self._transactions or self._open_transactions()  # 3
+            return self._transactions
+
     def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """Make a settlement of the decode stage.
+        """Make a settlement in a transaction.
 
         If the group is rebalanced meanwhile (another member joined or left), try again with what is still held.
         """
@@ -470,10 +501,10 @@ class KafkaMember:
         """Do step 4 of settlements without transactions."""
         if not self._holdings.has_uncommitted:
             self._commits.note_nothing_to_commit()
-        elif self._outputs is not None and self._commits.is_due(self._turned_at):
+        elif self._commits.is_due(self._turned_at):
             with self._state:
-                commits = self._holdings.build_commits()
-            self._commits.send_commits(self._consumer, commits, self._epochs)
+                if self._outputs is not None:
+                    self._commits.send_commits(self._consumer, self._holdings.build_commits(), self._epochs)
 
     def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
         """Note the brokers' answer to a commit.
@@ -483,14 +514,15 @@ class KafkaMember:
         """
         with self._state:
             self._holdings.note_committed(self._commits.note_answer(error, places))
+            self._state.notify_all()
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Commit what is finished of partitions, and forget them. librdkafka revokes them after the answer."""
-        if self._outputs is not None:
-            gone = {(old.topic, old.partition) for old in partitions}
-            with self._state:
+        gone = {(old.topic, old.partition) for old in partitions}
+        with self._state:
+            if self._outputs is not None:
                 commits = [commit for commit in self._holdings.build_commits() if commit[0] in gone]
-            self._commits.send_commits(consumer, commits, self._epochs)
+                self._commits.send_commits(consumer, commits, self._epochs)
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
@@ -538,7 +570,7 @@ class KafkaMember:
         """
         # This is done on the poller's thread, as librdkafka hangs if two threads use a consumer.
         now = time.monotonic()
-        if self._transactions is not None and now >= self._refresh_at:
+        if now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_REFRESH_S
 

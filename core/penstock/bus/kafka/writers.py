@@ -205,6 +205,12 @@ class OffsetCommitter:
         self._next_s = 0.0
         self._behind_s: float | None = None
         self._error = ""
+        self._is_in_doubt = False
+
+    @property
+    def may_come_late(self) -> bool:
+        """Whether brokers may yet execute a commit: it has no answer, or the last one was not a broker's."""
+        return bool(self._under_way) or self._is_in_doubt
 
     def is_due(self, now_s: float) -> bool:
         """Return whether the next commit may be sent."""
@@ -224,6 +230,7 @@ class OffsetCommitter:
 
     def note_answer(self, error: KafkaError | None, places: Iterable[TopicPartition]) -> Sequence[Commit]:
         """Note the brokers' answer to the first commit under way. Return the partitions' commits that were made."""
+        self._is_in_doubt = error is not None and error.code() < 0  # librdkafka's own
         return self._note_outcome(self._under_way.popleft(), error, places)
 
     def note_nothing_to_commit(self) -> None:
