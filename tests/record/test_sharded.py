@@ -108,7 +108,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         assert sessions.collect_events() == []
         assert isinstance(sharded.claim_decode(RIGHT[6], sessions.id, "j1"), Busy)
         assert not sharded.release_claim(others)
-        assert sharded.finish_all([(others, end())]) == [AppendOutcome.FENCED]
+        assert sharded.finish_all([(others, end(), "")]) == [AppendOutcome.FENCED]
         kept = [UnclaimedMessage(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
         assert sharded.park_messages("decode", kept) == kept[1:]
         assert [one.claim.id for one in sharded.take_over_free("decode", sessions.id, 9)] == [LEFT[7]]
