@@ -50,7 +50,7 @@ class Side:
             assert set(outcomes) == {AppendOutcome.OK}
         used_s = sum(map(read_cpu_s, self.clients)) - before_s
         end = EndEvent.model_validate({"finish_reason": "length"})
-        assert all(self.record.finish_all([(claim, end) for claim in claims]))
+        assert all(self.record.finish_all([(claim, end, "") for claim in claims]))
         return used_s / (num_requests * NUM_STEPS) * 1e6
 
     def _claim_request(self, request_id: str) -> Claim:

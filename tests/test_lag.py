@@ -320,7 +320,7 @@ def test_no_more_is_taken_over_than_has_capacity(
     send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
 
     def done() -> bool:
-        worker.session.num_free = 9
+        worker.session._sessions.parts[0].num_free["prefill"] = 9
         worker.run_once()
         return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 

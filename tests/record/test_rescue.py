@@ -10,13 +10,13 @@ import redis
 from penstock.bus.contract import Delivery
 from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, UnclaimedMessage
-from penstock.worker.rescue import MAX_BATCH_BYTES, Rescuer
+from penstock.worker.rescue import MAX_BATCH_BYTES, MAX_FREE_REQUESTS, Rescuer
 from sim.waiting import wait_for
 from tests.record.play import alive
 
 
-def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -> Delivery:
-    return Delivery("topic", name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
+def delivery(name: str, value: bytes = b"message", klass: str = "interactive", topic: str = "topic") -> Delivery:
+    return Delivery(topic, name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
 
 
 def read_message(found: Delivery) -> UnclaimedMessage:
@@ -26,10 +26,16 @@ def read_message(found: Delivery) -> UnclaimedMessage:
 class Member:
     """A member with messages that wait in it, and messages of others' partitions that it can read."""
 
+    topic = "topic"
+
     def __init__(self, waiting: Sequence[Delivery], others: Mapping[str, Sequence[Delivery]]) -> None:
+        self.readers = [self]
         self._waiting, self._others = list(waiting), {part: list(found) for part, found in others.items()}
         self.error: Exception | None = None
         self.own: list[str] = []
+
+    def create_orphan_readers(self) -> "list[Member]":
+        return self.readers
 
     def list_prefetched(self) -> list[Delivery]:
         if self.error is not None:
@@ -61,9 +67,9 @@ def start_rescuer(
     session: Session,
     member: Member,
     read: Callable[[Delivery], UnclaimedMessage] = read_message,
-    reader: Member | None = None,
 ) -> AbstractContextManager[Rescuer]:
-    return closing(Rescuer(record, "prefill", session, member, reader or member, read))  # type: ignore[arg-type]
+    stages: dict[str, Stage] = {"jobs": "decode", "topic": "prefill"}
+    return closing(Rescuer(record, stages, session, member, read))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -141,11 +147,11 @@ def test_what_no_session_names_for_two_leases_is_adopted(
 ) -> None:
     """Its reader died before it was named, or Redis was emptied after that."""
     member, reader, readers = Member([], {}), Reader([], {}), pipeline.readers_key
-    member.own = ["topic:0"]
+    member.own, member.readers = ["topic:0"], [reader]
     reader._others = {"topic:0": [], "topic:1": [delivery("r1")]}
     with (
         Session(hasty, "p1", member.list_partitions) as session,
-        start_rescuer(hasty, session, member, reader=reader),
+        start_rescuer(hasty, session, member),
     ):
         wait_for(lambda: hasty.count_free("prefill") == 1, "what nobody named is read")
         client.delete(readers)
@@ -170,15 +176,44 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
 
 def test_where_nothing_can_be_adopted_the_loop_puts_down_what_waits(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1")], {})
-    rescuer = Rescuer(hasty, "prefill", session, member, None, read_message)  # type: ignore[arg-type]
+    member.readers = []
+    with start_rescuer(hasty, session, member) as rescuer:
 
-    def has_put_down() -> bool:
-        rescuer.run_once()
-        return hasty.count_free("prefill") == 1
+        def has_put_down() -> bool:
+            rescuer.run_once()
+            return hasty.count_free("prefill") == 1
 
-    assert "penstock-rescue" not in [thread.name for thread in threading.enumerate()]
-    wait_for(has_put_down, "it is free")
-    rescuer.close()
+        assert "penstock-rescue" not in [thread.name for thread in threading.enumerate()]
+        wait_for(has_put_down, "it is free")
+
+
+def test_requests_and_jobs_are_parked_each_in_their_stage(hasty: Record, session: Session) -> None:
+    """A worker that serves both stages looks after the topics of both, and after no others."""
+    hasty.renew_session("dead/1", 0, ["topic:0", "jobs:0", "others:0"])
+    hasty.end_expired_sessions(0, "dead/1")
+    member = Member([delivery("j1", topic="jobs"), delivery("r1")], {"topic:0": [delivery("r2")]})
+    reader = Reader([], {"jobs:0": [delivery("j2", topic="jobs")], "others:0": [delivery("o1", topic="others")]})
+    reader.topic, member.readers = "jobs", [member, reader]
+    with start_rescuer(hasty, session, member):
+        wait_for(lambda: hasty.count_free("prefill") == hasty.count_free("decode") == 2, "all are free")
+        found = {taken.claim.id for taken in hasty.take_over_free("decode", session.id, 9)}
+        assert found == {"j1", "j2"}
+        heir = alive(hasty, "heir")
+        assert hasty.adopt_partitions(heir, ["others"]) == ["others:0"]
+
+
+def test_where_one_stage_has_enough_free_requests_the_other_is_read_for(hasty: Record, session: Session) -> None:
+    hasty.renew_session("dead/1", 0, ["topic:0", "jobs:0"])
+    hasty.end_expired_sessions(0, "dead/1")
+    parked = [UnclaimedMessage(f"p{number}", "body", "", b"message") for number in range(MAX_FREE_REQUESTS)]
+    hasty.park_messages("prefill", parked)
+    member, reader = Member([], {"topic:0": [delivery("r1")]}), Reader([], {"jobs:0": [delivery("j1", topic="jobs")]})
+    reader.topic, member.readers = "jobs", [member, reader]
+    with start_rescuer(hasty, session, member):
+        wait_for(lambda: hasty.count_free("decode") == 1, "the job is free")
+        assert hasty.count_free("prefill") == MAX_FREE_REQUESTS
+        assert len(hasty.take_over_free("prefill", session.id, 1)) == 1
+        wait_for(lambda: hasty.read_status("r1") is not None, "there is room for the request")
 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:

@@ -111,6 +111,17 @@ def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Re
     assert sorted(left) == sorted([pipeline.free_key("decode"), pipeline.record_key("r1")])
 
 
+def test_what_a_session_held_is_free_in_the_stage_that_each_request_is_in(record: Record) -> None:
+    with Session(record, "a1") as session:
+        assert isinstance(record.claim_prefill("p1", session.id, "b", b"message"), Claim)
+        claim_for(session, record, "d1")
+        claim_for(session, record, "d2")
+        assert record.end_expired_sessions(0, session.id) == {"prefill": 1, "decode": 2}
+    heir = alive(record, "heir")
+    assert [taken.claim.id for taken in record.take_over_free("prefill", heir, 9)] == ["p1"]
+    assert {taken.claim.id for taken in record.take_over_free("decode", heir, 9)} == {"d1", "d2"}
+
+
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
     def parts() -> list[str]:
         raise ZeroDivisionError("a bug")
@@ -209,6 +220,16 @@ def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     assert record.adopt_partitions(one, ["topic"]) == []  # it does not live
     record.renew_session(alive(record, "heir"), 1, ["topic:0"])
     assert record.adopt_partitions(other, ["topic"]) == ["topic:1"]
+
+
+def test_only_partitions_of_the_callers_topics_are_adopted(record: Record) -> None:
+    session = alive(record, "dead")
+    record.renew_session(session, 1, ["jobs:0", "requests:0", "requests:1"])
+    one, both = alive(record, "one"), alive(record, "both")
+    die(record, "dead")
+    assert record.adopt_partitions(one, ["jobs"]) == ["jobs:0"]
+    assert sorted(record.adopt_partitions(both, ["requests", "jobs"])) == ["requests:0", "requests:1"]
+    assert record.adopt_partitions(one, ["requests"]) == []
 
 
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
