@@ -23,7 +23,7 @@ from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
 from sim.world.kafka_broker import BrokerBus, KafkaBroker
 from sim.world.kafka_client import WorldConsumer, WorldProducer
-from sim.world.network import Link, WorldPublisher, WorldRecord, WorldRecords, join_over
+from sim.world.network import Link, WorldMember, WorldPublisher, WorldRecord, WorldRecords
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
 from sim.world.ways import JUDGE, KeyServer, Ways
@@ -109,7 +109,8 @@ class MemoryServers:
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
-        return join_over(self.bus, stage, name, self._find(name, "bus"))
+        link = self._find(name, "bus")
+        return self.bus.add_members(stage, lambda kind: WorldMember(self.bus, kind, name, link))
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
         """Return a process's way to the record."""
@@ -133,17 +134,16 @@ class MemoryServers:
             self._find(who, server).call(lambda: None)
 
     def rebalance(self, stage: WorkerKind, name: str) -> None:
-        """Let others have what a member holds."""
-        member = self.bus.members.get((stage, name))
-        if member is not None:
+        """Let others have what a worker's members hold."""
+        for member in self.bus.list_members(name):
             member.give_back_all()
 
     def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
-        """Return what gives back all that a member holds that is dead, if no other has its name by then."""
-        member = self.bus.members.get((stage, name))
+        """Return what gives back all that a dead worker's members hold, if no others have its name by then."""
+        members = self.bus.list_members(name)
 
         def notice() -> None:
-            if member is not None and self.bus.members.get((stage, name)) is member:
+            for member in set(members).intersection(self.bus.list_members(name)):
                 member.give_back_all()
 
         return notice

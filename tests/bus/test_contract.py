@@ -25,7 +25,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShar
 from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
-from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, Stage
+from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
 from penstock.ops import lag
 from penstock.testing.bus import MemoryBus
 from sim.forked import fork_process
@@ -90,8 +90,8 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
     assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
+@pytest.mark.parametrize("stage", ["prefill", "decode", "auto"])
+def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline, stage: WorkerKind) -> None:
     publish_messages(bus, make_messages(pipeline.input_topics(stage)["interactive"], 2))
     with bus.join_group(stage, "a") as member:
         done, fresh = take_deliveries(member, 2)
@@ -133,8 +133,8 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
     assert list_values(bus.read_all(topic)) == [b"first", b"last"]
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
+@pytest.mark.parametrize("stage", ["prefill", "decode", "auto"])
+def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline, stage: WorkerKind) -> None:
     """What was finished is committed before the partitions are given up, beyond what is not finished too."""
     topic = pipeline.input_topics(stage)["interactive"]
     publish_messages(bus, make_messages(topic, 30))

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.member import StreamsMember
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import MemberFenced
 from penstock.local.valkey import ValkeyServer
@@ -25,6 +26,7 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
         bus = StreamsBus(pipeline, server.url, BusSettings())
         bus.create_topics()
         with bus.join_group("prefill", "a") as member, closing(bus.create_publisher()) as publisher:
+            assert isinstance(member, StreamsMember)
             assert member.poll(0, {"interactive": 1}) == []
             member._reclaim_at = 0.0 if is_reclaiming else time.monotonic() + 60
             redis.flushall()
@@ -41,6 +43,7 @@ def test_a_member_lives_as_long_as_its_workers_session(redis_url: str, pipeline:
     client = redis_client(redis_url)
     record = Record(client, pipeline, RecordSettings(lease_s=0.2))
     with bus.join_group("prefill", "a") as member, bus.join_group("prefill", "b") as other:
+        assert isinstance(member, StreamsMember)
         session = Session(record, "a", renew_membership=member.build_renewal)
         with closing(bus.create_publisher()) as publisher:
             publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x")])
@@ -61,7 +64,8 @@ def test_a_member_lives_as_long_as_its_workers_session(redis_url: str, pipeline:
 
 def test_a_members_timeout_begins_when_its_session_is_over(redis_url: str, pipeline: Pipeline) -> None:
     with StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=3)).join_group("prefill", "a") as member:
-        renewal = member.build_renewal(20.0)
+        assert isinstance(member, StreamsMember)
+        (renewal,) = member.build_renewal(20.0)
         renewal.run(member._client)
         assert 3_000 < member._client.pttl(member._key) <= 23_000
         assert not member._fenced
@@ -76,6 +80,7 @@ def test_a_member_whose_place_was_taken_hears_of_it_by_its_session(redis_url: st
         Session(record, "a", renew_membership=member.build_renewal) as session,
         bus.join_group("prefill", "a") as newer,
     ):
+        assert isinstance(member, StreamsMember)
         wait_for(lambda: member._fenced, "it is told")
         with pytest.raises(MemberFenced):
             member.poll(0.0, {"interactive": 1})

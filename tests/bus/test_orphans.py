@@ -6,6 +6,7 @@ import pytest
 
 from penstock.bus.contract import Bus, Delivery, OrphanReader
 from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
@@ -35,6 +36,7 @@ def read(reader: OrphanReader, parts: list[str], count: int, most: int = 100) ->
 def test_a_member_says_what_it_reads_of_what_is_interactive(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
     publish_messages(kafka_bus, make_messages(pipeline.request_topic("interactive"), 1))
     with kafka_bus.join_group("prefill", "a") as member:
+        assert isinstance(member, KafkaMember)
         take_deliveries(member, 1)
         assert member.list_partitions() == [f"{pipeline.request_topic('interactive')}:0"]
         member._away = "cut off"

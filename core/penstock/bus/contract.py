@@ -207,7 +207,7 @@ class Member(Protocol):
         """Return the deliveries that are fetched and not yet handed out by `poll`, interactive first."""
 
     def list_partitions(self) -> list[str]:
-        """Return the names of the partitions of the interactive topic that this member alone reads.
+        """Return the names of the partitions of the interactive topics that this member alone reads.
 
         The list is empty where members share the topic, and while the member cannot reach the bus or makes no progress.
         """
@@ -215,10 +215,10 @@ class Member(Protocol):
     def create_orphan_readers(self) -> "list[OrphanReader]":
         """Return a reader for partitions of dead members of each group; none where members share the topics."""
 
-    def build_renewal(self, session_s: float) -> ScriptCall | None:
-        """Return the call that says on Redis that this member lives; None where the bus finds that out by itself.
+    def build_renewal(self, session_s: float) -> Sequence[ScriptCall]:
+        """Return the calls that say on Redis that this member lives; none where the bus finds that out by itself.
 
-        A worker's session, which lasts for `session_s`, makes it with each renewal: so its member is dead when the
+        A worker's session, which lasts for `session_s`, makes them with each renewal: so its member is dead when the
         session has been over for the bus's session timeout. A member without a session lives by its polls. Any thread
         may call this.
         """
@@ -300,7 +300,10 @@ class Bus(Protocol):
         """Return a publisher with a connection of its own."""
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
-        """Join a stage's group under a stable name (transactional id, consumer name), and return the member."""
+        """Join a stage's group under a stable name (transactional id, consumer name), and return the member.
+
+        An `auto` member is one of both stages' groups, and its deliveries are jobs and requests (`bus.joined`).
+        """
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic of the stages are not settled: waiting, or held by a worker.

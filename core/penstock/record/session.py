@@ -56,14 +56,14 @@ class Session:
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
-        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
+        renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[["Session"], None] = renew_on_own_thread,
     ) -> None:
         """Open the session, and give it to `keep`, which calls `renew` on some thread, when `due_s` has come, until
         `is_stopped`.
 
-        `list_partitions` returns the partitions that this worker alone reads. `renew_membership` returns the call by
+        `list_partitions` returns the partitions that this worker alone reads. `renew_membership` returns the calls by
         which its place in its group is kept, see `penstock.bus.contract.Member.build_renewal`. `is_stalled` returns
         whether the worker's loop stands still. Raise `redis.RedisError`.
         """
@@ -183,7 +183,7 @@ class Session:
 
     def _renew_session(self, beside: ScriptCall | None) -> None:
         partitions, dropped = self._list_read_partitions()
-        calls = [call for call in (beside, self._renew_membership(self._record.lease_s)) if call is not None]
+        calls = [*([] if beside is None else [beside]), *self._renew_membership(self._record.lease_s)]
         renewed = self._renew_at_server(self.id, self._last.until_ms, partitions, dropped, calls)
         if renewed is None:
             before = self.id

@@ -242,7 +242,7 @@ class _ServerSession(Session):
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
-        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
+        renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[[Session], None] = renew_on_own_thread,
     ) -> None:
@@ -306,7 +306,7 @@ class ShardedSession:
         name: str,
         list_partitions: Callable[[], list[str]] = list,
         *,
-        renew_membership: Callable[[float], ScriptCall | None] = lambda _: None,
+        renew_membership: Callable[[float], Sequence[ScriptCall]] = lambda _: (),
         is_stalled: Callable[[], bool] = lambda: False,
         keep: Callable[[Session], None] | None = None,
     ) -> None:

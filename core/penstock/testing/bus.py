@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Self
@@ -11,14 +11,17 @@ from penstock.bus.contract import (
     MAX_FOLLOWED_MESSAGES,
     Delivery,
     FollowedMessage,
+    Member,
     OrphanReader,
     Outgoing,
     Settlement,
     check_size,
     create_started_future,
 )
+from penstock.bus.joined import EventBell, join_both
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
+from penstock.redis.scripts import ScriptCall
 
 PARTITION = "all"
 """The name of a topic's only partition."""
@@ -56,6 +59,7 @@ class MemoryBus:
         self.changed = threading.Condition()
         """Guards everything here, and is notified of each new message and of each that waits again."""
         self.topics: dict[str, Topic] = {}
+        self._bells: list[EventBell] = []
         self.members: dict[tuple[WorkerKind, str], MemoryMember] = {}
 
     def create_topics(self) -> list[str]:
@@ -73,14 +77,35 @@ class MemoryBus:
         """Return a publisher."""
         return MemoryPublisher(self)
 
-    def join_group(self, stage: WorkerKind, name: str) -> "MemoryMember":
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
+        return self.add_members(stage, lambda kind: MemoryMember(self, kind, name))
+
+    def add_members(self, stage: WorkerKind, make: Callable[[WorkerKind], "MemoryMember"]) -> Member:
+        """Join a stage's group with the member that `make` returns, and return it; `auto` joins both groups."""
+        if stage == "auto":
+            self._bells.append(bell := EventBell())
+            return join_both(self.pipeline, lambda kind: self._add_member(make(kind)), bell)
+        return self._add_member(make(stage))
+
+    def _add_member(self, made: "MemoryMember") -> "MemoryMember":
         with self.changed:
-            older = self.members.get((stage, name))
-            self.members[stage, name] = made = MemoryMember(self, stage, name)
+            older = self.members.get((made.stage, made.name))
+            self.members[made.stage, made.name] = made
             if older is not None:
                 older.give_back_all()
             return made
+
+    def list_members(self, name: str) -> "list[MemoryMember]":
+        """Return the members that have a name, one for each group that they are in."""
+        with self.changed:
+            return [member for (_, other), member in self.members.items() if other == name]
+
+    def note_change(self) -> None:
+        """Wake who waits for messages. `changed` is held."""
+        self.changed.notify_all()
+        for bell in self._bells:
+            bell.ring()
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled."""
@@ -112,14 +137,14 @@ class MemoryBus:
                 raise BusUnavailable(f"no such topic: {', '.join(sorted(unknown))}")
             for message in messages:
                 self.topics[message.topic].append(message)
-            self.changed.notify_all()
+            self.note_change()
 
 
 class MemoryMember:
     """A member of a stage's group."""
 
     def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str) -> None:
-        self._bus, self._stage, self._name = bus, stage, name
+        self._bus, self.stage, self.name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
         self._held: dict[tuple[str, str], Entry] = {}
         self._is_consuming, self._is_dead = True, False
@@ -188,8 +213,9 @@ class MemoryMember:
         """Return none: any member can take the messages that no member has polled."""
         return []
 
-    def build_renewal(self, session_s: float) -> None:
-        """Return None: the members are those of this process."""
+    def build_renewal(self, session_s: float) -> list[ScriptCall]:
+        """Return nothing: the members are those of this process."""
+        return []
 
     def stop_consuming(self) -> None:
         """Take no more messages. What is held can be settled."""
@@ -201,7 +227,7 @@ class MemoryMember:
             for entry in self._held.values():
                 entry.member = None
             self._held = {}
-            self._bus.changed.notify_all()
+            self._bus.note_change()
 
     def die(self) -> None:
         """Be dead: other members have what this one held, and whatever it is asked it raises `BusUnavailable`."""
@@ -214,15 +240,15 @@ class MemoryMember:
         self.give_back_all()
         with self._bus.changed:
             self._is_consuming = False
-            if self._bus.members.get((self._stage, self._name)) is self:
-                del self._bus.members[self._stage, self._name]
+            if self._bus.members.get((self.stage, self.name)) is self:
+                del self._bus.members[self.stage, self.name]
 
     def _raise_if_fenced(self) -> None:
         if self._is_dead:
-            raise BusUnavailable(f"{self._name} was killed")
-        newest = self._bus.members.get((self._stage, self._name))
+            raise BusUnavailable(f"{self.name} was killed")
+        newest = self._bus.members.get((self.stage, self.name))
         if newest is not None and newest is not self:
-            raise MemberFenced(f"another member of the group has the name {self._name}")
+            raise MemberFenced(f"another member of the group has the name {self.name}")
 
     def __enter__(self) -> Self:
         return self

@@ -81,9 +81,9 @@ class _Running:
     """A worker and the thread of its loop."""
 
     def __init__(self, stage: Stage, name: str, bus: MemoryBus, record: _WorkerRecord, engine: FormulaEngine) -> None:
-        self.name, self.record, self.member = name, record, bus.join_group(stage, name)
+        self.name, self.record, self._bus = name, record, bus
         role: Any = (PrefillRole if stage == "prefill" else DecodeRole)(bus.pipeline, engine)
-        self._worker = Worker(role, bus.pipeline, name, record, self.member)
+        self._worker = Worker(role, bus.pipeline, name, record, bus.join_group(stage, name))
         self._stop = StopSignal()
         self.failure: Exception | None = None
         record.die = self.die
@@ -100,7 +100,8 @@ class _Running:
     def die(self) -> None:
         """Let nothing that the worker does have an effect any more. The bus notices at once, its session runs out."""
         self.record.way.cut()
-        self.member.die()
+        for member in self._bus.list_members(self.name):
+            member.die()
 
     def stop(self) -> None:
         """Let the worker leave, and wait for that."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from penstock import failpoints
 from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Member
-from penstock.bus.joined import JoinedMember
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     BusSettings,
@@ -158,7 +156,7 @@ class WorkerProcess:
         return StageMetrics(self.meters, self.pipeline.name, self.kind, self.name, model_name)
 
     def serve(self, role: Role, metrics: StageMetrics, job_role: Role | None = None, **card: Any) -> None:
-        """Join the group, and work until told to stop. With a `job_role` join that of jobs too.
+        """Join the group, and work until told to stop. `job_role` treats jobs where the worker reads these too.
 
         `card` has what else the heartbeat says of the model.
         """
@@ -167,10 +165,8 @@ class WorkerProcess:
 
         def make_worker() -> Worker:
             check_key_types(clients, self.pipeline)
-            member: Member = bus.join_group(self.kind, self.name)
+            member = bus.join_group(self.kind, self.name)
             try:
-                if job_role is not None:
-                    member = JoinedMember(member, bus.join_group("decode", self.name))
                 record = open_record(clients, self.pipeline, settings.record)
                 worker = Worker(role, self.pipeline, self.name, record, member, metrics, self.beat, job_role)
             except BaseException:

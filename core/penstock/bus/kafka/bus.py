@@ -21,12 +21,14 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # t
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import (
+    Member,
     Outgoing,
     check_size,
     create_started_future,
     find_size_error,
     wait_until_acknowledged,
 )
+from penstock.bus.joined import EventBell, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
@@ -103,8 +105,11 @@ class KafkaBus(KafkaClientFactory):
         """Return a publisher with a connection of its own."""
         return KafkaPublisher(self)
 
-    def join_group(self, stage: WorkerKind, name: str) -> KafkaMember:
-        """Join a stage's group, and return the member. In decode an older member of the same name is fenced."""
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group, and return the member. One with transactions fences an older one of the same name."""
+        if stage == "auto":
+            bell = EventBell()
+            return join_both(self.pipeline, lambda kind: KafkaMember(self, kind, name, bell.ring), bell)
         return KafkaMember(self, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -38,6 +38,7 @@ from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputW
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
 from penstock.names import PriorityClass, WorkerKind
+from penstock.redis.scripts import ScriptCall
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +85,17 @@ class KafkaMember:
     A crash between any two of them costs nothing: the next owner does the same.
     """
 
-    def __init__(self, bus: KafkaClientFactory, stage: WorkerKind, name: str) -> None:
+    def __init__(
+        self, bus: KafkaClientFactory, stage: WorkerKind, name: str, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        """`wake` is called, on any thread, when `poll` has something to return or to raise."""
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
-        self._state = threading.Condition()
+        self._state, self._wake = threading.Condition(), wake
         self._holdings = PrefetchBuffer(bus.pipeline, stage)
         self._damaged = DamagedBatches()
         self._failure: Exception | None = None
@@ -270,8 +274,9 @@ class KafkaMember:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
         return [KafkaOrphanReader(self._pipeline, self._stage, self._clients, lambda: self._topic_parts)]
 
-    def build_renewal(self, session_s: float) -> None:
-        """Return None: the brokers know which members live."""
+    def build_renewal(self, session_s: float) -> list[ScriptCall]:
+        """Return nothing: the brokers know which members live."""
+        return []
 
     def stop_consuming(self) -> None:
         """Give up the partitions, and with them all deliveries."""
@@ -430,7 +435,7 @@ class KafkaMember:
         delivery = parse_delivery(message, self._classes[message.topic() or ""])
         with self._state:
             self._holdings.add_message(delivery, _epoch_of(message))
-            self._state.notify()
+            self._notify_poll()
 
     def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
         """Pass over a message that cannot be unpacked, once that was tried a few times. It becomes a dead letter."""
@@ -440,7 +445,7 @@ class KafkaMember:
             if partition not in self._holdings.partitions:
                 return
             offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
-            self._state.notify()
+            self._notify_poll()
         self._consumer.seek(TopicPartition(*partition, offset))
 
     def _pass_unfetched(self, partition: Partition, offset: int) -> None:
@@ -469,7 +474,7 @@ class KafkaMember:
                     self._holdings.add_damaged_message(
                         partition, unfetched, self._classes[partition[0]], why, "fetched"
                     )
-                    self._state.notify()
+                    self._notify_poll()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Do steps 1 and 2 for assigned partitions. The offset does not matter, as nothing is read before 3."""
@@ -665,10 +670,15 @@ class KafkaMember:
         if self._failure is not None:
             raise self._failure
 
+    def _notify_poll(self) -> None:
+        """Wake who polls. `_state` is held."""
+        self._state.notify_all()
+        self._wake()
+
     def _note_failure(self, failure: Exception) -> None:
         with self._state:
             self._failure = self._failure or failure
-            self._state.notify_all()
+            self._notify_poll()
 
 
 def _epoch_of(message: Message) -> int:

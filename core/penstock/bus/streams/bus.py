@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import redis
@@ -17,11 +18,14 @@ import redis
 from penstock.bus.contract import (
     MAX_FOLLOWED_MESSAGES,
     FollowedMessage,
+    Member,
     Outgoing,
     check_size,
     create_started_future,
     find_size_error,
 )
+from penstock.bus.joined import join_both
+from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
     connect_client,
@@ -72,9 +76,12 @@ class StreamsBus:
         """Return a publisher with a connection of its own."""
         return StreamsPublisher(self)
 
-    def join_group(self, stage: WorkerKind, name: str) -> StreamsMember:
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
-        return StreamsMember(self.pipeline, self.url, self.settings, stage, name)
+        join = partial(StreamsMember, self.pipeline, self.url, self.settings, name=name)
+        if stage == "auto":
+            return join_both(self.pipeline, join, StreamsBell(self.pipeline, self.url))
+        return join(stage)
 
     def count_unsettled(self) -> dict[str, int]:
         """Return the length of each input topic's stream: settled messages are deleted, and only one group reads it."""

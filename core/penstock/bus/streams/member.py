@@ -188,10 +188,10 @@ class StreamsMember:
         """Return none: any member can read the messages that no member has polled."""
         return []
 
-    def build_renewal(self, session_s: float) -> ScriptCall:
-        """Return the call that renews this member's key; see `contract.Member.build_renewal`."""
+    def build_renewal(self, session_s: float) -> list[ScriptCall]:
+        """Return the one call that renews this member's key; see `contract.Member.build_renewal`."""
         self._lasts_s = session_s + self._timeout_s
-        return self._build_renewal()
+        return [self._build_renewal()]
 
     def _build_renewal(self) -> ScriptCall:
         on_reply = partial(self._note_renewal, time.monotonic())

@@ -1,0 +1,149 @@
+"""A member of both groups, on each bus, over one member of each group."""
+
+import threading
+from unittest import mock
+
+import pytest
+
+from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
+from penstock.bus.joined import JoinedMember
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.streams.bell import StreamsBell
+from penstock.bus.streams.bus import StreamsBus
+from penstock.errors import BusUnavailable, DeliveryLost, RequestTooLarge
+from penstock.messages import MAX_REQUEST_BYTES
+from penstock.names import Pipeline, PriorityClass
+from penstock.testing.bus import MemoryBus
+from sim.waiting import PATIENCE_S, wait_for
+from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
+
+
+def publish_one_of_each(bus: Bus, pipeline: Pipeline) -> None:
+    """Publish a request and a job of each class; the values are the topics' last words."""
+    topics = [*pipeline.input_topics("prefill").values(), *pipeline.input_topics("decode").values()]
+    publish_messages(bus, [Outgoing(topic, ".".join(topic.split(".")[-2:]).encode()) for topic in topics])
+
+
+def take_one_of_each(member: Member) -> list[Delivery]:
+    return sorted(take_deliveries(member, 4), key=lambda delivery: delivery.value)
+
+
+def test_jobs_come_before_requests_and_interactive_before_batch(bus: Bus, pipeline: Pipeline) -> None:
+    publish_one_of_each(bus, pipeline)
+    with bus.join_group("auto", "a") as member:
+        if isinstance(bus, KafkaBus):
+            wait_for(lambda: len(member.list_prefetched()) == 4, "all is fetched")
+            words = [delivery.value for delivery in member.list_prefetched()]
+            assert words == [b"jobs.interactive", b"requests.interactive", b"jobs.batch", b"requests.batch"]
+        assert [one.value for one in member.poll(0.0, {"interactive": 1, "batch": 1})] == [
+            b"jobs.interactive",
+            b"jobs.batch",
+        ]
+        rest = member.poll(0.0, CAPACITY)
+        assert [one.value for one in rest] == [b"requests.interactive", b"requests.batch"]
+        assert member.count_held() == 4
+        member.settle([make_settlement(pipeline, one) for one in rest])
+        assert ([member.is_holding(one) for one in rest], member.count_held()) == ([False, False], 2)
+    with bus.join_group("decode", "b") as other:
+        assert sorted(one.value for one in take_deliveries(other, 2)) == [b"jobs.batch", b"jobs.interactive"]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_waiting_member_wakes_for_either(
+    bus: Bus, pipeline: Pipeline, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the server does not wake it, the call runs into the time limit of the connection."""
+    monkeypatch.setattr("penstock.bus.streams.bell.MAX_BLOCK_S", PATIENCE_S)
+    topic = pipeline.input_topics("decode" if stage == "decode" else "prefill")["interactive"]
+    with bus.join_group("auto", "a") as member:
+        assert isinstance(member, JoinedMember)
+        assert member.poll(0.0, CAPACITY) == []
+        has_armed, found = threading.Event(), list[Delivery]()
+        wait = member._bell.wait
+
+        def wait_armed(limit_s: float) -> None:
+            has_armed.set()
+            wait(limit_s)
+
+        monkeypatch.setattr(member._bell, "wait", wait_armed)
+        waiter = threading.Thread(target=lambda: found.extend(member.poll(PATIENCE_S, CAPACITY)))
+        waiter.start()
+        assert has_armed.wait(PATIENCE_S)
+        publish_messages(bus, [Outgoing(topic, b"x")])
+        waiter.join(PATIENCE_S)
+        assert [one.topic for one in found] == [topic]
+
+
+def test_a_class_without_room_does_not_wake_it(streams_bus: StreamsBus, pipeline: Pipeline) -> None:
+    """Else it would look again and again at what it must not take."""
+    bell = StreamsBell(pipeline, streams_bus.url)
+    publish_one_of_each(streams_bus, pipeline)
+    bell.arm({"interactive": 2, "batch": 0})
+    assert sorted(bell._after) == sorted(
+        pipeline.stream_key(topic)
+        for topic in (pipeline.request_topic("interactive"), pipeline.job_topic("interactive"))
+    )
+    bell.arm({})
+    bell.wait(0.0)
+    bell.close()
+
+
+def test_what_one_member_settled_is_left_out_when_the_rest_is_settled_again(bus: Bus, pipeline: Pipeline) -> None:
+    publish_one_of_each(bus, pipeline)
+    with bus.join_group("auto", "a") as member:
+        _, lost, request, other = take_one_of_each(member)
+        member.settle([Settlement(lost)])
+        with pytest.raises(RequestTooLarge):
+            member.settle([make_settlement(pipeline, other), Settlement(lost, [make_large(pipeline)])])
+        assert member.is_holding(other)
+        first, second = make_settlement(pipeline, request), make_settlement(pipeline, other)
+        with pytest.raises(DeliveryLost) as raised:
+            member.settle([first, make_settlement(pipeline, lost)])
+        assert raised.value.deliveries == [lost]
+        member.settle([first, second])
+        assert list_values(bus.read_all(pipeline.results_topic)) == [b"requests.batch", b"requests.interactive"]
+        with pytest.raises(DeliveryLost):
+            member.settle([first])
+        assert member.count_held() == 1
+
+
+def make_large(pipeline: Pipeline) -> Outgoing:
+    return Outgoing(pipeline.results_topic, b"x" * 2 * MAX_REQUEST_BYTES)
+
+
+def test_what_one_member_gave_out_is_not_lost_when_the_other_fails(pipeline: Pipeline) -> None:
+    bus = MemoryBus(pipeline)
+    bus.create_topics()
+    publish_one_of_each(bus, pipeline)
+    room: dict[PriorityClass, int] = {"interactive": 1, "batch": 2}
+    with bus.join_group("auto", "a") as member:
+        assert isinstance(member, JoinedMember)
+        with mock.patch.object(member._requests, "poll", side_effect=BusUnavailable("away")):
+            for _ in range(2):
+                with pytest.raises(BusUnavailable):
+                    member.poll(0.0, room)
+        assert [one.value for one in member.poll(0.0, room)] == [b"jobs.interactive", b"jobs.batch", b"requests.batch"]
+
+
+def test_it_reads_and_renews_for_both_groups(bus: Bus, pipeline: Pipeline) -> None:
+    publish_one_of_each(bus, pipeline)
+    with bus.join_group("auto", "a") as member:
+        take_one_of_each(member)
+        assert len(member.build_renewal(1.0)) == (2 if isinstance(bus, StreamsBus) else 0)
+        reader, both = (
+            member.create_orphan_reader(),
+            [pipeline.request_topic("interactive"), pipeline.job_topic("interactive")],
+        )
+        if isinstance(bus, KafkaBus):
+            wait_for(
+                lambda: {part.rpartition(":")[0] for part in member.list_partitions()} == set(both), "both are read"
+            )
+            assert reader is not None
+            found: list[Delivery] = []
+            while len(found) < 2:  # as if this member were dead: nothing is committed
+                found += reader.read_orphans([f"{topic}:{number}" for topic in both for number in range(2)], 1)
+            assert [one.topic for one in found] == both[::-1]
+            assert not any(one.is_held for one in found)
+            reader.close()
+        else:
+            assert (reader, member.list_partitions()) == (None, [])
