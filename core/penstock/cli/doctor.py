@@ -36,7 +36,7 @@ from penstock.errors import (
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.messages import now_s
-from penstock.names import STAGES, Pipeline
+from penstock.names import STAGES, Pipeline, find_stages
 from penstock.ops.status import read_worker_status
 from penstock.record import check_server_key_types
 from penstock.record.session import MAX_CLOCK_ERROR_S
@@ -391,12 +391,12 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
         return
     asks = load_settings(EngineSettings).kind == "openai" or any(worker["stage"] == "endpoint" for worker in workers)
     for stage in ("endpoint",) if asks else STAGES:
-        here = [worker for worker in workers if worker["stage"] == stage]
+        here = [worker for worker in workers if stage in (worker["stage"], *find_stages(worker["stage"]))]
         ready = [worker for worker in here if worker["state"] == "ready"]
         found = f"{len(ready)} ready of {len(here)}"
         for worker in here:
             if worker["state"] == "degraded":
-                yield Finding("note", f"{stage} worker", f"{worker['name']} is degraded: {worker['reason']}")
+                yield Finding("note", f"{worker['stage']} worker", f"{worker['name']} is degraded: {worker['reason']}")
         advice = "" if ready else f"penstock worker {stage} (or penstock up)"
         yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)
 

@@ -137,6 +137,9 @@ def up(
     ] = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers, 1 by default.")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers, 1 by default.")] = None,
+    auto: Annotated[
+        int | None, typer.Option(min=0, help="Workers that do both. With them the other two numbers are 0 by default.")
+    ] = None,
     engine_kind: Annotated[
         Literal["own", "openai"] | None,
         typer.Option(help="`openai`: servers with OpenAI's API compute the answers, and one worker asks them."),
@@ -145,7 +148,7 @@ def up(
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
-    """Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway."""
+    """Start Redis (where none is given), a prefill and a decode worker, or others, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
@@ -153,14 +156,18 @@ def up(
     directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
-    refuse_idle_options({"--prefill": prefill, "--decode": decode}, endpoint_source)
+    refuse_idle_options({"--prefill": prefill, "--decode": decode, "--auto": auto}, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
     if asks_endpoints:
-        workers = {"prefill": 0, "decode": 0, "endpoint": 1}
+        workers = {"prefill": 0, "decode": 0, "auto": 0, "endpoint": 1}
         environment = build_endpoint_environment(url or [])
     else:
-        workers = {"prefill": 1 if prefill is None else prefill, "decode": 1 if decode is None else decode}
+        usual = 0 if auto else 1
+        workers = {
+            "prefill": usual if prefill is None else prefill, "decode": usual if decode is None else decode,
+            "auto": auto or 0,
+        }  # fmt: skip
         environment = build_kv_environment() | build_share_environment(sum(workers.values()))
     stack = Stack(
         directory,

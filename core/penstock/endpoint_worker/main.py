@@ -8,7 +8,6 @@ from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.reply import list_models
 from penstock.endpoint_worker.role import EndpointRole
 from penstock.errors import SettingsError
-from penstock.names import STAGES
 from penstock.ops.status import read_worker_status
 from penstock.redis.client import backoff_pauses
 from penstock.worker.heartbeat import Heartbeat
@@ -41,7 +40,7 @@ def check_only_kind(addresses: Addresses) -> None:
     """Raise `SettingsError` while prefill or decode workers serve the pipeline: one of the two kinds would answer what
     is the other's.
     """
-    others = [worker["name"] for worker in read_worker_status(addresses) if worker["stage"] in STAGES]
+    others = [worker["name"] for worker in read_worker_status(addresses) if worker["stage"] != "endpoint"]
     if others:
         raise SettingsError(
             f"the pipeline {addresses.pipeline} has workers with an engine of their own ({', '.join(others)}): "

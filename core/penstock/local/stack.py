@@ -93,11 +93,12 @@ class Stack:
         port: int | None = None,
         prefill: int = 1,
         decode: int = 1,
+        auto: int = 0,
         endpoint: int = 0,
         gateway: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefill`, `decode` and `endpoint` are numbers of workers.
+        """`prefill`, `decode`, `auto` and `endpoint` are numbers of workers.
 
         `port` is the server's, `gateway` the gateway's. Without `gateway` none is started.
         """
@@ -113,8 +114,10 @@ class Stack:
             BATCH_STORE_VARIABLE, os.environ.get(BATCH_STORE_VARIABLE) or str(directory / "files")
         )
         self._own_memory: StackMemory | None = None
-        slots: list[tuple[WorkerKind, int]] = [("prefill", prefill), ("decode", decode), ("endpoint", endpoint)]
-        self.workers = [WorkerSlot(f"{stage}-{n}", stage=stage) for stage, count in slots for n in range(count)]
+        numbers: dict[WorkerKind, int] = {"auto": auto, "prefill": prefill, "decode": decode, "endpoint": endpoint}
+        self.workers = [
+            WorkerSlot(f"{stage}-{n}", stage=stage) for stage, count in numbers.items() for n in range(count)
+        ]
         self._shares = split_cores(len(self.workers))
         self.gateway = None if gateway is None else ProcessSlot("gateway")
         self._gateway_port = gateway

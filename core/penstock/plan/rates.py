@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from penstock.config.settings import EngineSettings
 from penstock.errors import PlanError
-from penstock.names import STAGES
+from penstock.names import STAGES, find_stages
 from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
 
@@ -63,12 +63,16 @@ def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings
         )
     means: dict[str, float] = {}
     for stage in STAGES:
-        mine = [one for one in workers if one["stage"] == stage and one["state"] in SERVING_STATES and "load" in one]
+        mine = [
+            one
+            for one in workers
+            if stage in find_stages(one["stage"]) and one["state"] in SERVING_STATES and "load" in one
+        ]
         known = [one["load"][RATE_FIELDS[stage]] for one in mine if one["load"][RATE_FIELDS[stage]]]
         if not known:
             raise PlanError(f"no running {stage} worker has measured its rate: send some requests, or use --measure")
         means[stage] = sum(known) / len(known)
-    decoding = [one for one in workers if one["stage"] == "decode" and one["state"] in SERVING_STATES]
+    decoding = [one for one in workers if "decode" in find_stages(one["stage"]) and one["state"] in SERVING_STATES]
     running = [one["running"] for one in decoding if one.get("running")]
     size = max(1, round(sum(running) / len(running))) if running else settings.max_batch
     return WorkerRates(

@@ -18,17 +18,19 @@ from typing import Any, Self
 
 import redis
 
-from penstock.config.settings import RecordSettings
+from penstock.config.settings import RecordSettings, StaySettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.messages import Result, TokenEvent, decode_message
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, WorkerKind
 from penstock.prefill_worker.role import PrefillRole
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import Claim
 from penstock.testing.bus import MemoryBus
 from penstock.testing.client import MemoryAsyncClient, MemoryClient
 from penstock.testing.engine import END_TOKEN, FormulaEngine, compute_token, load_tokenizer
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.loop import StopSignal, run_until_stopped
+from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 
 Answer = Callable[[str], str]
@@ -80,10 +82,25 @@ class _WorkerRecord(MemoryRecord):
 class _Running:
     """A worker and the thread of its loop."""
 
-    def __init__(self, stage: Stage, name: str, bus: MemoryBus, record: _WorkerRecord, engine: FormulaEngine) -> None:
+    def __init__(
+        self,
+        kind: WorkerKind,
+        name: str,
+        bus: MemoryBus,
+        record: _WorkerRecord,
+        engine: FormulaEngine,
+        stays: StayPolicy,
+    ) -> None:
         self.name, self.record, self._bus = name, record, bus
-        role: Any = (PrefillRole if stage == "prefill" else DecodeRole)(bus.pipeline, engine)
-        self._worker = Worker(role, bus.pipeline, name, record, bus.join_group(stage, name))
+        decode = DecodeRole(bus.pipeline, engine)
+        roles: dict[WorkerKind, Role] = {
+            "prefill": PrefillRole(bus.pipeline, engine),
+            "auto": PrefillRole(bus.pipeline, engine, stays=stays),
+        }
+        role, member = roles.get(kind, decode), bus.join_group(kind, name)
+        self.decodes = kind != "prefill"
+        job_role = decode if kind == "auto" else None
+        self._worker = Worker(role, bus.pipeline, name, record, member, job_role=job_role)
         self._stop = StopSignal()
         self.failure: Exception | None = None
         record.die = self.die
@@ -103,6 +120,11 @@ class _Running:
         for member in self._bus.list_members(self.name):
             member.die()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither killed nor told to leave."""
+        return not self.record.way.is_cut and not self._stop
+
     def stop(self) -> None:
         """Let the worker leave, and wait for that."""
         self._stop.set()
@@ -117,7 +139,11 @@ class TestPipeline:
 
     __test__ = False  # for pytest, which takes each class for tests whose name begins so
 
-    def __init__(self, answer: Answer | None = None, record: RecordSettings | None = None) -> None:
+    def __init__(
+        self, answer: Answer | None = None, record: RecordSettings | None = None, stay: StaySettings | None = None
+    ) -> None:
+        """`stay` says which requests a worker of kind `auto` decodes itself."""
+        self._stay = stay or StaySettings()
         self.bus, self.records = MemoryBus(Pipeline("test")), MemoryRecords()
         self.bus.create_topics()
         self._answer, self._settings = answer, record or RecordSettings(lease_s=1.0)
@@ -131,13 +157,17 @@ class TestPipeline:
         """Return a client for the event loop that runs."""
         return MemoryAsyncClient(self.bus, self.records)
 
-    def start_worker(self, stage: Stage, name: str = "") -> str:
+    def start_worker(self, kind: WorkerKind, name: str = "") -> str:
         """Start a worker, and return its name. One of the same name has to be dead, or has left."""
-        name = name or next(made for number in range(10**6) if (made := f"{stage}-{number}") not in self._workers)
+        name = name or next(made for number in range(10**6) if (made := f"{kind}-{number}") not in self._workers)
         engine = FormulaEngine(Random(name), choose_token=self._choose_token)
         record = _WorkerRecord(self.records, self._settings)
-        self._workers[name] = _Running(stage, name, self.bus, record, engine)
+        stays = StayPolicy(self._stay, lambda: self._has_other_decoder(name))
+        self._workers[name] = _Running(kind, name, self.bus, record, engine, stays)
         return name
+
+    def _has_other_decoder(self, name: str) -> bool:
+        return any(one.decodes and one.is_alive for other, one in list(self._workers.items()) if other != name)
 
     def kill_worker(self, name: str, after_tokens: int = 0) -> None:
         """Kill a worker now, or in the moment at which it has written so many more tokens.
