@@ -215,17 +215,6 @@ class WorldPublisher(MemoryPublisher):
         self.link.call(lambda: MemoryPublisher.publish(self, messages))
 
 
-def join_over(bus: MemoryBus, stage: WorkerKind, name: str, link: Link) -> WorldMember:
-    """Join a group over a link, as `MemoryBus.join_group` does."""
-    with bus.changed:
-        older = bus.members.get((stage, name))
-        made = WorldMember(bus, stage, name, link)
-        bus.members[stage, name] = made
-        if older is not None:
-            older.give_back_all()
-        return made
-
-
 def make_bus_error(text: str) -> Exception:
     """Return what a bus raises whose broker does not answer."""
     return BusUnavailable(text)

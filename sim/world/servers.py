@@ -23,7 +23,7 @@ from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
 from sim.world.kafka_broker import BrokerBus, KafkaBroker
 from sim.world.kafka_client import WorldConsumer, WorldProducer
-from sim.world.network import Link, WorldPublisher, WorldRecord, WorldRecords, join_over
+from sim.world.network import Link, WorldMember, WorldPublisher, WorldRecord, WorldRecords
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
 from sim.world.ways import JUDGE, KeyServer, Ways
@@ -109,7 +109,7 @@ class MemoryServers:
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""
-        return join_over(self.bus, stage, name, self._find(name, "bus"))
+        return self.bus.add_member(WorldMember(self.bus, stage, name, self._find(name, "bus")))
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
         """Return a process's way to the record."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 from penstock.bus.contract import (
     MAX_FOLLOWED_MESSAGES,
@@ -19,6 +19,7 @@ from penstock.bus.contract import (
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 
+M = TypeVar("M", bound="MemoryMember")
 PARTITION = "all"
 """The name of a topic's only partition."""
 
@@ -74,12 +75,16 @@ class MemoryBus:
 
     def join_group(self, stage: WorkerKind, name: str) -> "MemoryMember":
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
+        return self.add_member(MemoryMember(self, stage, name))
+
+    def add_member(self, member: M) -> M:
+        """Let a member join its group, and return it. An older member of the same name is fenced."""
         with self.changed:
-            older = self.members.get((stage, name))
-            self.members[stage, name] = made = MemoryMember(self, stage, name)
+            older = self.members.get((member.stage, member.name))
+            self.members[member.stage, member.name] = member
             if older is not None:
                 older.give_back_all()
-            return made
+            return member
 
     def count_unsettled(self) -> dict[str, int]:
         """Return how many messages of each input topic are not settled."""
@@ -118,7 +123,7 @@ class MemoryMember:
     """A member of a stage's group."""
 
     def __init__(self, bus: MemoryBus, stage: WorkerKind, name: str) -> None:
-        self._bus, self._stage, self._name = bus, stage, name
+        self._bus, self.stage, self.name = bus, stage, name
         self._topics: dict[PriorityClass, str] = bus.pipeline.input_topics(stage)
         self._held: dict[tuple[str, str], Entry] = {}
         self._is_consuming, self._is_dead = True, False
@@ -212,15 +217,15 @@ class MemoryMember:
         self.give_back_all()
         with self._bus.changed:
             self._is_consuming = False
-            if self._bus.members.get((self._stage, self._name)) is self:
-                del self._bus.members[self._stage, self._name]
+            if self._bus.members.get((self.stage, self.name)) is self:
+                del self._bus.members[self.stage, self.name]
 
     def _raise_if_fenced(self) -> None:
         if self._is_dead:
-            raise BusUnavailable(f"{self._name} was killed")
-        newest = self._bus.members.get((self._stage, self._name))
+            raise BusUnavailable(f"{self.name} was killed")
+        newest = self._bus.members.get((self.stage, self.name))
         if newest is not None and newest is not self:
-            raise MemberFenced(f"another member of the group has the name {self._name}")
+            raise MemberFenced(f"another member of the group has the name {self.name}")
 
     def __enter__(self) -> Self:
         return self
