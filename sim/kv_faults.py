@@ -23,6 +23,7 @@ from sim.line import InProcessPipeline, serving_engine
 from sim.workload import compute_answers, make_requests
 
 PAUSE_S = 0.002
+NUM_PROMPTS = 24
 Change = Callable[[bytes], bytes]
 
 
@@ -119,13 +120,10 @@ def count_reads(line: InProcessPipeline) -> int:
 
 
 def serve_damaged(
-    line: InProcessPipeline,
-    enough: Callable[[], bool],
-    after_round: Callable[[int], None] = lambda number: None,
-    num_prompts: int = 24,
+    line: InProcessPipeline, enough: Callable[[], bool], after_round: Callable[[int], None]
 ) -> tuple[int, int]:
     """Serve the same prompts again and again until `enough()`. Returns the numbers of answers, and of wrong answers."""
-    work = make_requests(num_prompts, line.pipeline.name)
+    work = make_requests(NUM_PROMPTS, line.pipeline.name)
     expected = {
         request.id: answer.token_ids for request, answer in zip(work, compute_answers(work).values(), strict=True)
     }
