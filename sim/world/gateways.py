@@ -23,9 +23,10 @@ from penstock.testing.bus import MemoryBus, MemoryFollower
 from penstock.testing.client import MemoryAsyncLog, MemoryFeed
 from sim.world.loop import WorldLoop
 from sim.world.network import Link, WorldPublisher, WorldRecord
+from sim.world.redis_server import AsyncClient
 from sim.world.runtime import Process, SimQueue
 from sim.world.servers import MemoryServers
-from sim.world.ways import AsyncLinkedClient, LinkedClient, Place
+from sim.world.ways import Place
 
 T = TypeVar("T")
 STOP_S = 2.0
@@ -166,8 +167,8 @@ class Gateways:
         """Return a place for a gateway. Beside the pipeline's there is another model, which a worker always serves."""
         key = self._servers.pipeline.worker_key("prefill", "other")
         beat = {"stage": "prefill", "name": "other", "model": "other", "state": "ready", "since": 0}
-        self._servers.keys.client.set(key, json.dumps(beat))
-        self._servers.keys.client.sadd(WORKERS_KEY, key)
+        self._servers.keys.set(key, json.dumps(beat))
+        self._servers.keys.sadd(WORKERS_KEY, key)
         self.places.append(made := Place(name, self._start))
         return made
 
@@ -176,8 +177,7 @@ class Gateways:
         servers = self._servers
         return [
             (connect_bus, lambda *_: LinkedBus(servers.bus, self._link("bus"))),
-            (redis_client, lambda *_: LinkedClient(servers.keys, self._link("redis"))),
-            (async_redis_client, lambda *_: AsyncLinkedClient(servers.keys, self._link("redis"))),
+            (async_redis_client, lambda url: AsyncClient(redis_client(url))),
             (LiveFeed, lambda _: LinkedFeed(servers, self._link("redis"))),
             (AsyncTokenLog, lambda *_: LinkedLog(self._make_record())),
         ]
