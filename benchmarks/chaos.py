@@ -1,6 +1,6 @@
 """Kill everything, over and over, and hold what everybody saw against the promises.
 
-python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --flushes N | --one-kill]
+python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --one-kill]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
@@ -36,7 +36,6 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from benchmarks.chaos_flushes import flush_often
 from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.names import STAGES, Stage, WorkerKind
@@ -146,16 +145,6 @@ def run_chaos(directory: Path, given: "Options") -> ChaosTotal:
     return total
 
 
-def run_flushes(directory: Path, given: "Options") -> dict[str, float]:
-    """Run with flushes of Redis as the only fault."""
-    fork_server = ForkServer(directory)
-    try:
-        with show_progress("flushes", ChaosTotal(), given) as tell:
-            return flush_often(directory / "flushes", fork_server, given.seed, given.flushes, tell)
-    finally:
-        fork_server.close()
-
-
 def _measure_recoveries(
     total: ChaosTotal, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
 ) -> None:
@@ -242,11 +231,10 @@ def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks; the first rounds' seed, the number of kills, or of flushes, or one kill."""
+    """The arguments of all benchmarks; the first rounds' seed, and the number of kills, or one kill."""
 
     seed: int = 1
     kills: int = 1000
-    flushes: int = 0
     one_kill: bool = False
 
 
@@ -254,13 +242,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
     parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
-    parser.add_argument("--flushes", type=int, default=0, help="instead: Redis loses everything so often, on Kafka")
     parser.add_argument("--one-kill", action="store_true", help="instead: one stream, whose worker is killed")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
-    if given.flushes:
-        report_figures(run_flushes(directory, given), given)
-        return
     if given.one_kill:
         report_figures(kill_one(directory, given), given)
         return

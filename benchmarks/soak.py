@@ -1,12 +1,11 @@
-"""Ten minutes at full budgets: memory stays flat, answers stay right, and nothing is left behind.
+"""Ten minutes at full budgets: memory stays flat, and nothing is left behind.
 
 python -m benchmarks.soak [--quick | --smoke] [--json FILE]
 
-One prefill and one decode worker as processes on the demo model in float32, with shared memory, disk and a Valkey of
-its own for blocks, each with a budget that is full after seconds, so that all of them evict all the time. A few
-requests are under way at any time. Most are new; the others come again and again, from several tenants, greedy and
-sampled, some as the next turn of an earlier answer, and what they are answered is compared with the undivided model.
-Every second the resident memory of each process and the usage of each tier are noted.
+One prefill and one decode worker as processes on the demo model, with shared memory, disk and a Valkey of its own for
+blocks, each with a budget that is full after seconds, so that all of them evict all the time. Six requests of four
+tenants are under way at any time, a third of them with a prompt that was asked before. Every second the resident memory
+of each worker and the usage of each tier are noted.
 
 When all is answered, the workers have ended and a checker goes through every tier: its own books, leases, slots that
 somebody was writing to, files that are no blocks. `soak_rss_growth_mb` is the mean of the last quarter less that of the
@@ -14,18 +13,16 @@ second one, of the worker that grew most; the first quarter is left out as a war
 """
 
 import contextlib
-import itertools
+import random
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.progress import Progress
-
-from benchmarks.common import SHM, Arguments, describe_machine, parse_arguments, report_figures, save_plot
-from benchmarks.soak_load import SoakLoad
-from benchmarks.watch import Sample, Watch, read_resident_mb
+from benchmarks.common import SHM, TIMEOUT_S, Arguments, describe_machine, parse_arguments, report_figures
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
 from penstock.kvstore.arena.layout import WRITING
@@ -36,20 +33,12 @@ from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 
 BUDGET_MB = 24
-VALKEY_NAME = "Valkey, blocks"
-
-
-def make_sampler(stack: Stack, server: ValkeyServer, places: list[TierLocation]) -> Callable[[], Sample]:
-    """Return a function that samples the processes' memory, and the used share of each tier's budget."""
-    pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
-    pids[VALKEY_NAME] = server.pid or 0
-
-    def sample() -> Sample:
-        usages = {place.name: place.tier.read_usage() for place in places}
-        shares = {name: usage.bytes / max(1, usage.budget) for name, usage in usages.items()}
-        return {"memory": read_resident_mb(pids), "usage": shares}
-
-    return sample
+SAMPLE_EVERY_S = 1.0
+NUM_UNDER_WAY = 6
+NUM_KNOWN = 20
+KNOWN_SHARE = 0.35
+NUM_TENANTS = 4
+PROMPT_TOKENS = (100, 300)
 
 
 def find_leaks(places: list[TierLocation], disk: Path) -> list[str]:
@@ -70,7 +59,7 @@ def find_leaks(places: list[TierLocation], disk: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_system(how: type[Stack]) -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
+def start_system(how: type[Stack]) -> Iterator[tuple[Stack, list[TierLocation], Path]]:
     """Start the stack and its KV server; yield them with the tiers as seen from outside."""
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=SHM))
@@ -78,7 +67,6 @@ def start_system(how: type[Stack]) -> Iterator[tuple[Stack, ValkeyServer, list[T
         server = exits.enter_context(ValkeyServer(directory / "kv", appendonly=False))
         disk = directory / "blocks"
         environment = {
-            "PENSTOCK_ENGINE_DTYPE": "float32",
             "PENSTOCK_ENGINE_DEVICE": "cpu",
             "PENSTOCK_ENGINE_POOL_MB": "48",
             "PENSTOCK_RECORD_KEEP_S": "30",
@@ -95,50 +83,77 @@ def start_system(how: type[Stack]) -> Iterator[tuple[Stack, ValkeyServer, list[T
         places = open_tiers(settings, [server.url], exits, None, print)
         if len(places) != 3:
             raise RuntimeError(f"three tiers should be there: {[place.name for place in places]}")
-        yield stack, server, places, disk
+        yield stack, places, disk
 
 
-def run_load(stack: Stack, load: SoakLoad, minutes: float) -> None:
-    """Keep requests open for some minutes, then wait for the last."""
-    until = time.monotonic() + 60 * minutes
-    with Client(stack.addresses) as client, Progress(transient=True) as progress:
-        task = progress.add_task("soak", total=60 * minutes)
-        while (left_s := until - time.monotonic()) > 0:
-            load.send_and_read(client)
-            progress.update(task, completed=60 * minutes - left_s, description=f"soak, {load.num_answered} answered")
-        load.read_rest(client)
+class Load:
+    """Sends requests, and takes a sample of memory and tiers every second between two answers."""
+
+    def __init__(self, stack: Stack, places: list[TierLocation]) -> None:
+        self._places, self._chance = places, random.Random(11)
+        self._known = [self._make_prompt() for _ in range(NUM_KNOWN)]
+        self._pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
+        self._next_sample_s = 0.0
+        self.num_answered = 0
+        self.memory_mb: dict[str, list[float]] = {name: [] for name in self._pids}
+        self.used_shares: list[float] = []
+        """The used share of the fullest tier's budget."""
+
+    def run(self, client: Client, minutes: float) -> None:
+        """Keep requests under way for some minutes, then read the last. Raise what reading an answer raises."""
+        under_way, end_s = deque[str](), time.monotonic() + 60 * minutes
+        while under_way or time.monotonic() < end_s:
+            while len(under_way) < NUM_UNDER_WAY and time.monotonic() < end_s:
+                under_way.append(self._send_request(client))
+            if under_way:
+                client.result(under_way.popleft(), timeout_s=TIMEOUT_S)
+                self.num_answered += 1
+            if time.monotonic() >= self._next_sample_s:
+                self._next_sample_s = time.monotonic() + SAMPLE_EVERY_S
+                self._take_sample()
+                print(f"\r{self.num_answered} answered", end="", flush=True)
+
+    def _make_prompt(self) -> list[int]:
+        return [self._chance.randrange(3, 1000) for _ in range(self._chance.randint(*PROMPT_TOKENS))]
+
+    def _send_request(self, client: Client) -> str:
+        is_known, tenant = self._chance.random() < KNOWN_SHARE, f"tenant-{self._chance.randrange(NUM_TENANTS)}"
+        prompt = self._chance.choice(self._known) if is_known else self._make_prompt()
+        return client.submit(token_ids=prompt, tenant=tenant, max_tokens=16, temperature=0.8, seed=1)
+
+    def _take_sample(self) -> None:
+        command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, self._pids.values()))]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        found = {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
+        for name, pid in self._pids.items():
+            self.memory_mb[name].append(found[pid])
+        usages = [place.tier.read_usage() for place in self._places]
+        self.used_shares.append(max(usage.bytes / max(1, usage.budget) for usage in usages))
+
+
+def compute_growth(values: Sequence[float]) -> float:
+    """Return the mean of the last quarter less that of the second one; the first is left out as a warm-up."""
+    quarter = len(values) // 4
+    if not quarter:
+        return 0.0
+    return statistics.mean(values[3 * quarter :]) - statistics.mean(values[quarter : 2 * quarter])
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Run, check and draw; return the figures."""
+    """Run and check; return the figures."""
     minutes = given.choose_size(10.0, 0.4, 0.03)
-    load = SoakLoad(given.choose_size(20, 20, 2))
-    with start_system(given.choose_stack()) as (stack, server, places, disk):
-        with Watch(make_sampler(stack, server, places)) as watch:
-            run_load(stack, load, minutes)
-        names = {worker.name for worker in stack.workers}
+    with start_system(given.choose_stack()) as (stack, places, disk):
+        load = Load(stack, places)
+        with Client(stack.addresses) as client:
+            load.run(client, minutes)
         stack.stop_workers()
         left = find_leaks(places, disk)
-    for line in [*load.mistakes, *left]:
-        print(line)
-    print(
-        f"\n{describe_machine()}; {load.num_answered} requests, {load.num_compared} compared; "
-        f"{', '.join(sorted(names))}"
-    )
-    for name, shares in watch.series["usage"].items():
-        print(f"{name:16} at most {max(shares):.0%} of its budget, {statistics.median(shares):.0%} in the median")
-    if given.is_full:
-        save_plot(watch.draw_plot({"memory": "resident memory, MB", "usage": "used, of the budget"}), "soak")
+    print("", *left, f"{describe_machine()}; {load.num_answered} requests", sep="\n")
     return {
         "soak_minutes": minutes,
         "soak_requests": load.num_answered,
-        "soak_compared": load.num_compared,
-        "soak_wrong": len(load.mistakes),
-        "soak_stuck": load.num_stuck,
-        "soak_rss_growth_mb": max(
-            grown for name, grown in watch.compute_growth("memory").items() if name != VALKEY_NAME
-        ),
-        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.series["usage"].values())),
+        "soak_rss_growth_mb": max(map(compute_growth, load.memory_mb.values())),
+        "soak_most_of_budget": max(load.used_shares),
         "soak_leaked": len(left),
     }
 

@@ -26,7 +26,6 @@ ANSWER_TOKENS = 16
 NUM_SLOTS = 4
 """The most hand-offs under way."""
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-_READY_S = 600.0
 _jobs = itertools.count()
 
 

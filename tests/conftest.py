@@ -44,7 +44,7 @@ FULL_FILES = {
     "test_cluster.py", "test_compatibility.py", "test_compose.py", "test_compressed_kernels.py", "test_copying.py",
     "test_damaged_messages.py", "test_equality.py", "test_exact_drafts.py", "test_experts_kernel.py",
     "test_failover.py", "test_fingerprint.py", "test_full_disk.py", "test_gpu.py", "test_grammar.py",
-    "test_hazards.py", "test_host_deaths.py", "test_host_machine.py", "test_hybrid_kills.py",
+    "test_hazards.py", "test_host_deaths.py", "test_host_machine.py",
     "test_kafka_outages.py", "test_kernels.py", "test_lag.py", "test_life.py", "test_loading.py",
     "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_outages.py",
     "test_packed_model.py", "test_page.py", "test_pipeline.py", "test_preemption.py", "test_processes.py",

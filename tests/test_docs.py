@@ -17,6 +17,7 @@ from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, Toke
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Record
 from penstock.worker.result import build_result_message
+from sim.world.flaws import FLAWS
 from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
 from tools.rooms import PORTIONS
@@ -293,12 +294,20 @@ def test_all_links_of_a_page_resolve(page: Path) -> None:
     assert not dead
 
 
-def test_the_tests_that_the_readme_names_exist() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    named = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", readme)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", (ROOT / page).read_text("utf-8"))
     assert named
     for name, path in named:
         assert re.search(rf"def {name}\(", (ROOT / path).read_text("utf-8")), name
+
+
+def test_the_controls_that_are_named_are_planted() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    (table,) = re.findall(r"^\| Promise \| On real servers .*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    named = re.findall(r'"([^"]+)"', table)
+    assert len(named) > 15
+    assert set(named) <= {flaw.name for flaw in FLAWS}
 
 
 # Figures

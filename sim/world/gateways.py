@@ -9,24 +9,26 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import FollowedMessage
 from penstock.config.settings import GatewayProcessSettings, RecordSettings, load_group
 from penstock.ingest.gateway.app import create_app
 from penstock.names import WORKERS_KEY
-from penstock.record.live import LiveFeed
+from penstock.record.live import Deliver, LiveFeed
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.testing.bus import MemoryBus, MemoryFollower
-from penstock.testing.client import find_request_id
+from penstock.testing.client import MemoryAsyncLog, MemoryFeed
 from sim.world.loop import WorldLoop
 from sim.world.network import Link, WorldPublisher, WorldRecord
+from sim.world.redis_server import AsyncClient
 from sim.world.runtime import Process, SimQueue
 from sim.world.servers import MemoryServers
-from sim.world.ways import AsyncLinkedClient, LinkedClient, Place
+from sim.world.ways import Place
 
+T = TypeVar("T")
 STOP_S = 2.0
 """How long a gateway that is told to stop waits for its readers."""
 
@@ -73,63 +75,31 @@ class LinkedFollower:
         """Do nothing: there is no connection."""
 
 
-class LinkedLog:
-    """`AsyncTokenLog` over the records in memory."""
+class LinkedLog(MemoryAsyncLog):
+    """`AsyncTokenLog` over the records in memory. A question waits on a thread of its own."""
 
-    def __init__(self, record: WorldRecord) -> None:
-        self._record = record
-
-    async def read_events(self, request_id: str, after_position: int = -1, limit: int | None = None) -> Any:
-        """Return events of a log."""
-        return (await asyncio.to_thread(self._record.read_log, request_id, after_position))[:limit]
-
-    async def read_status(self, request_id: str) -> Any:
-        """Return a request's record, or None."""
-        return await asyncio.to_thread(self._record.read_status, request_id)
-
-    async def cancel_request(self, request_id: str) -> Any:
-        """Cancel a request. Return False if it has ended already."""
-        return await asyncio.to_thread(self._record.cancel_request, request_id)
+    async def ask(self, question: Callable[..., T], *args: Any) -> T:
+        """Return the answer to a question."""
+        return await asyncio.to_thread(question, *args)
 
 
-class LinkedFeed:
+class LinkedFeed(MemoryFeed):
     """`LiveFeed` over the records in memory. Events may be late, or lost."""
 
     def __init__(self, servers: MemoryServers, link: Link) -> None:
-        self._records, self._link = servers.records, link
-        self._loop = asyncio.get_running_loop()
-        self._last_due_s = 0.0
-        self._listening: dict[tuple[str, Any], contextlib.ExitStack] = {}
+        super().__init__(servers.records)
+        self._link, self._last_due_s = link, 0.0
+        assert link.world.current is not None, "only a process of the world connects"
+        self._process = link.world.current.process
 
-    def add_listener(self, channel: str, deliver: Callable[[bytes | None], None]) -> None:
-        """Call `deliver` for a channel's events from now on, and with None at first."""
-        world = self._link.world
-        process = world.current.process if world.current is not None else world.outside
-
-        def listen(payload: bytes | None) -> None:
-            if not process.is_alive or self._link.is_cut() or self._link.chance.random() < self._link.loss:
-                return
-            due_s = world.now_s + self._link.chance.expovariate(1 / self._link.delay_s)
-            self._last_due_s = max(self._last_due_s + 1e-9, due_s)  # a connection keeps the order
-            self._loop.call_soon_threadsafe(
-                self._loop.call_at, self._last_due_s, self._deliver, channel, deliver, payload
-            )
-
-        self._listening[channel, deliver] = stack = contextlib.ExitStack()
-        stack.enter_context(self._records.listen(find_request_id(channel), listen))
-        listen(None)
-
-    def remove_listener(self, channel: str, deliver: Callable[[bytes | None], None]) -> None:
-        """Stop calling `deliver`."""
-        if (stack := self._listening.pop((channel, deliver), None)) is not None:
-            stack.close()
-
-    async def close(self) -> None:
-        """Do nothing: there is no connection."""
-
-    def _deliver(self, channel: str, deliver: Callable[[bytes | None], None], payload: bytes | None) -> None:
-        if (channel, deliver) in self._listening:
-            deliver(payload)
+    def pass_on(self, channel: str, deliver: Deliver, payload: bytes | None) -> None:
+        """Let the loop deliver what was written, if it arrives."""
+        link = self._link
+        if not self._process.is_alive or link.is_cut() or link.chance.random() < link.loss:
+            return
+        due_s = link.world.now_s + link.chance.expovariate(1 / link.delay_s)
+        self._last_due_s = max(self._last_due_s + 1e-9, due_s)  # a connection keeps the order
+        self.loop.call_soon_threadsafe(self.loop.call_at, self._last_due_s, self.deliver, channel, deliver, payload)
 
 
 @dataclass(eq=False)
@@ -197,8 +167,8 @@ class Gateways:
         """Return a place for a gateway. Beside the pipeline's there is another model, which a worker always serves."""
         key = self._servers.pipeline.worker_key("prefill", "other")
         beat = {"stage": "prefill", "name": "other", "model": "other", "state": "ready", "since": 0}
-        self._servers.keys.client.set(key, json.dumps(beat))
-        self._servers.keys.client.sadd(WORKERS_KEY, key)
+        self._servers.keys.set(key, json.dumps(beat))
+        self._servers.keys.sadd(WORKERS_KEY, key)
         self.places.append(made := Place(name, self._start))
         return made
 
@@ -207,8 +177,7 @@ class Gateways:
         servers = self._servers
         return [
             (connect_bus, lambda *_: LinkedBus(servers.bus, self._link("bus"))),
-            (redis_client, lambda *_: LinkedClient(servers.keys, self._link("redis"))),
-            (async_redis_client, lambda *_: AsyncLinkedClient(servers.keys, self._link("redis"))),
+            (async_redis_client, lambda url: AsyncClient(redis_client(url))),
             (LiveFeed, lambda _: LinkedFeed(servers, self._link("redis"))),
             (AsyncTokenLog, lambda *_: LinkedLog(self._make_record())),
         ]

@@ -27,6 +27,7 @@ from penstock.testing.bus import MemoryBus, MemoryMember, MemoryPublisher
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from sim.world.runtime import EPOCH_S, World
 
+FULL = "OOM command not allowed when used memory > 'maxmemory'."
 TIMEOUT_S = 2.0
 """How long a caller waits for a reply."""
 
@@ -77,7 +78,7 @@ class Link:
         self.world.sleep(stands_s)
         self.pass_point()
         if self.is_full():
-            raise redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
+            raise redis.exceptions.OutOfMemoryError(FULL)
         reply = self._execute(execute)
         self.pass_point()
         if fate < self.loss:

@@ -1,10 +1,11 @@
-"""Redis for the second level: fakeredis is the server and runs the product's scripts, and processes have wires to it.
+"""Redis: fakeredis is the server and runs the product's scripts, and processes have wires to it.
 
 On these, commands and replies are late, lost or cut off. What a client sends is executed by the server's thread of that
 wire, in order, whether the client lives then or not. So a crash, a lost command and a lost reply may fall between any
 two commands, and what blocks waits in virtual time.
 """
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty
@@ -13,6 +14,8 @@ from typing import Any, cast
 import fakeredis
 import hiredis
 import redis
+import redis.asyncio
+import redis.exceptions
 from fakeredis import _msgs
 from fakeredis._commands import SUPPORTED_COMMANDS
 from fakeredis._helpers import SimpleError
@@ -21,7 +24,7 @@ from fakeredis.commands_mixins.scripting_mixin import LUA_MODULE
 
 from penstock.record.append import APPEND
 from penstock.record.record import CLAIM, FINISH, TAKE
-from sim.world.network import Link
+from sim.world.network import FULL, Link
 from sim.world.runtime import SimEvent, SimQueue, World
 
 HELLO = [b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n"]
@@ -70,8 +73,11 @@ class WorldSocket(FakeSocket):
     collects garbage after it, which took most of the time of a scene.
     """
 
-    def execute(self, data: bytes) -> Iterator[int]:
-        """Execute commands, and yield before each its number. hiredis parses them faster than fakeredis does."""
+    def execute(self, data: bytes, *, is_full: bool = False) -> Iterator[int]:
+        """Execute commands, and yield before each its number. hiredis parses them faster than fakeredis does.
+
+        A server whose memory is full refuses them.
+        """
         reader = hiredis.Reader()
         reader.feed(data)
         for number in itertools.count():
@@ -79,7 +85,10 @@ class WorldSocket(FakeSocket):
             if fields is False:
                 return
             yield number
-            self._process_command(fields)
+            if is_full and fields[0] != b"HELLO":
+                self.put_response(redis.exceptions.OutOfMemoryError(FULL))
+            else:
+                self._process_command(fields)
 
     def _xreadgroup(self, *args: Any, **options: Any) -> dict[bytes, Any] | None:
         """Return what is to be read; None where nothing is: for an empty answer fakeredis does not wait."""
@@ -136,6 +145,7 @@ class Wire:
     def sendall(self, data: bytes) -> None:
         """Send commands."""
         if self._link is not None:
+            self._link.pass_point()
             self._sent.put(data)
             return
         for _ in self._server_end.execute(data):
@@ -156,7 +166,7 @@ class Wire:
                 self._world.sleep(stands_s)
             # Between two commands of a round trip the server may do another client's, and the wire may break.
             last = link.chance.choice([0, 1, 2, 8]) if fate < 0.6 * link.loss else None
-            for part in self._server_end.execute(data):
+            for part in self._server_end.execute(data, is_full=link.is_full()):
                 if part == last:
                     break
                 if part and link.chance.random() < OTHERS_SHARE:
@@ -256,3 +266,37 @@ class RedisServer:
 
     def _make_wire(self, host: str) -> Wire:
         return Wire(self._world, self._fake, self._find_link(*host.split(".")))
+
+
+class AsyncClient(redis.asyncio.Redis):
+    """`redis.asyncio.Redis`, for which a client with wires asks, each time on a thread of its own."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        super().__init__()
+        self.blocking = client
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Return the reply to a command."""
+        return await asyncio.to_thread(self.blocking.execute_command, *args, **options)
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> "redis.asyncio.client.Pipeline":
+        """Return a pipeline."""
+        return _AsyncPipeline(self, transaction)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close the wires."""
+        self.blocking.close()
+
+
+class _AsyncPipeline(redis.asyncio.client.Pipeline):
+    def __init__(self, client: AsyncClient, transaction: bool) -> None:
+        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
+        self._client = client.blocking
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Return the replies to all commands."""
+        commands, self.command_stack = self.command_stack, []
+        pipe = self._client.pipeline(transaction=self.is_transaction)
+        for words, options in commands:
+            cast(Any, pipe).execute_command(*words, **options)
+        return list(await asyncio.to_thread(pipe.execute, raise_on_error))

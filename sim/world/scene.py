@@ -221,6 +221,7 @@ class Scene:
             self.memory: MemoryServers | None = servers if self.plan.level == "fast" else None
             is_simulated: Callable[[str], bool] = lambda name: name.startswith(self.servers.simulated)  # noqa: E731
             stack.enter_context(self.doubles.install(is_simulated, self.servers.list_doubles()))
+            stack.enter_context(self.doubles.install_server_clock("fakeredis."))
             self.servers.start()
             self.gateways: Gateways | None = None
             if self.memory is not None:
@@ -229,7 +230,6 @@ class Scene:
                 others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
                 stack.enter_context(self.doubles.install(is_simulated, others))
                 stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
-                stack.enter_context(self.memory.keys.install_clock())
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
             for limit, value in SMALL_LIMITS.items():
                 stack.enter_context(mock.patch.object(backpressure, limit, value))
@@ -610,10 +610,8 @@ class Scene:
         """Return how the meters differ from the results; empty where they do not, and where no gateway counts."""
         if self.memory is None or self.gateways is None or not self.gateways.places:
             return ""
-        days = self.memory.keys.client.keys(self.pipeline.meter_key("day:*").replace("{", "\\{"))
-        counted = add_sums(
-            sums for day in days for sums in parse_day_sums(self.memory.keys.client.hgetall(day)).values()
-        )
+        days = self.memory.keys.keys(self.pipeline.meter_key("day:*").replace("{", "\\{"))
+        counted = add_sums(sums for day in days for sums in parse_day_sums(self.memory.keys.hgetall(day)).values())
         results = [decode_message(Result, one.value) for one in self.servers.bus.read_all(self.pipeline.results_topic)]
         usages = {one.id: one.usage for one in results}.values()
         used = sum_usage(usages)

@@ -26,7 +26,7 @@ from sim.world.kafka_client import WorldConsumer, WorldProducer
 from sim.world.network import Link, WorldMember, WorldPublisher, WorldRecord, WorldRecords
 from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
-from sim.world.ways import JUDGE, KeyServer, Ways
+from sim.world.ways import JUDGE, Ways
 
 
 class ReadBus(Protocol):
@@ -83,21 +83,38 @@ class Servers(Protocol):
         """Return what happened on the servers that never may."""
 
 
-class MemoryServers:
-    """The servers of the level `fast`."""
+class RedisServers:
+    """One Redis, which all levels have."""
 
-    simulated = ("penstock.",)
+    simulated = ("penstock.", "fakeredis.", "redis.")
 
     def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
         self.world, self.pipeline, self.ways = world, pipeline, ways
 
     def list_doubles(self) -> list[tuple[object, object]]:
-        """Return nothing: the doubles are given to the worker."""
-        return []
+        """Return the pool of connections to the server of this world."""
+        return [(connection_pool, self._connect)]
+
+    def _connect(self, url: str, **options: Any) -> redis.ConnectionPool:
+        return self._redis.connection_pool(url, **options)
+
+    def _start_redis(self) -> None:
+        self._redis = RedisServer(self.world, self.ways.find_link)
+
+    def find_addresses(self, who: str) -> Addresses:
+        """Return where a process finds the server; a bus in memory is found by the process that runs."""
+        return Addresses(stream_url=_make_url(who, "redis"), pipeline=self.pipeline.name)
+
+
+class MemoryServers(RedisServers):
+    """The servers of the level `fast`: doubles of bus and record are given to a worker, all other keys are in Redis."""
 
     def start(self) -> None:
         """Create the topics."""
-        self.bus, self.records, self.keys = MemoryBus(self.pipeline), WorldRecords(self.world), KeyServer(self.world)
+        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
+        self._start_redis()
+        self.keys: Any = redis_client(_make_url(JUDGE, "redis"))
+        """All keys but the records, as the judge asks for them."""
         self.objects = MemoryStore()
         """What gateways keep of files and batches."""
         self.bus.create_topics()
@@ -114,7 +131,7 @@ class MemoryServers:
 
     def open_record(self, who: str, settings: RecordSettings) -> Record:
         """Return a process's way to the record."""
-        return WorldRecord(self.records, settings, self._find(who, "redis"), self.keys.client)
+        return WorldRecord(self.records, settings, self._find(who, "redis"), self.keys)
 
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
@@ -123,10 +140,6 @@ class MemoryServers:
     def open_objects(self, url: str) -> ObjectStorage:
         """Return a process's way to the object store."""
         return ObjectStorage(self.objects)
-
-    def find_addresses(self, who: str) -> Addresses:
-        """Return addresses that nobody reads: `Gateways.list_doubles` finds the way by the process that runs."""
-        return Addresses(stream_url="redis://world", pipeline=self.pipeline.name)
 
     def ask(self, who: str) -> None:
         """Ask both servers."""
@@ -151,31 +164,19 @@ class MemoryServers:
     def list_left(self) -> list[str]:
         """Return free requests, and leases of batches."""
         free = [f"{name} is free in {stage}" for stage, names in self.records.free.items() for name in names]
-        return free + [f"{key.decode()} is left" for key in self.keys.client.keys(batch_lease_key("*"))]
+        return free + [f"{key.decode()} is left" for key in self.keys.keys(batch_lease_key("*"))]
 
     def list_breaches(self) -> list[str]:
         """Return nothing."""
         return []
 
 
-class StreamsServers:
+class StreamsServers(RedisServers):
     """One Redis with record and bus, which are the product's own."""
-
-    simulated = ("penstock.", "fakeredis.", "redis.")
-
-    def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
-        self.world, self.pipeline, self.ways = world, pipeline, ways
-
-    def list_doubles(self) -> list[tuple[object, object]]:
-        """Return the pool of connections to the server of this world."""
-        return [(connection_pool, self._connect)]
-
-    def _connect(self, url: str, **options: Any) -> redis.ConnectionPool:
-        return self._redis.connection_pool(url, **options)
 
     def start(self) -> None:
         """Create the topics."""
-        self._redis = RedisServer(self.world, self.ways.find_link)
+        self._start_redis()
         self.record = self.open_record(JUDGE, RecordSettings())
         bus = self._open_bus(JUDGE)
         bus.create_topics()
@@ -195,10 +196,6 @@ class StreamsServers:
     def open_publisher(self, who: str) -> Publisher:
         """Return a client's way to the bus."""
         return self._open_bus(who).create_publisher()
-
-    def find_addresses(self, who: str) -> Addresses:
-        """Return where a process finds the server."""
-        return Addresses(stream_url=_make_url(who, "redis"), pipeline=self.pipeline.name)
 
     def ask(self, who: str) -> None:
         """Ask the server."""
@@ -240,7 +237,7 @@ class KafkaServers(StreamsServers):
 
     def start(self) -> None:
         """Create the topics."""
-        self._redis = RedisServer(self.world, self.ways.find_link)
+        self._start_redis()
         self.record = self.open_record(JUDGE, RecordSettings())
         count = BusSettings().partitions
         self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))

@@ -1,121 +1,15 @@
-"""The ways to the servers, and clients of a Redis over a link, for threads and for asyncio."""
+"""The ways from processes and clients to the servers."""
 
-import asyncio
-import contextlib
 import random
-import sys
-import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import fakeredis
-import redis
-import redis.asyncio
 
 from penstock.names import WorkerKind
 from sim.world.network import Link, make_bus_error, make_redis_error
-from sim.world.runtime import EPOCH_S, Process, World
+from sim.world.runtime import Process, World
 
 JUDGE = "judge"
 """Who asks the servers from outside of the world."""
-
-
-class KeyServer:
-    """The server. It has a clock of its own, whoever asks."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.client: Any = fakeredis.FakeRedis(server=fakeredis.FakeServer())
-        """Asks it at once, without a link."""
-
-    @contextlib.contextmanager
-    def install_clock(self) -> Iterator[None]:
-        """Let the modules of fakeredis read the world's time."""
-        clock = types.SimpleNamespace(time=lambda: EPOCH_S + self._world.now_s)
-        modules = [one for name, one in sys.modules.items() if name.startswith("fakeredis.")]
-        changed = [one for one in modules if vars(one).get("time") is time]
-        for module in changed:
-            vars(module)["time"] = clock
-        try:
-            yield
-        finally:
-            for module in changed:
-                vars(module)["time"] = time
-
-    def run_pipeline(self, commands: list[Any], transaction: bool, raise_on_error: bool) -> list[Any]:
-        """Return the replies to commands, each with its options."""
-        pipe = self.client.pipeline(transaction=transaction)
-        for words, options in commands:
-            pipe.execute_command(*words, **options)
-        replies: list[Any] = pipe.execute(raise_on_error)
-        return replies
-
-
-class LinkedClient(redis.Redis):
-    """`redis.Redis` over a link."""
-
-    def __init__(self, server: KeyServer, link: Link) -> None:
-        super().__init__()
-        self.server, self.link = server, link
-
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Return the reply to a command."""
-        return self.link.call(lambda: self.server.client.execute_command(*args, **options), may_be_late=True)
-
-    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> "redis.client.Pipeline":
-        """Return a pipeline."""
-        return _LinkedPipeline(self, transaction)
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
-
-
-class _LinkedPipeline(redis.client.Pipeline):
-    def __init__(self, client: LinkedClient, transaction: bool) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
-        self._client, self._is_transaction = client, transaction
-
-    def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Return the replies to all commands."""
-        commands, self.command_stack = self.command_stack, []
-        server = self._client.server
-        run = lambda: server.run_pipeline(commands, self._is_transaction, raise_on_error)  # noqa: E731
-        return list(self._client.link.call(run, may_be_late=True))
-
-
-class AsyncLinkedClient(redis.asyncio.Redis):
-    """`redis.asyncio.Redis` over a link. Each call waits on a thread of its own."""
-
-    def __init__(self, server: KeyServer, link: Link) -> None:
-        super().__init__()
-        self.server, self.link = server, link
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Return the reply to a command."""
-        run = lambda: self.server.client.execute_command(*args, **options)  # noqa: E731
-        return await asyncio.to_thread(self.link.call, run, may_be_late=True)
-
-    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> "redis.asyncio.client.Pipeline":
-        """Return a pipeline."""
-        return _AsyncLinkedPipeline(self, transaction)
-
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Do nothing: there is no connection."""
-
-
-class _AsyncLinkedPipeline(redis.asyncio.client.Pipeline):
-    def __init__(self, client: AsyncLinkedClient, transaction: bool) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
-        self._client = client
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Return the replies to all commands."""
-        commands, self.command_stack = self.command_stack, []
-        server = self._client.server
-        run = lambda: server.run_pipeline(commands, self.is_transaction, raise_on_error)  # noqa: E731
-        return list(await asyncio.to_thread(self._client.link.call, run, may_be_late=True))
 
 
 @dataclass(eq=False)

@@ -16,8 +16,6 @@ from penstock.names import Pipeline
 from sim.waiting import PATIENCE_S
 from tests.commands import Terminal
 
-DAY_MS = 86_400_000
-
 
 def set_topic_settings(bus: KafkaBus, topic: str, settings: dict[str, str]) -> None:
     """Set a topic's settings, as Kafka's own tools would."""

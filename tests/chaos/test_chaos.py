@@ -36,12 +36,9 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize(
     ("bus", "load", "kills"),
     [
-        pytest.param("embedded", "text", 12, marks=pytest.mark.full),
         pytest.param("embedded", "forms", 12, marks=pytest.mark.full),
         pytest.param("embedded", "states", 12, marks=pytest.mark.full),
-        pytest.param("kafka", "states", 12, marks=pytest.mark.full),
         pytest.param("embedded", "endpoint", 12, marks=pytest.mark.full),
-        pytest.param("kafka", "endpoint", 12, marks=pytest.mark.full),
         ("kafka", "tools", 6),  # the slowest bus, and all that a request of text does
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 from tests.docker.files import DOCKER, HERE, program, run
 
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "vllm.Dockerfile"]
-RECIPE = RECIPES[0].read_text()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

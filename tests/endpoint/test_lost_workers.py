@@ -6,7 +6,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.worker.worker import Worker
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
-from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline
+from tests.endpoint.conftest import MakeEndpointPipeline
 
 
 @pytest.mark.parametrize("bus", ["embedded", "kafka"])
@@ -76,21 +76,3 @@ def test_a_record_or_log_that_redis_refuses_to_change_ends_its_request_alone(
     assert error is not None
     assert error.code == "internal_error"
     assert {(result.text, result.error) for result in results.values()} == {(write_numbers(8), None)}
-
-
-def test_the_requests_of_a_loop_that_stands_still_go_on_elsewhere(line: EndpointPipeline) -> None:
-    """The first worker's threads live, and nobody turns its loop."""
-    with CountingEndpoint(pause_s=0.02) as endpoint:
-        standing = line.add_worker(endpoint)
-        line.send(max_tokens=20)
-        line.run_until(lambda: any(task.log_events for task in standing.running.values()))
-        other = line.add_worker(endpoint)
-        line.workers.remove(standing)
-        standing.watch._limit_s = 0.5
-        line.run_until(lambda: other.running)
-        line.run_until(lambda: not other.running)
-        line.workers.append(standing)
-        (result,) = line.run_until_results(1)
-        line.run_until(lambda: standing.is_settled() and not standing.running)
-    assert (result.text, result.error) == (write_numbers(20), None)
-    assert len(line.read_results()) == 1

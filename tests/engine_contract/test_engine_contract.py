@@ -11,10 +11,10 @@ from penstock.engine.contract import Loaded, Stored
 from penstock.errors import InvalidRequest, PromptTooLong
 from penstock.kvstore.tiers.host import HostTier
 from penstock.messages import GrammarSpec, Request, Sampling
-from sim.kv_faults import overwrite_block
 from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests, start_grammar
 from tests.engine_contract.engines import BLOCK, ENGINES, Caller, EngineUnderTest
+from tests.kvstore.places import overwrite_block
 
 NUM_NEW = 24
 POISON = 499

@@ -107,24 +107,3 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: openai.Ope
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
     ids = wait_for_results(line, asked, count)
     assert len(ids) == len(set(ids)) == count
-
-
-def test_a_batch_loses_no_line_over_three_kills_of_its_gateway(line: Stack, sdk: openai.OpenAI) -> None:
-    count = 2000
-    made = make(sdk, lines([row(number, 1) for number in range(count)]))
-    asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
-    for enough in (count // 5, 2 * count // 5, 3 * count // 5):
-        wait_for(lambda enough=enough: len(result_ids(line, asked)) > enough, "some results")  # type: ignore[misc]
-        gateway = line.gateway
-        assert gateway is not None
-        assert gateway.child is not None
-        gateway.child.kill()
-        gateway.was_ready = False
-        line.wait_until_ready(PATIENCE_S)
-    batch = ended(sdk, made.id)
-    assert batch.status == "completed"
-    assert batch.request_counts is not None
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
-    assert each_once(read(content_of(sdk, batch.output_file_id)), count)
-    ids = wait_for_results(line, asked, count)
-    assert len(ids) == len(set(ids)) == count

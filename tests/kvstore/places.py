@@ -14,9 +14,18 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.names import kv_key
-from sim.kv_faults import overwrite_block
 
 Change = Callable[[bytes], bytes]
+
+
+def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
+    """Change a stored block behind its tier's back: what is cut off becomes zeros. Returns False if it is not there."""
+    ref = tier.arena.peek_slot(key)
+    if ref is None:
+        return False
+    stored = tier.arena.medium.read_stored(ref.slot)
+    tier.arena.medium.overwrite_slot(ref.slot, change(stored)[: len(stored)].ljust(len(stored), b"\0"))
+    return True
 
 
 class Place(Protocol):

@@ -12,9 +12,9 @@ from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers.host import HostTier
-from sim.kv_faults import overwrite_block
 from sim.waiting import PATIENCE_S
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
+from tests.kvstore.places import overwrite_block
 
 NUM_SLOTS = 4
 KEYS = st.integers(0, 6)

@@ -23,7 +23,6 @@ from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
 from penstock.ops.status import read_worker_status
 from penstock.prefill_worker.handoff import sampling_seed
-from penstock.redis.client import REDIS_TIMEOUT_S
 from sim.forked import ForkedStack, pause_process
 from sim.servers import Server, serve_server
 from sim.waiting import PATIENCE_S, wait_for
@@ -32,8 +31,6 @@ from tests.pipeline.checks import Streams, check_results, check_streams, results
 
 NUM_REQUESTS = 8
 MAX_TOKENS = 160
-OUTAGE_S = REDIS_TIMEOUT_S + 2.0
-"""Longer than any timeout for Redis, any lease, and the session timeout of a group."""
 _tags = itertools.count()
 S = TypeVar("S", bound="Site")
 

@@ -1,17 +1,12 @@
 """Kafka as the bus is away for longer than every timeout while real worker processes answer."""
 
 import shutil
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.client.core import Answer as WholeAnswer
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
@@ -21,14 +16,12 @@ from penstock.waiting import wait_until
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.site import (
     NUM_REQUESTS,
-    OUTAGE_S,
     Site,
     hanging,
     leave,
     site_on,
     streaming,
     submit,
-    wait_for_results,
     work,
 )
 
@@ -49,12 +42,6 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
         on_kafka.kafka.start()
     on_kafka.wait_ready()
     assert check_health(on_kafka.stack.addresses, BusSettings()).state == "ok"
-
-
-def test_kafka_hangs(on_kafka: Site) -> None:
-    assert on_kafka.kafka is not None
-    with streaming(on_kafka), hanging(on_kafka.kafka.pid):
-        time.sleep(OUTAGE_S)
 
 
 def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site, pipeline: Pipeline) -> None:
@@ -99,40 +86,6 @@ def test_redis_comes_back_empty(on_kafka: Site) -> None:
         on_kafka.redis.kill()
         shutil.rmtree(on_kafka.redis.directory)
         on_kafka.redis.start()
-
-
-def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> None:
-    """Requests keep coming; none of them sees an error, and each has one answer, the same as the others."""
-    on_kafka.wait_ready()
-    over = threading.Event()
-    asked: list[Future[WholeAnswer]] = []
-    with Client(on_kafka.stack.addresses) as client, ThreadPoolExecutor(100) as pool:
-
-        def ask() -> WholeAnswer:
-            request_id = client.submit("In the beginning", max_tokens=20, temperature=0.0, ignore_eos=True)
-            return client.result(request_id, timeout_s=PATIENCE_S)
-
-        def keep_asking() -> None:
-            while not over.wait(0.2):
-                asked.append(pool.submit(ask))
-
-        asking = threading.Thread(target=keep_asking)
-        asking.start()
-        try:
-            for worker in on_kafka.stack.workers:
-                assert worker.child is not None
-                assert worker.child.stop(PATIENCE_S) == 0
-                on_kafka.wait_ready(tend=True)
-            wait_for(lambda: len(asked) > 20, "requests enough")
-        finally:
-            over.set()
-            asking.join()
-        answers = [future.result() for future in asked]
-    assert len(answers) > 20
-    assert len({tuple(answer.token_ids) for answer in answers}) == 1
-    ids = {answer.id for answer in answers}
-    settled = Counter(result.id for result in wait_for_results(on_kafka.stack.addresses, ids) if result.id in ids)
-    assert settled == Counter(ids)
 
 
 def test_workers_leave_soon_while_kafka_hangs(on_kafka: Site) -> None:

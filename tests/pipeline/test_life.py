@@ -73,15 +73,6 @@ def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
         list(client.stream("cut"))
 
 
-def test_sent_twice_is_answered_once(line: InProcessPipeline) -> None:
-    line.send_requests(ask("same"), ask("same"), ask("other"))
-    line.run_until_results(2)
-    line.send_requests(ask("same"), ask("last"))
-    results = line.run_until_results(3)
-    assert sorted(result.id for result in results) == ["last", "other", "same"]
-    assert line.read_dead_letters() == []
-
-
 def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
     line.send_requests(ask("short", max_tokens=1))
     (result,) = line.run_until_results(1)

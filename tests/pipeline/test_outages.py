@@ -18,14 +18,12 @@ from penstock.client.aio import AsyncClient
 from penstock.client.core import Answer as WholeAnswer
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.ops.status import check_health
 from penstock.worker.loop import WorkerLoop
 from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
-from tests.pipeline.site import NUM_REQUESTS, OUTAGE_S, Site, answers, hanging, leave, site_on, streaming, work
+from tests.pipeline.site import NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +61,6 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
 def run_forever(worker: WorkerLoop) -> NoReturn:
     while True:
         worker.run_once()
-
-
-def test_redis_hangs(embedded: Site) -> None:
-    with streaming(embedded), hanging(embedded.redis.pid):
-        assert check_health(embedded.stack.addresses, BusSettings()).state == "down"
-        time.sleep(OUTAGE_S)
 
 
 def test_redis_is_killed_and_comes_back_with_what_it_had(embedded: Site) -> None:

@@ -17,9 +17,8 @@ def compute_ahead(worker: Worker) -> None:
     assert worker.engine.is_asynchronous
 
 
-@pytest.mark.parametrize("bus", ["embedded", "kafka"])
-def test_answers_are_the_same(make_line: Callable[..., InProcessPipeline], bus: str) -> None:
-    line = make_line(bus)
+@pytest.mark.in_memory
+def test_answers_are_the_same(line: InProcessPipeline) -> None:
     for worker in (line.prefill, line.decode):
         compute_ahead(worker)
     work = make_requests(6, "ahead", max_tokens=24)

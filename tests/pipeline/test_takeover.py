@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from penstock.local.kafka import KafkaServer
 from penstock.messages import Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
-from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline, run_until_running
@@ -27,11 +25,6 @@ from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 LEASE_S = 0.4
 RECORD = RecordSettings(lease_s=LEASE_S)
 NUM_PARTITIONS = BusSettings().partitions
-
-
-@pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
-    return make_line(request.param, record=RECORD)
 
 
 def long(max_tokens: int) -> Request:
@@ -60,42 +53,6 @@ def read_tokens(line: InProcessPipeline, request_id: str, *workers: Worker) -> l
     return tokens
 
 
-def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: InProcessPipeline) -> None:
-    request = long(40)
-    line.send_requests(request)
-    line.run_prefill(1)
-    zombie = line.silence_worker("decode", num_tokens=5)
-    expected = compute_answers([request])["long"].token_ids
-    assert read_tokens(line, "long", line.decode) == expected
-    if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
-        assert line.read_results() == []  # the delivery is the zombie's, and nobody else settles it
-    while not line.read_results():
-        zombie.run_once()
-        line.decode.run_once()
-    run_until_idle(zombie)
-    (result,) = line.read_results()
-    assert result.token_ids == expected
-    assert not zombie.running
-    zombie.close()
-
-
-def test_another_prefill_worker_goes_on(line: InProcessPipeline) -> None:
-    """It hands off what it computed; when the first one wakes up, its request is bound, and settled without output."""
-    request = long(12)
-    line.send_requests(request)
-    zombie = line.silence_worker("prefill")
-    line.run_prefill(1)
-    run_until_idle(line.decode)
-    expected = compute_answers([request])["long"].token_ids
-    assert [result.token_ids for result in line.read_results()] == [expected]
-    zombie.run_once()
-    run_until_idle(zombie)
-    run_until_idle(line.decode)
-    assert len(line.read_results()) == 1
-    assert zombie.member.count_held() == 0
-    zombie.close()
-
-
 def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:
@@ -107,20 +64,6 @@ def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(
     line.send_requests(first.model_copy(update={"id": "another"}))
     line.run_prefill(2)
     silent.close()
-
-
-def test_a_delivery_that_comes_to_who_took_over_settles_there(line: InProcessPipeline) -> None:
-    request = long(60)
-    line.send_requests(request)
-    line.run_prefill(1)
-    silent = line.silence_worker("decode", num_tokens=5)
-    run_until_running(line.decode)
-    if not line.addresses.kafka:  # there who joins may get the delivery before it takes over
-        assert not line.decode.running["long"].delivery.is_held
-    silent.member.close()  # now its group knows
-    (result,) = line.run_until_results(1)
-    assert result.token_ids == compute_answers([request])["long"].token_ids
-    assert line.decode.member.count_held() == 0
 
 
 def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(
@@ -157,55 +100,41 @@ def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.bootstrap
 
 
-@pytest.mark.parametrize("stage", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_what_waited_in_a_killed_worker_goes_on(
-    stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
+    patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
     # On a fast machine too, the victim has work for several times the two leases after which a message is parked.
-    if stage == "prefill":
-        work = make_requests(48, pipeline.name, max_tokens=8)
-    else:
-        work = [long(300).model_copy(update={"id": f"{pipeline.name}-{number}"}) for number in range(16)]
+    work = make_requests(48, pipeline.name, max_tokens=8)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
     # A shorter lease runs out on a busy machine while the request is computed, again and again.
     with InProcessPipeline(addresses, RecordSettings(lease_s=2.0)) as line:
-        if stage == "decode":
-            line.decode.close()
-            line.send_requests(*work)
-            line.run_prefill(len(work))
-        else:
-            line.prefill.close()
-            line.send_requests(*work)
+        line.prefill.close()
+        line.send_requests(*work)
         log, environment = tmp_path / "victim.log", make_environment(addresses)
-        victim = fork_process("victim", log, run_penstock, "worker", stage, environment=environment)
+        victim = fork_process("victim", log, run_penstock, "worker", "prefill", environment=environment)
 
         def waiting() -> list[str]:
             found = {request.id: line.prefill.record.read_status(request.id) for request in work}
             return [
-                name for name, status in found.items() if status and status.stage == stage and not status.worker_name
+                name
+                for name, status in found.items()
+                if status and status.stage == "prefill" and not status.worker_name
             ]
 
         wait_for(lambda: len(waiting()) > 2, "some are parked")
         victim.kill()
         left = waiting()
-        (line.add_decode if stage == "decode" else line.add_prefill)("another")
-        ended: set[str] = set()
+        line.add_prefill("another")
 
-        def more_ended(num_before: int) -> bool:
+        def have_ended() -> bool:
             both = line.prefill, line.decode
             for worker in [one for one in both if one.running] or both:  # who has nothing to do waits for messages
                 worker.run_once()
-            found = {name: line.prefill.record.read_status(name) for name in left if name not in ended}
-            ended.update(name for name, status in found.items() if status and status.stage == "end")
-            return len(ended) > num_before
+            found = [line.prefill.record.read_status(name) for name in left]
+            return all(status is not None and status.stage == "end" for status in found)
 
-        while len(ended) < len(left):
-            try:
-                wait_for(partial(more_ended, len(ended)), "one more has its answer", 0)
-            except TimeoutError as error:
-                records = {name: line.prefill.record.read_status(name) for name in left if name not in ended}
-                raise AssertionError(f"{len(ended)} of {len(left)} have ended, the others: {records}") from error
+        wait_for(have_ended, "all have their answers", 0)
         expected = compute_answers([request for request in work if request.id in left[:4]])
         for name in expected:
             events = line.prefill.record.read_log(name)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.client import Answer
 from penstock.config.settings import StaySettings
-from penstock.messages import Result
 from penstock.testing.pipeline import TestPipeline
 
 PROMPT = "Once upon a time"
@@ -26,7 +26,7 @@ def pipeline(stay: StaySettings) -> Iterator[TestPipeline]:
         yield made
 
 
-def ask(pipeline: TestPipeline, prompt: str = PROMPT, max_tokens: int = 20) -> Result:
+def ask(pipeline: TestPipeline, prompt: str = PROMPT, max_tokens: int = 20) -> Answer:
     with pipeline.client() as client:
         return client.result(client.submit(prompt, max_tokens=max_tokens))
 

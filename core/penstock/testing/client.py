@@ -1,9 +1,10 @@
 """The clients over the doubles: all but the servers is the clients' own."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from penstock.client.aio import AsyncClient
 from penstock.client.sync import Client
@@ -15,14 +16,15 @@ from penstock.redis.servers import Sharded
 from penstock.testing.bus import MemoryBus
 from penstock.testing.record import MemoryRecord, MemoryRecords
 
+T = TypeVar("T")
 SERVERS = ["memory"]
 
 
 class _Log(TokenLog):
     """Reads the logs of records in memory."""
 
-    def __init__(self, records: MemoryRecords) -> None:
-        self._record = MemoryRecord(records, RecordSettings())
+    def __init__(self, record: MemoryRecord) -> None:
+        self._record = record
 
     def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
@@ -36,22 +38,29 @@ class _Log(TokenLog):
         return self._record.cancel_request(request_id)
 
 
-class _AsyncLog(AsyncTokenLog):
-    """`_Log` for asyncio."""
+class MemoryAsyncLog(AsyncTokenLog):
+    """`AsyncTokenLog` over a record in memory, which `ask` asks."""
 
-    def __init__(self, records: MemoryRecords) -> None:
-        self._log = _Log(records)
+    def __init__(self, record: MemoryRecord) -> None:
+        self._log = _Log(record)
+
+    async def ask(self, question: Callable[..., T], *args: Any) -> T:
+        """Return the answer to a question."""
+        return question(*args)
 
     async def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[TokenEvent | EndEvent]:
-        return self._log.read_events(request_id, after_position, limit)
+        """Return the events after the token at `after_position`, at most `limit`."""
+        return await self.ask(self._log.read_events, request_id, after_position, limit)
 
     async def read_status(self, request_id: str) -> RequestStatus | None:
-        return self._log.read_status(request_id)
+        """Return a request's record, or None where there is none."""
+        return await self.ask(self._log.read_status, request_id)
 
     async def cancel_request(self, request_id: str) -> bool:
-        return self._log.cancel_request(request_id)
+        """Cancel a request. Return False if it has ended already."""
+        return await self.ask(self._log.cancel_request, request_id)
 
 
 class _Live(LiveThread):
@@ -71,27 +80,37 @@ class _Live(LiveThread):
         pass
 
 
-class _AsyncLive(LiveFeed):
-    """`_Live` for the event loop on which it was made."""
+class MemoryFeed(LiveFeed):
+    """`LiveFeed` over records in memory, for the event loop on which it was made."""
 
     def __init__(self, records: MemoryRecords) -> None:
-        self._records, self._loop = records, asyncio.get_running_loop()
+        self._records, self.loop = records, asyncio.get_running_loop()
         self._listening: dict[tuple[str, Deliver], ExitStack] = {}
 
     def add_listener(self, channel: str, deliver: Deliver) -> None:
-        def pass_on(payload: bytes) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(deliver, payload)
-
+        """Call `deliver` for a channel's events from now on, and with None at first."""
+        pass_on = partial(self.pass_on, channel, deliver)
         self._listening[channel, deliver] = stack = ExitStack()
         stack.enter_context(self._records.listen(find_request_id(channel), pass_on))
-        deliver(None)
+        pass_on(None)
+
+    def pass_on(self, channel: str, deliver: Deliver, payload: bytes | None) -> None:
+        """Let the loop deliver what was written. Any thread may call this."""
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self.deliver, channel, deliver, payload)
+
+    def deliver(self, channel: str, deliver: Deliver, payload: bytes | None) -> None:
+        """Call `deliver`, if it still listens."""
+        if (channel, deliver) in self._listening:
+            deliver(payload)
 
     def remove_listener(self, channel: str, deliver: Deliver) -> None:
-        self._listening.pop((channel, deliver)).close()
+        """Stop calling `deliver`."""
+        if (stack := self._listening.pop((channel, deliver), None)) is not None:
+            stack.close()
 
     async def close(self) -> None:
-        pass
+        """Do nothing: there is no connection."""
 
 
 def find_request_id(channel: str) -> str:
@@ -109,7 +128,7 @@ class MemoryClient(Client):
     def _open_logs(self) -> None:
         super()._open_logs()
         self._publisher = self._bus.create_publisher()
-        self._logs = Sharded(SERVERS, [_Log(self._records)])
+        self._logs = Sharded(SERVERS, [_Log(MemoryRecord(self._records, RecordSettings()))])
         self._live = Sharded(SERVERS, [_Live(self._records)])
 
     def lag(self) -> NoReturn:
@@ -127,8 +146,8 @@ class MemoryAsyncClient(AsyncClient):
     def _open_logs(self) -> None:
         super()._open_logs()
         self._publisher = self._bus.create_publisher()
-        self._logs = Sharded(SERVERS, [_AsyncLog(self._records)])
-        self._live = Sharded(SERVERS, [_AsyncLive(self._records)])
+        self._logs = Sharded(SERVERS, [MemoryAsyncLog(MemoryRecord(self._records, RecordSettings()))])
+        self._live = Sharded(SERVERS, [MemoryFeed(self._records)])
 
     async def lag(self) -> NoReturn:
         """Raise `NotImplementedError`."""
