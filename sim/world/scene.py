@@ -17,7 +17,7 @@ import redis
 from penstock import failpoints
 from penstock.bus.contract import Outgoing
 from penstock.client.core import StreamReader, prepare_message
-from penstock.config.settings import BusSettings, EndpointSettings, RecordSettings
+from penstock.config.settings import BusSettings, EndpointSettings, RecordSettings, StaySettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.engine import EndpointEngine
@@ -43,10 +43,12 @@ from penstock.prefill_worker import backpressure
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.prefill_worker.role import PrefillRole
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.testing.engine import FormulaEngine, list_tokens, load_tokenizer
 from penstock.worker import watch
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.chaos.checker import Entry, Finding, check_history
 from sim.world.batches import BatchClient
@@ -134,6 +136,8 @@ class Rates:
     """The mean time until all workers die, and are away for minutes; 0 if they never do."""
     freeze_s: float
     """The mean time until a process is stopped for longer than its lease, wherever it is; 0 if none is."""
+    autos: float
+    """Who reads requests: 0 prefill workers, 1 workers that decode them too, between them both kinds."""
 
     @classmethod
     def draw(cls, chance: random.Random) -> "Rates":
@@ -155,6 +159,7 @@ class Rates:
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
             freeze_s=chance.uniform(2.0, 20.0) if chance.random() < 0.4 else 0.0,
+            autos=chance.choice([0.0, 0.0, 0.5, 0.5, 1.0]),
         )  # fmt: skip
 
 
@@ -241,7 +246,8 @@ class Scene:
         for point in failpoints.POINTS:
             failpoints.arm_action(point, partial(self._pass_failpoint, point))
         chance = random.Random(f"{self.seed}/size")
-        kinds: Sequence[WorkerKind] = ("endpoint",) if self.rates.endpoint else STAGES
+        readers: dict[float, Sequence[WorkerKind]] = {0.0: STAGES, 1.0: ("auto",)}
+        kinds = ("endpoint",) if self.rates.endpoint else readers.get(self.rates.autos, ("auto", *STAGES))
         self.places = self.ways.places
         self.places += [
             Place(f"{stage}-{number}", self._start_worker, stage)
@@ -297,7 +303,8 @@ class Scene:
         assert place.stage is not None
         kind, chance = place.stage, random.Random(self.chance.random())
         settings, name = RecordSettings(max_attempts=1000), place.name
-        role = self._make_role(kind, name, settings, chance)
+        beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
+        role, job_role = self._make_roles(kind, name, settings, chance, beat)
         stop = StopSignal()
         place.stop = stop.set
 
@@ -305,7 +312,7 @@ class Scene:
             member = self.servers.join_group(kind, name)
             try:
                 record = self.servers.open_record(name, settings)
-                worker = Worker(role, self.pipeline, name, record, member, beat=beat)
+                worker = Worker(role, self.pipeline, name, record, member, beat=beat, job_role=job_role)
             except BaseException:
                 member.close()
                 raise
@@ -317,7 +324,6 @@ class Scene:
             beat.set_load_source(report_status)
             return worker
 
-        beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         # The process ends where the name is taken, or Redis goes away meanwhile, and is started again.
         with contextlib.suppress(NameTaken, redis.RedisError):
             beat.take_name()
@@ -328,23 +334,32 @@ class Scene:
         self._start_again(place)
         self.world.kill(process)
 
-    def _make_role(self, kind: WorkerKind, name: str, settings: RecordSettings, chance: random.Random) -> Any:
+    def _make_roles(
+        self, kind: WorkerKind, name: str, settings: RecordSettings, chance: random.Random, beat: Heartbeat
+    ) -> tuple[Any, Role | None]:
+        """Return a worker's role, and that for jobs where it reads both."""
         if kind == "endpoint":
             endpoints = Endpoints(parse_urls("http://one:1,http://other:1", 8))
             asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
-            return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings))
+            return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings)), None
         engine: Any = FormulaEngine(chance, self._delay_step)
         if kind == "decode":
-            return DecodeRole(self.pipeline, engine)
+            return DecodeRole(self.pipeline, engine), None
+        if kind == "auto":
+            limits = StaySettings(
+                max_prompt_tokens=chance.choice([20, 512]), max_answer_tokens=chance.choice([3, 2000])
+            )
+            stays = StayPolicy(limits, lambda: beat.num_decoding > 0)
+            return PrefillRole(self.pipeline, engine, stays=stays), DecodeRole(self.pipeline, engine)
         if self.memory is None:
-            return PrefillRole(self.pipeline, engine)
+            return PrefillRole(self.pipeline, engine), None
         watch = LagWatch(self.servers.find_addresses(name), BusSettings())
 
         def read_lag() -> PipelineLag:
             self._raise_sometimes()
             return watch.read_latest()
 
-        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__())
+        return PrefillRole(self.pipeline, engine, DecodeBackpressure(read_lag).__enter__()), None
 
     def _raise_sometimes(self) -> None:
         """Raise what no code expects, where threads of their own collect figures."""

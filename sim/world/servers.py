@@ -17,7 +17,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.ingest.batch.objects import ObjectStorage
-from penstock.names import Pipeline, WorkerKind, batch_lease_key
+from penstock.names import Pipeline, WorkerKind, batch_lease_key, find_stages
 from penstock.record import Record
 from penstock.redis.client import connection_pool, redis_client
 from penstock.testing.bus import MemoryBus
@@ -260,7 +260,8 @@ class KafkaServers(StreamsServers):
 
     def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Let the group lose a member, as if its time were over."""
-        self._broker.fence(self.pipeline.consumer_group(stage), name)
+        for one in find_stages(stage):
+            self._broker.fence(self.pipeline.consumer_group(one), name)
 
 
 def _make_url(who: str, server: str) -> str:

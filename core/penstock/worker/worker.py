@@ -419,6 +419,12 @@ class Worker:
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
+        newer = self.running.get(task.id)
+        if newer is not None and newer.claim.epoch > claim.epoch:
+            # It was taken over, and while its message was read, its job came to this same worker.
+            self.session.remove_claim(claim)
+            self.queue.defer(task.delivery)
+            return
         if claim.damage:
             raise InternalError(claim.damage)
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
