@@ -53,7 +53,7 @@ class Meter:
         return returned, Cost(own_s, broker_s)
 
     def wait_idle(self) -> None:
-        """Wait until the processes do next to nothing: workers go on mapping the shared memory when they are ready."""
+        """Wait until the processes do next to nothing: ready workers still map their pools and the shared memory."""
         is_idle = False
         while not is_idle:
             before, _ = self._read_times()

@@ -397,6 +397,9 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
         for worker in here:
             if worker["state"] == "degraded":
                 yield Finding("note", f"{stage} worker", f"{worker['name']} is degraded: {worker['reason']}")
+            if resident := worker.get("resident_bytes"):
+                found_mib = f"{resident / 2**20:,.0f} MiB of memory are resident"
+                yield Finding("ok", f"{stage} worker", f"{worker['name']}: {found_mib}")
         advice = "" if ready else f"penstock worker {stage} (or penstock up)"
         yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)
 
