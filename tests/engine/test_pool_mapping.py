@@ -20,12 +20,13 @@ from penstock.engine.engine import Engine
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.loading import open_engine
 from penstock.engine.model import LoadedModel
-from penstock.engine.pool_mapping import PIECE_BYTES, PoolMapping
+from penstock.engine.pool_mapping import PIECE_BYTES, PIECES_PER_LOOK, PoolMapping
 from penstock.engine.states import StateLayout, StatePart
 from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
 from penstock.pages import populate_pages
 
 MIB = 2**20
+LOOK_BYTES = PIECES_PER_LOOK * PIECE_BYTES
 LAYOUT = BlockLayout((LayerShape(0, (2, 64), (2, 64)),), 16, torch.float32)
 
 
@@ -124,26 +125,27 @@ def test_an_opened_engine_maps_its_pool() -> None:
 def test_a_quarter_of_what_was_available_is_left(
     available: dict[str, int | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    available["bytes"] = 10 * PIECE_BYTES
-    mapping = run_mapping(9 * PIECE_BYTES)
-    assert mapping.num_mapped_bytes == 7 * PIECE_BYTES
+    available["bytes"] = 10 * LOOK_BYTES
+    mapping = run_mapping(9 * LOOK_BYTES)
+    assert mapping.num_mapped_bytes == 7 * LOOK_BYTES
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "56 of 72 MiB of the KV pool are mapped, the rest would leave too little memory to others"
+        "112 of 144 MiB of the KV pool are mapped, the rest would leave too little memory to others"
     )
 
 
 def test_two_that_map_at_once_leave_a_quarter_between_them(
     available: dict[str, int | None], pieces: list[tuple[int, int]]
 ) -> None:
-    available["bytes"] = 16 * PIECE_BYTES
-    mappings = [PoolMapping([map_zeros(10 * PIECE_BYTES, torch.uint8)]) for _ in range(2)]
+    available["bytes"] = 16 * LOOK_BYTES
+    mappings = [PoolMapping([map_zeros(10 * LOOK_BYTES, torch.uint8)]) for _ in range(2)]
     for mapping in mappings:
         mapping.start()
     for mapping in mappings:
         mapping.wait_until_done()
-    assert len(pieces) <= 12 + 1, "each may have looked before the other's last piece"
+    # Each may have looked before the other's last pieces.
+    assert sum(num_bytes for _, num_bytes in pieces) <= (12 + 1) * LOOK_BYTES
 
 
 def test_a_system_that_does_not_tell_what_is_available_maps_nothing(

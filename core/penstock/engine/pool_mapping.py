@@ -1,9 +1,9 @@
 """The pool's memory is mapped before requests need it: to clear a block's pages takes longer than to fill it with KV.
 
-A thread maps it piece by piece in the order of addresses, in which blocks are given out the first time. It rests after
-each piece for as long as that took, so it takes half a core at most. It ends when all is mapped, when the engine is
-gone, or when memory runs short: then the rest is mapped as it is used, as all of it is by kernels before Linux 5.14.
-There a thread could only write to the pages, and would overwrite KV that is put there meanwhile.
+A thread maps it piece by piece in the order of addresses, in which blocks are given out the first time. It rests
+between pieces, as the first requests need the processor more. It ends when all is mapped, when the engine is gone, or
+when memory runs short: then the rest is mapped as it is used, as all of it is by kernels before Linux 5.14. There a
+thread could only write to the pages, and would overwrite KV that is put there meanwhile.
 """
 
 import logging
@@ -18,7 +18,11 @@ from penstock.pages import populate_pages
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 2**20
+PIECE_BYTES = 2 * 2**20
+PIECES_PER_LOOK = 8
+"""After so many pieces the thread looks how much memory is available, which takes as long as to map one."""
+RESTS_PER_PIECE = 9.0
+"""The thread rests so much longer than a piece takes: it takes a tenth of a core."""
 KEPT_SHARE = 0.25
 """The share of the memory that was available at first which is left to others. Other workers map theirs meanwhile."""
 
@@ -30,7 +34,7 @@ class PoolMapping:
         self.num_bytes = sum(tensor.nbytes for tensor in memory)
         self.num_mapped_bytes = 0
         self._memory = memory
-        self._stopped = threading.Event()
+        self._stopped, self._rests_per_piece = threading.Event(), RESTS_PER_PIECE
         self._thread = threading.Thread(target=self._map_memory, name="kv pool", daemon=True)
 
     def start(self) -> None:
@@ -43,7 +47,8 @@ class PoolMapping:
         self._stopped.set()
 
     def wait_until_done(self) -> None:
-        """Wait until a thread that was started has ended, so that what is measured is not the kernel's work."""
+        """Wait until a thread that was started has ended, which rests no more. Measurements begin after that."""
+        self._rests_per_piece = 0.0
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -51,18 +56,22 @@ class PoolMapping:
         begun_s, available = time.perf_counter(), count_available_bytes()
         if available is None:
             return None
-        for address, num_bytes in self._iter_pieces():
+        for number, (address, num_bytes) in enumerate(self._iter_pieces()):
             piece_begun_s = time.perf_counter()
-            if (count_available_bytes() or 0) - num_bytes < available * KEPT_SHARE:
+            if number % PIECES_PER_LOOK == 0 and self._count_bytes_left() < available * KEPT_SHARE:
                 return self._log_end(logging.WARNING, "the rest would leave too little memory to others")
             try:
                 populate_pages(address, num_bytes)
             except OSError as error:
                 return self._log_end(logging.INFO, f"the rest is mapped as it is used: {error.strerror}")
             self.num_mapped_bytes += num_bytes
-            if self._stopped.wait(time.perf_counter() - piece_begun_s):
+            if self._stopped.wait(self._rests_per_piece * (time.perf_counter() - piece_begun_s)):
                 return None
         return self._log_end(logging.INFO, f"after {time.perf_counter() - begun_s:.2f} s")
+
+    def _count_bytes_left(self) -> int:
+        """Return how much memory will be available when the pieces before the next look are mapped."""
+        return (count_available_bytes() or 0) - PIECES_PER_LOOK * PIECE_BYTES
 
     def _iter_pieces(self) -> Iterator[tuple[int, int]]:
         """Yield address and bytes of each piece."""
