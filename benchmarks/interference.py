@@ -121,6 +121,7 @@ class EngineSide:
 
     def __init__(self, settings: EngineSettings = _SETTINGS, waiting: int = 64) -> None:
         self._engine, self._waiting = open_engine(settings), waiting
+        self._engine.pool_mapping.wait_until_done()
         self._names = itertools.count()
 
     def run_window(self, seconds: float, *, busy: bool) -> WindowResult:

@@ -9,7 +9,7 @@ throughput is output tokens per second of many requests sent at once, until the 
 Processor time is that of all processes of a side: workers, Valkey and the client, the broker apart; the bare engine is
 one process. It is taken of as many requests with 4 tokens each, and of those that throughput is measured with: the
 difference of the two loads tells what a token costs. What a side adds is formed within a round, in which all sides
-have the same prompts.
+have the same prompts. Nothing is measured before all engines have mapped their pools.
 
 The pipeline has two workers, so its throughput is also compared with one engine on two threads. That engine runs before
 the pipelines are started and after they have ended: its spinning threads lose most of their speed beside anything else.
@@ -56,6 +56,7 @@ class EngineSide:
     def __init__(self, threads: int) -> None:
         self._settings = SETTINGS.model_copy(update={"threads": threads})
         self._engine = open_engine(self._settings)
+        self._engine.pool_mapping.wait_until_done()
         self._threads = threads
 
     def measure_first_token_s(self, prompt: list[int]) -> float:

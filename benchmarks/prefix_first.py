@@ -55,6 +55,7 @@ class PrefillSide:
         self._bus.create_topics()
         self._stack = contextlib.ExitStack()
         self.engine = open_engine(settings)
+        self.engine.pool_mapping.wait_until_done()
         serving = self._stack.enter_context(
             open_serving_engine(self.engine, kv, addresses.stream_url, addresses.pipeline)
         )

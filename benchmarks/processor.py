@@ -1,15 +1,17 @@
 """Processor time that a load takes, of chosen processes of this machine, and what the pipeline adds to the engine's."""
 
+import mmap
 import os
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 SETTLE_S = 0.2
 """Requests are settled a moment after their end was read: processor time counts for this much longer."""
-IDLE_S, IDLE_SHARE = 1.0, 0.1
+IDLE_S, IDLE_SHARE, IDLE_GROWTH_BYTES = 1.0, 0.1, 2**20
 BARE = "bare"
 
 
@@ -17,6 +19,11 @@ def read_processor_s(pids: Iterable[int]) -> float:
     """Return the seconds of processor time that these processes have used so far, in all their threads."""
     # A process's clock, as clock_getcpuclockid(3) names it: /proc/PID/stat has the same in steps of 10 ms.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def read_resident_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of these processes; what they share counts in each."""
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * mmap.PAGESIZE
 
 
 def find_brokers() -> list[int]:
@@ -53,12 +60,13 @@ class Meter:
         return returned, Cost(own_s, broker_s)
 
     def wait_idle(self) -> None:
-        """Wait until the processes do next to nothing: workers go on mapping the shared memory when they are ready."""
+        """Wait until the processes do next to nothing: ready workers still map their pools and the shared memory."""
         is_idle = False
         while not is_idle:
-            before, _ = self._read_times()
+            (before_s, _), before_bytes = self._read_times(), read_resident_bytes(self.pids)
             time.sleep(IDLE_S)
-            is_idle = self._read_times()[0] - before < IDLE_SHARE * IDLE_S
+            is_idle = (self._read_times()[0] - before_s < IDLE_SHARE * IDLE_S
+                       and read_resident_bytes(self.pids) - before_bytes < IDLE_GROWTH_BYTES)  # fmt: skip
 
     def _read_times(self) -> tuple[float, float]:
         return read_processor_s(self.pids), read_processor_s(self.brokers)

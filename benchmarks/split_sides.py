@@ -249,6 +249,7 @@ def run_process(role: str, settings: dict[str, Any], cores: list[int], commands:
     """Run a process: open the engine on its cores, then answer each window with its result. None ends it."""
     os.sched_setaffinity(0, cores)
     engine = open_engine(EngineSettings.model_validate(settings))
+    engine.pool_mapping.wait_until_done()
     commands.send(engine.block_bytes)
     memory = SharedMemory(memory_name) if memory_name else None
     while (window := commands.recv()) is not None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shlex
 import signal
 import socket
@@ -64,6 +65,7 @@ def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
     done = penstock("doctor", PENSTOCK_STREAM_URL=url)
     assert done.returncode == 0, done.stdout
     assert "1 ready of 1" in done.stdout
+    assert len(re.findall(r"worker  +\S+: [1-9][\d,]* MiB of memory are resident", done.stdout)) == len(STAGES)
 
 
 def test_doctor_says_how_far_the_clock_is_off(

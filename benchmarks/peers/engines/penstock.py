@@ -42,7 +42,7 @@ def load(
          "max_batch": MAX_BATCH, "max_step_tokens": step_tokens, "weights": weights, "packed": packed}
     )  # fmt: skip
     engine = open_engine(settings)
-    engine.storage.data.zero_()  # the others touch their pools at the start too
+    engine.pool_mapping.wait_until_done()  # the others touch their pools at the start too
     return Penstock(engine)
 
 

@@ -394,11 +394,14 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
         here = [worker for worker in workers if stage in (worker["stage"], *find_stages(worker["stage"]))]
         ready = [worker for worker in here if worker["state"] == "ready"]
         found = f"{len(ready)} ready of {len(here)}"
-        for worker in here:
-            if worker["state"] == "degraded":
-                yield Finding("note", f"{worker['stage']} worker", f"{worker['name']} is degraded: {worker['reason']}")
         advice = "" if ready else f"penstock worker {stage} (or penstock up)"
         yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)
+    for worker in workers:
+        kind, name = f"{worker['stage']} worker", worker["name"]
+        if worker["state"] == "degraded":
+            yield Finding("note", kind, f"{name} is degraded: {worker['reason']}")
+        if resident := worker.get("resident_bytes"):
+            yield Finding("ok", kind, f"{name}: {resident / 2**20:,.0f} MiB of memory are resident")
 
 
 def _check_webhooks() -> Iterator[Finding]:

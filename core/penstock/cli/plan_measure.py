@@ -27,6 +27,7 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
     engine = open_engine(settings)
+    engine.pool_mapping.wait_until_done()
     capacity_tokens = engine.pool.num_blocks * settings.block_size
     num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, capacity_tokens // 2))
     return WorkerRates(

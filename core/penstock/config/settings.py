@@ -164,7 +164,8 @@ class EngineSettings(BaseSettings):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=256, ge=1)
-    """Memory for KV blocks. On a GPU, if it is not set: `gpu_share` less weights and the largest step."""
+    """Memory for KV blocks, mapped in the background from the start on. On a GPU, if it is not set: `gpu_share` less
+    weights and the largest step."""
     gpu_share: float = Field(default=0.9, gt=0, le=1)
     """The part of a GPU's memory for this worker, where `pool_mb` is not set. `penstock up` divides it by its
     workers."""

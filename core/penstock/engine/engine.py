@@ -9,6 +9,7 @@ add_sequence() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶
 import logging
 import math
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -34,6 +35,7 @@ from penstock.engine.limits import check_sequence
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
+from penstock.engine.pool_mapping import PoolMapping
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import WARM_UP_TOKENS, PrefillRate, measure_prefill_rate
 from penstock.engine.runner import ModelRunner
@@ -93,6 +95,9 @@ class Engine:
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.runner = model.backend.create_runner(model, settings, num_blocks, num_state_rows)
         self.storage = self.runner.storage
+        self.pool_mapping = PoolMapping(self.storage.list_host_memory())
+        """Maps the pool's memory before it is used, where `open_engine` has started it."""
+        weakref.finalize(self, self.pool_mapping.stop)
         self._prompt_runner: ModelRunner | None = None
         """Computes the tokens of prompts, if that takes other weights than answers."""
         if model.prompt_model is not None:

@@ -88,6 +88,7 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     else:
         engine.measure_speed()
         load_cache.write_finding("speed", about, engine.measured_speed)
+    engine.pool_mapping.start()
     log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
 

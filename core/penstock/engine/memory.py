@@ -1,6 +1,7 @@
 """Available memory, so that a model that does not fit is refused instead of killed later."""
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def count_available_bytes(root: Path = Path("/")) -> int | None:
     except (OSError, KeyError, ValueError):
         return None
     return min([machine, *_iter_group_limits(root)])
+
+
+def count_resident_bytes() -> int | None:
+    """Return how much memory of this process is resident, that which it shares with others included.
+
+    `None` where the system does not say.
+    """
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 def _iter_group_limits(root: Path) -> Iterator[int]:

@@ -14,6 +14,7 @@ from typing import Protocol
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.contract import EngineLimits, Loaded, ModelCard, SampledToken, Stored
 from penstock.engine.limits import max_length
+from penstock.engine.memory import count_resident_bytes
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.state_rows import StateRows
 from penstock.kvstore.block import PromptBlocks
@@ -322,6 +323,7 @@ class ServingEngine:
             "pool": {"used": core.num_blocks - core.num_free_blocks, "total": core.num_blocks},
             "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
             "kv": self.store.collect_stats(),
+            "resident_bytes": count_resident_bytes(),
         }
 
     # The end of a worker

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from penstock.engine.kernels.memory import map_zeros
 from penstock.kvstore.block import find_last_scan_chunk
 
 MIN_CELL_TOKENS = 64
@@ -113,10 +114,10 @@ class StateStorage:
 
     def __init__(self, layout: StateLayout, num_rows: int) -> None:
         self.layout = layout
-        self._data = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8)
-        self._bytes = self._data.numpy()
+        self.data = map_zeros(num_rows * layout.row_bytes, torch.uint8).view(num_rows, layout.row_bytes)
+        self._bytes = self.data.numpy()
         self._views: list[dict[int, list[tuple[StatePart, Tensor]]]] = [{} for _ in range(num_rows)]
-        for row, by_layer in zip(self._data, self._views, strict=True):
+        for row, by_layer in zip(self.data, self._views, strict=True):
             offset = 0
             for part in layout.parts:
                 size = prod(part.shape) * part.dtype.itemsize
@@ -144,11 +145,11 @@ class StateStorage:
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy all states of a row to another row."""
-        self._data[target].copy_(self._data[source])
+        self.data[target].copy_(self.data[source])
 
     def zero_row(self, row: int) -> None:
         """Zero a row, so that its new owner reads nothing of the old one."""
-        self._data[row].zero_()
+        self.data[row].zero_()
 
     def write_row(self, row: int, payload: memoryview | bytes) -> None:
         """Fill a row from `row_bytes` bytes."""

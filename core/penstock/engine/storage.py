@@ -167,6 +167,11 @@ class KVStorage:
             self.addresses[shape.layer] = (self.keys[shape.layer].data_ptr(), self.values[shape.layer].data_ptr())
             self.scale_addresses[shape.layer] = (scales[0], scales[1])
 
+    def list_host_memory(self) -> list[Tensor]:
+        """Return the tensors of blocks and states that are in host memory, where each is used from its start on."""
+        tensors = [self.data] if self.states is None else [self.data, self.states.data]
+        return [tensor for tensor in tensors if tensor.device.type == "cpu"]
+
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero the blocks, so that no values of a previous owner are read, not even behind a mask."""
         self.data.index_fill_(0, to_device(blocks, self.data.device, torch.int64), 0)

@@ -48,8 +48,9 @@ class Heartbeat:
     found), max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it has
     one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
     `draining`), reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see
-    `load.py`), pool and kv (blocks), recent (see `penstock.telemetry.recent`), since (seconds since the epoch by the
-    clock of Redis, as hosts' clocks may be changed).
+    `load.py`), pool and kv (blocks), resident_bytes (of a process with a model), recent (see
+    `penstock.telemetry.recent`), since (seconds since the epoch by the clock of Redis, as hosts' clocks may be
+    changed).
     """
 
     def __init__(

@@ -5,7 +5,6 @@ header says which block it is, and a slot without a valid header is free. So a h
 the page tag's check, and the header of a slot that is freed without being evicted is erased.
 """
 
-import ctypes
 import errno
 import os
 import threading
@@ -21,10 +20,10 @@ from penstock.kvstore.arena.layout import PAGE_BYTES, Geometry
 from penstock.kvstore.arena.locks import ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat, Header
 from penstock.kvstore.copying import HashingCopy, compute_checksum, copy_and_hash
+from penstock.pages import populate_pages
 
 READ_CHUNK_BYTES = 2**20
 """Bytes that are read from disk at a time; half of a core's own cache measured best."""
-_POPULATE_WRITE = 23
 _NO_HEADER = bytes(HEADER_BYTES)
 
 
@@ -39,7 +38,6 @@ class SlotMemory:
         self.num_eager = geometry.num_slots
         self._first, self._slot_bytes = geometry.slots_at, geometry.slot_bytes
         self._stored_bytes = HEADER_BYTES + geometry.payload_bytes
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     def reserve_slots(self, first: int, count: int) -> int:
         """Give slots memory. Return how many of them have it now. Raise `OSError`."""
@@ -54,9 +52,10 @@ class SlotMemory:
         """Map slots that have memory, so that copies do not stop at page faults."""
         start = self._geometry.slot_offset(first)
         pages = np.frombuffer(self._memory, np.uint8)[start : start + count * self._slot_bytes]
-        address = ctypes.c_void_p(pages.ctypes.data)
-        if self._madvise(address, ctypes.c_size_t(len(pages)), _POPULATE_WRITE):
-            pages[::PAGE_BYTES].max()  # an older kernel: reading maps them too
+        try:
+            populate_pages(pages.ctypes.data, len(pages))
+        except OSError:  # an older kernel: reading maps them too
+            pages[::PAGE_BYTES].max()
 
     def slot_memory(self, slot: int) -> memoryview:
         """Return the memory of a slot's header and payload."""
