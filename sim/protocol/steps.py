@@ -288,5 +288,7 @@ def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     if reply == 0:
         worker = _drop_run(worker, run)
     else:
-        worker = ask_for_hand_off(worker, rules, run, end) if hands_off else ask_for_result(worker, run, end)
+        # An end whose message is elsewhere is settled by who has that: nobody has to hand it off.
+        is_job = hands_off and run.delivery is not None
+        worker = ask_for_hand_off(worker, rules, run, end) if is_job else ask_for_result(worker, run, end)
     yield step, replace_worker(state, index, worker, rec=rec)

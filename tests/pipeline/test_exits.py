@@ -212,7 +212,7 @@ class Exits:
         """The record is ended, and takes no end in its log, which is no log (`finish.lua`)."""
         records = records_of(self._line.decode)
 
-        def refuse(claim: Claim, _: EndEvent) -> AppendOutcome:
+        def refuse(claim: Claim, *_: object) -> AppendOutcome:
             records[claim.id] = records[claim.id]._replace(stage="end", session=None)
             return AppendOutcome.REFUSED
 

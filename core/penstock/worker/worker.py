@@ -679,7 +679,8 @@ class Worker:
         begun_s, fenced = now_s(), []
         for task in tasks:
             self._remove_task(task)
-            task.leaving_for = task.role.hands_off_for
+            # Without its message it is not handed off: who has that settles the result.
+            task.leaving_for = task.role.hands_off_for if task.delivery.is_held else ""
         ends = [
             (
                 task.claim,
