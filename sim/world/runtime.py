@@ -264,19 +264,17 @@ class Doubles:
     def install_server_clock(self, prefix: str) -> "contextlib.AbstractContextManager[None]":
         """Let modules, which have these doubles already, read a clock of the server's own, whoever asks it."""
         clock = types.SimpleNamespace(**vars(self.time) | {"time": lambda: EPOCH_S + self.world.now_s})
-        return self.install(lambda name: name.startswith(prefix), [(self.time, clock)])
+        return self.install(prefix, [(self.time, clock)])
 
     @contextlib.contextmanager
-    def install(
-        self, is_simulated: Callable[[str], bool], others: Sequence[tuple[object, object]] = ()
-    ) -> Iterator[None]:
-        """Let all loaded modules whose name is simulated have these doubles, and the second of each of `others` in the
+    def install(self, prefix: str | tuple[str, ...], others: Sequence[tuple[object, object]] = ()) -> Iterator[None]:
+        """Let all loaded modules whose names begin so have these doubles, and the second of each of `others` in the
         place of the first.
         """
         by_id = self._by_id | {id(original): double for original, double in others}
         changed: list[tuple[ModuleType, str, Any]] = []
         for name, module in list(sys.modules.items()):
-            if is_simulated(name):
+            if name.startswith(prefix):
                 for attribute, value in list(vars(module).items()):
                     if (double := by_id.get(id(value))) is not None:
                         changed.append((module, attribute, value))

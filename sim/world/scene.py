@@ -57,7 +57,7 @@ from sim.world.gateways import Gateways
 from sim.world.http import HttpClient
 from sim.world.kafka_client import LIBRARY
 from sim.world.runtime import EPOCH_S, Doubles, Process, World
-from sim.world.servers import LEVELS, MemoryServers, Servers
+from sim.world.servers import LEVELS, SIMULATED, MemoryServers, Servers
 from sim.world.ways import Place, Ways
 
 NOTICE_S = (1.0, 12.0)
@@ -224,8 +224,7 @@ class Scene:
             servers = LEVELS[self.plan.level](self.world, self.pipeline, self.ways)
             self.servers: Servers = servers
             self.memory: MemoryServers | None = servers if self.plan.level == "fast" else None
-            is_simulated: Callable[[str], bool] = lambda name: name.startswith(self.servers.simulated)  # noqa: E731
-            stack.enter_context(self.doubles.install(is_simulated, self.servers.list_doubles()))
+            stack.enter_context(self.doubles.install(SIMULATED, self.servers.list_doubles()))
             stack.enter_context(self.doubles.install_server_clock("fakeredis."))
             self.servers.start()
             self.gateways: Gateways | None = None
@@ -233,7 +232,7 @@ class Scene:
                 self.gateways = Gateways(self.memory, self._note_failure, self._start_again)
                 self.endpoints = EndpointServers(self.world, self.chance, self.rates.endpoint)
                 others = [*self.gateways.list_doubles(), (open_connection, self.endpoints.open_connection)]
-                stack.enter_context(self.doubles.install(is_simulated, others))
+                stack.enter_context(self.doubles.install(SIMULATED, others))
                 stack.enter_context(mock.patch.object(ObjectStorage, "open", self.memory.open_objects))
             stack.enter_context(mock.patch.object(watch, "os", types.SimpleNamespace(_exit=self._exit_process)))
             for limit, value in SMALL_LIMITS.items():

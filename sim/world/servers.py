@@ -4,6 +4,7 @@ At the level `fast` these are the doubles of bus and record, over a link. At the
 run, and the doubles are those of their client libraries.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ from sim.world.redis_server import RedisServer
 from sim.world.runtime import World
 from sim.world.ways import JUDGE, Ways
 
+SIMULATED = ("penstock.", "fakeredis.", "redis.")
+"""What the names of modules begin with that run by the world's clock and threads."""
+
 
 class ReadBus(Protocol):
     """What the judge asks a bus."""
@@ -39,80 +43,73 @@ class ReadBus(Protocol):
         """Return how many messages of each input topic are not settled."""
 
 
-class Servers(Protocol):
-    """What a run needs of the servers of a level."""
+class Servers(ABC):
+    """What a run needs of the servers of a level. One Redis is at each."""
 
     bus: ReadBus
     """The bus as the judge reads it."""
     record: Record
     """The record as the judge reads it."""
-    simulated: tuple[str, ...]
-    """What the names of modules begin with that run by the world's clock and threads."""
-
-    def list_doubles(self) -> list[tuple[object, object]]:
-        """Return what stands in the place of what of the product while the run lasts."""
-
-    def start(self) -> None:
-        """Start the servers, after the doubles were installed."""
-
-    def join_group(self, stage: WorkerKind, name: str) -> Member:
-        """Join a stage's group."""
-
-    def open_record(self, who: str, settings: RecordSettings) -> Record:
-        """Return a process's way to the record."""
-
-    def open_publisher(self, who: str) -> Publisher:
-        """Return a client's way to the bus."""
-
-    def find_addresses(self, who: str) -> Addresses:
-        """Return where a process finds the servers."""
-
-    def ask(self, who: str) -> None:
-        """Ask all servers. Raise what the product raises where one does not answer."""
-
-    def rebalance(self, stage: WorkerKind, name: str) -> None:
-        """Let the bus give what a member holds to others."""
-
-    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
-        """Note that a process was killed, and return what the bus does when it notices that."""
-
-    def list_left(self) -> list[str]:
-        """Return what the servers keep of requests that should be gone when all are answered."""
-
-    def list_breaches(self) -> list[str]:
-        """Return what happened on the servers that never may."""
-
-
-class RedisServers:
-    """One Redis, which all levels have."""
-
-    simulated = ("penstock.", "fakeredis.", "redis.")
 
     def __init__(self, world: World, pipeline: Pipeline, ways: Ways) -> None:
         self.world, self.pipeline, self.ways = world, pipeline, ways
 
     def list_doubles(self) -> list[tuple[object, object]]:
-        """Return the pool of connections to the server of this world."""
+        """Return what stands in the place of what of the product while the run lasts."""
         return [(connection_pool, self._connect)]
 
     def _connect(self, url: str, **options: Any) -> redis.ConnectionPool:
         return self._redis.connection_pool(url, **options)
 
-    def _start_redis(self) -> None:
+    def start(self) -> None:
+        """Start the servers, after the doubles were installed."""
         self._redis = RedisServer(self.world, self.ways.find_link)
 
+    @abstractmethod
+    def join_group(self, stage: WorkerKind, name: str) -> Member:
+        """Join a stage's group."""
+
+    @abstractmethod
+    def open_record(self, who: str, settings: RecordSettings) -> Record:
+        """Return a process's way to the record."""
+
+    @abstractmethod
+    def open_publisher(self, who: str) -> Publisher:
+        """Return a client's way to the bus."""
+
     def find_addresses(self, who: str) -> Addresses:
-        """Return where a process finds the server; a bus in memory is found by the process that runs."""
+        """Return where a process finds Redis; a bus in memory is found by the process that runs."""
         return Addresses(stream_url=_make_url(who, "redis"), pipeline=self.pipeline.name)
 
+    @abstractmethod
+    def ask(self, who: str) -> None:
+        """Ask all servers. Raise what the product raises where one does not answer."""
 
-class MemoryServers(RedisServers):
+    @abstractmethod
+    def rebalance(self, stage: WorkerKind, name: str) -> None:
+        """Let the bus give what a member holds to others."""
+
+    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
+        """Return what the bus does when it notices that a process was killed."""
+        return lambda: None
+
+    @abstractmethod
+    def list_left(self) -> list[str]:
+        """Return what the servers keep of requests that should be gone when all are answered."""
+
+    def list_breaches(self) -> list[str]:
+        """Return what the record's epochs forbid."""
+        return self._redis.watch.breaches
+
+
+class MemoryServers(Servers):
     """The servers of the level `fast`: doubles of bus and record are given to a worker, all other keys are in Redis."""
 
     def start(self) -> None:
         """Create the topics."""
-        self.bus, self.records = MemoryBus(self.pipeline), WorldRecords(self.world)
-        self._start_redis()
+        super().start()
+        self.bus: MemoryBus = MemoryBus(self.pipeline)
+        self.records = WorldRecords(self.world)
         self.keys: Any = redis_client(_make_url(JUDGE, "redis"))
         """All keys but the records, as the judge asks for them."""
         self.objects = MemoryStore()
@@ -166,17 +163,13 @@ class MemoryServers(RedisServers):
         free = [f"{name} is free in {stage}" for stage, names in self.records.free.items() for name in names]
         return free + [f"{key.decode()} is left" for key in self.keys.keys(batch_lease_key("*"))]
 
-    def list_breaches(self) -> list[str]:
-        """Return nothing."""
-        return []
 
-
-class StreamsServers(RedisServers):
+class StreamsServers(Servers):
     """One Redis with record and bus, which are the product's own."""
 
     def start(self) -> None:
         """Create the topics."""
-        self._start_redis()
+        super().start()
         self.record = self.open_record(JUDGE, RecordSettings())
         bus = self._open_bus(JUDGE)
         bus.create_topics()
@@ -205,18 +198,10 @@ class StreamsServers(RedisServers):
     def rebalance(self, stage: WorkerKind, name: str) -> None:
         """Do nothing: a consumer of a group keeps what it has while its member's key lasts."""
 
-    def note_death(self, stage: WorkerKind, name: str) -> Callable[[], None]:
-        """Return nothing to do: the member's key runs out."""
-        return lambda: None
-
     def list_left(self) -> list[str]:
         """Return sets of held requests, though none is held."""
         left = redis_client(_make_url(JUDGE, "redis")).keys(self.pipeline.held_key("*"))
         return [f"{key!r} is left" for key in left]
-
-    def list_breaches(self) -> list[str]:
-        """Return what the record's epochs forbid."""
-        return self._redis.watch.breaches
 
 
 class KafkaServers(StreamsServers):
@@ -237,7 +222,7 @@ class KafkaServers(StreamsServers):
 
     def start(self) -> None:
         """Create the topics."""
-        self._start_redis()
+        Servers.start(self)
         self.record = self.open_record(JUDGE, RecordSettings())
         count = BusSettings().partitions
         self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))
