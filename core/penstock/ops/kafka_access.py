@@ -52,10 +52,11 @@ def list_rights(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
         inputs = pipeline.input_topics("prefill").values()
         return {**{topic: [write] for topic in inputs}, pipeline.results_topic: [read]}
-    outputs = list(pipeline.input_topics("decode").values()) if role == "prefill" else []
+    jobs = {"prefill": [write], "auto": [read, write]}.get(role)
     return {
         **{topic: [read] for topic in pipeline.input_topics(role).values()},
-        **{topic: [write] for topic in [*outputs, pipeline.results_topic, pipeline.dead_letter_topic]},
+        **({} if jobs is None else dict.fromkeys(pipeline.input_topics("decode").values(), jobs)),
+        **{topic: [write] for topic in [pipeline.results_topic, pipeline.dead_letter_topic]},
     }
 
 
