@@ -193,10 +193,16 @@ class Exits:
             renew_session(worker)
             self._check(worker, act=act)
 
-    def _check_stays(self, key: str, act: Callable[[Worker], object] = run_until_idle, **settings: float) -> None:
+    def _check_stays(
+        self,
+        key: str,
+        act: Callable[[Worker], object] = run_until_idle,
+        settings: StaySettings | None = None,
+        **fields: Any,
+    ) -> None:
         """Let a worker of both stages have a request beside another that decodes; check how it leaves that."""
-        self._line.send_requests(ask(key))
-        stays = StayPolicy(StaySettings.model_validate(settings), has_others=lambda: True)
+        self._line.send_requests(ask(key, **fields))
+        stays = StayPolicy(settings or StaySettings(), has_others=lambda: True)
         with closing(self._line.make_auto(f"auto-{key}", stays)) as worker:
             self._check(worker, key, act)
 
@@ -205,9 +211,12 @@ class Exits:
     def answered(self) -> None:
         self._check(self._send("decode"))
         self._check(self._send("prefill", "short", sampling=Sampling(max_tokens=1)), "short")
-        self._check_stays("here")
         with CountingEndpoint() as endpoint, closing(EndpointPipeline(Pipeline("endpoints"))) as line:
             self._check(line.add_worker(endpoint), line.send(max_tokens=3).id)
+
+    def answered_where_it_was_read(self) -> None:
+        self._check_stays("here")
+        self._check_stays("short", sampling=Sampling(max_tokens=1))
 
     def ended_with_an_error(self) -> None:
         """It is too late, cancelled before it hears of that or after, or invalid."""
@@ -262,12 +271,12 @@ class Exits:
 
     def handed_off(self) -> None:
         self._check(self._send("prefill"))
-        self._check_stays("prompt", max_prompt_tokens=1)
+        self._check_stays("prompt", settings=StaySettings(max_prompt_tokens=1))
 
     def handed_off_later(self) -> None:
         """Its answer became long, or lasts for long."""
-        self._check_stays("long", max_answer_tokens=3)
-        self._check_stays("lasting", turn_past_time, max_s=60)
+        self._check_stays("long", settings=StaySettings(max_answer_tokens=3))
+        self._check_stays("lasting", turn_past_time)
 
     def handed_off_without_its_message(self) -> None:
         self._check_taken_over("prefill")
