@@ -26,6 +26,7 @@ from penstock.testing.bus import MemoryBus
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
+from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.workload import ENGINE_SETTINGS, load_native_demo_model
 
@@ -120,7 +121,7 @@ class InProcessPipeline:
         member, engine = self.bus.join_group(kind, name), ServingEngine(core, store)
         decode, prefill = DecodeRole(self.pipeline, engine), PrefillRole(self.pipeline, engine, stays=stays)
         self._grammars += [decode.grammars, prefill.grammars]
-        role = decode if kind == "decode" else prefill
+        role: Role = decode if kind == "decode" else prefill
         job_role = decode if kind == "auto" else None
         return Worker(role, self.pipeline, name, self.make_record(), member, job_role=job_role)
 
