@@ -16,8 +16,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.serving import ServingEngine
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Request, Result, decode_message
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, Stage, WorkerKind
 from penstock.prefill_worker.role import PrefillRole
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
 from penstock.redis.servers import Sharded
@@ -25,6 +26,7 @@ from penstock.testing.bus import MemoryBus
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
+from penstock.worker.task import Role
 from penstock.worker.worker import Worker
 from sim.workload import ENGINE_SETTINGS, load_native_demo_model
 
@@ -104,7 +106,11 @@ class InProcessPipeline:
         """Add a decode worker and make it the current one. The one before keeps running."""
         self.decode = self._make_worker("decode", name)
 
-    def _make_worker(self, stage: Stage, name: str) -> Worker:
+    def make_auto(self, name: str, stays: StayPolicy) -> Worker:
+        """Return a worker of both stages. The caller closes it."""
+        return self._make_worker("auto", name, stays)
+
+    def _make_worker(self, kind: WorkerKind, name: str, stays: StayPolicy | None = None) -> Worker:
         settings = self.engine_settings.model_copy(update={"speculate": False})  # tests count on a token a step
         core = Engine(load_native_demo_model(), settings)
         layout = StoreLayout.from_model(core.model)
@@ -112,10 +118,12 @@ class InProcessPipeline:
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
-        member = self.bus.join_group(stage, name)
-        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, ServingEngine(core, store))
-        self._grammars.append(role.grammars)
-        return Worker(role, self.pipeline, name, self.make_record(), member)
+        member, engine = self.bus.join_group(kind, name), ServingEngine(core, store)
+        decode, prefill = DecodeRole(self.pipeline, engine), PrefillRole(self.pipeline, engine, stays=stays)
+        self._grammars += [decode.grammars, prefill.grammars]
+        role: Role = decode if kind == "decode" else prefill
+        job_role = decode if kind == "auto" else None
+        return Worker(role, self.pipeline, name, self.make_record(), member, job_role=job_role)
 
     @property
     def prompt_tokenizer(self) -> PromptTokenizer:

@@ -150,10 +150,10 @@ def _make_channel(address: str, server: str, description: str, models: list[type
 def _make_operations() -> Json:
     answer = {"channel": {"$ref": "#/channels/results"}, "messages": [{"$ref": "#/channels/results/messages/Result"}]}
     return {
-        "accept": _make_operation("receive", "requests", [Request], "Prefill workers take requests.", "prefill")
+        "accept": _make_operation("receive", "requests", [Request], "Workers take requests.", "prefill")
         | {"reply": answer},
         "handOff": _make_operation("send", "jobs", [Job], "Prefill workers leave job references."),
-        "takeJob": _make_operation("receive", "jobs", [Job], "Decode workers take job references.", "decode"),
+        "takeJob": _make_operation("receive", "jobs", [Job], "Workers that decode take job references.", "decode"),
         "answer": _make_operation("send", "results", [Result], "Decode workers leave the one result."),
         "log": _make_operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
         "stream": _make_operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),

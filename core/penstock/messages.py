@@ -373,7 +373,7 @@ class Usage(Wire):
 
 
 class Timings(Wire):
-    """When a request reached each stage of its life, in seconds since the epoch (0: not reached)."""
+    """When a request reached each stage of its life, in seconds since the epoch (0: not reached, or left out)."""
 
     published: float = 0.0
     prefill_started: float = 0.0
@@ -384,7 +384,7 @@ class Timings(Wire):
 
 
 class Job(Wire):
-    """The job reference from prefill to decode. It carries token ids and the last block's key, never tensors.
+    """The job reference of a hand-off. It carries token ids and the last block's key, never tensors.
 
     With `error` set the request ended in prefill, and decode only publishes that as its result.
     """
@@ -392,7 +392,8 @@ class Job(Wire):
     v: Literal[1] = VERSION
     id: RequestId
     job: str
-    """The id of this hand-off. The first job that is claimed is bound to the request and settles its result."""
+    """The id of this hand-off. The first job that is claimed is bound to the request and settles its result, unless the
+    request's own message is bound by then."""
     token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     """The prompt's token ids."""
     sampling: Sampling = Sampling()

@@ -19,7 +19,7 @@ from tests.commands import Terminal
 from tests.docker.files import GIVEN, check_settings, compose, megabytes, seconds
 
 SERVICES: dict[str, dict[str, Any]] = compose()["services"]
-OURS = ("topics", "prefill", "decode", "gateway")
+OURS = ("topics", "prefill", "decode", "auto", "gateway")
 NETWORK = {
     "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs", "listener.security.protocol.map",
 }  # fmt: skip
@@ -54,7 +54,7 @@ def test_its_settings_are_settings_and_its_command_is_one(
 
 
 def test_who_is_told_to_stop_has_the_time_and_memory_holds_what_is_put_into_it() -> None:
-    for worker in ("prefill", "decode"):
+    for worker in ("prefill", "decode", "auto"):
         assert (
             seconds(SERVICES[worker]["stop_grace_period"]) >= float(environment(worker)["PENSTOCK_WORKER_DRAIN_S"]) + 20
         )

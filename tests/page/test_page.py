@@ -84,6 +84,25 @@ def test_a_request_is_drawn_with_parts_that_add_up(tabs: Tabs, line: Stack) -> N
     assert {"request", "queue.wait", "prefill", "hand_off", "decode", "end"} <= set(names)
 
 
+def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole(tabs: Tabs, tmp_path: Path) -> None:
+    port = find_free_port()
+    with ForkedStack(
+        tmp_path, pipeline="both", prefill=0, decode=0, auto=1, gateway=port, environment=ENVIRONMENT
+    ) as stack:
+        stack.wait_until_ready(PATIENCE_S)
+        page = tabs.open(stack.gateway_url)
+        for stage in ("prefill", "decode"):
+            expect(page.locator(f"[data-workers={stage}] .worker")).to_have_attribute("data-worker", "auto-0")
+        for max_tokens in (1, 20):
+            ask(page, "Tell me of the beginning.", max_tokens, temperature="0")
+            wait_for_state(page, "done")
+            page.wait_for_selector(f"#bars[data-whole=true][data-id='{page.inner_text('.turn:last-child .id')}']")
+        names = page.evaluate("[...document.querySelectorAll('.bar[data-name]')].map((bar) => bar.dataset.name)")
+        assert {"prefill", "decode"} <= set(names)
+        assert "hand_off" not in names
+        tabs.close()
+
+
 def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
     ask(page, "Tell me of the beginning.", 900, temperature="0")

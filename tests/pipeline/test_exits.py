@@ -10,10 +10,12 @@ from unittest.mock import patch
 import pytest
 
 from penstock.bus.contract import Delivery
-from penstock.config.settings import RecordSettings
+from penstock.bus.joined import JoinedMember
+from penstock.config.settings import RecordSettings, StaySettings
 from penstock.engine.contract import Outcome
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import CLASSES, REASON_HEADER, STAGES, Pipeline, Stage
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.record import AppendOutcome, Claim
 from penstock.testing.bus import Entry, MemoryMember
 from penstock.testing.record import MemoryRecord, RequestRecord
@@ -51,8 +53,10 @@ class View:
 
 
 def member_of(worker: Worker) -> MemoryMember:
-    assert isinstance(worker.member, MemoryMember)
-    return worker.member
+    """Return the member through which the worker's message came: of requests, where it has two."""
+    member = worker.member._requests if isinstance(worker.member, JoinedMember) else worker.member
+    assert isinstance(member, MemoryMember)
+    return member
 
 
 def records_of(worker: Worker) -> dict[str, RequestRecord]:
@@ -125,6 +129,22 @@ def turn_without_reading(worker: Worker) -> None:
         worker.run_once()
 
 
+def turn_after_giving_away(worker: Worker) -> None:
+    run_until_running(worker)
+    give_away(worker)
+    run_until_idle(worker)
+
+
+def turn_past_time(worker: Worker) -> None:
+    """Turn a worker whose request has two tokens when it has lasted for an hour."""
+    run_until_running(worker)
+    (task,) = worker.running.values()
+    while len(task.log_events) < 2:
+        worker.run_once()
+    task.begun_s -= 3600
+    run_until_idle(worker)
+
+
 class Exits:
     """The exits, each a method of its row's name, on a pipeline on doubles of the servers."""
 
@@ -173,6 +193,19 @@ class Exits:
             renew_session(worker)
             self._check(worker, act=act)
 
+    def _check_stays(
+        self,
+        key: str,
+        act: Callable[[Worker], object] = run_until_idle,
+        settings: StaySettings | None = None,
+        **fields: Any,
+    ) -> None:
+        """Let a worker of both stages have a request beside another that decodes; check how it leaves that."""
+        self._line.send_requests(ask(key, **fields))
+        stays = StayPolicy(settings or StaySettings(), has_others=lambda: True)
+        with closing(self._line.make_auto(f"auto-{key}", stays)) as worker:
+            self._check(worker, key, act)
+
     # The exits.
 
     def answered(self) -> None:
@@ -180,6 +213,10 @@ class Exits:
         self._check(self._send("prefill", "short", sampling=Sampling(max_tokens=1)), "short")
         with CountingEndpoint() as endpoint, closing(EndpointPipeline(Pipeline("endpoints"))) as line:
             self._check(line.add_worker(endpoint), line.send(max_tokens=3).id)
+
+    def answered_where_it_was_read(self) -> None:
+        self._check_stays("here")
+        self._check_stays("short", sampling=Sampling(max_tokens=1))
 
     def ended_with_an_error(self) -> None:
         """It is too late, cancelled before it hears of that or after, or invalid."""
@@ -230,9 +267,16 @@ class Exits:
         self._check_taken_over("decode")
         give_away(decode := self._run("decode", "moved"))
         self._check(decode, "moved")
+        self._check_stays("here", turn_after_giving_away)
 
     def handed_off(self) -> None:
         self._check(self._send("prefill"))
+        self._check_stays("prompt", settings=StaySettings(max_prompt_tokens=1))
+
+    def handed_off_later(self) -> None:
+        """Its answer became long, or lasts for long."""
+        self._check_stays("long", settings=StaySettings(max_answer_tokens=3))
+        self._check_stays("lasting", turn_past_time)
 
     def handed_off_without_its_message(self) -> None:
         self._check_taken_over("prefill")

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import redis
 from confluent_kafka import TopicCollection
+from confluent_kafka.admin import AclOperation
 
 from penstock.config.addresses import Addresses
 from penstock.errors import AccessRefused
 from penstock.names import Pipeline, Role
 from penstock.ops.access import check_access
-from penstock.ops.kafka_access import check_kafka
+from penstock.ops.kafka_access import check_kafka, list_rights
 from tests.commands import Terminal
 from tests.security.conftest import PASSWORDS, SecureServers
 from tests.security.secure_servers import REDIS_ACL_FILE, USERS
@@ -203,3 +204,13 @@ def test_a_broker_that_goes_away_while_rights_are_asked_for_is_waited_for(monkey
     monkeypatch.setattr("penstock.ops.kafka_access.AdminClient", Gone)
     monkeypatch.setattr("penstock.ops.kafka_access.MAX_WAIT_S", 0.05)
     check_kafka(Addresses(kafka="localhost:1"), Pipeline("p"), "prefill")  # work begins, and waits for the broker
+
+
+def test_a_worker_of_both_stages_reads_and_writes_jobs() -> None:
+    pipeline = Pipeline("p")
+    rights = list_rights(pipeline, "auto")
+    assert rights[pipeline.job_topic("batch")] == [AclOperation.READ, AclOperation.WRITE]
+    assert rights[pipeline.request_topic("batch")] == [AclOperation.READ]
+    assert list_rights(pipeline, "prefill")[pipeline.job_topic("batch")] == [AclOperation.WRITE]
+    assert list_rights(pipeline, "decode")[pipeline.job_topic("batch")] == [AclOperation.READ]
+    assert not list_rights(pipeline, "endpoint").keys() & pipeline.input_topics("decode").values()

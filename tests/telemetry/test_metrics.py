@@ -19,7 +19,7 @@ from penstock.ingest.gateway.metrics import REFUSAL_KEY, GatewayMetrics
 from penstock.ingest.webhooks import Webhooks
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
-from penstock.names import CLASSES, STAGES
+from penstock.names import CLASSES, STAGES, WorkerKind
 from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import async_redis_client
 from penstock.telemetry import catalog, otlp
@@ -37,6 +37,8 @@ TIER = {
     "bytes_written": 8,
 }  # fmt: skip
 KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
+DRAFTS = {"drafted": 8, "accepted": 5}
+VIEW = {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "kv": KV}
 
 
 def counted(values: list[float]) -> list[int]:
@@ -113,12 +115,19 @@ def test_what_is_off_counts_nothing() -> None:
     assert meters.get_histogram(catalog.ITL, "p").read().sum == 0
 
 
+@pytest.mark.parametrize(("kind", "decodes"), [("prefill", False), ("decode", True), ("auto", True)])
+def test_who_decodes_tells_of_drafts_and_of_what_it_computed_again(kind: WorkerKind, decodes: bool) -> None:
+    meters = Meters()
+    StageMetrics(meters, "p", kind, "w", "demo").set_view(lambda: VIEW)
+    found = meters.collect_readings().keys() & {catalog.DRAFTED_TOKENS, catalog.KV_RECOMPUTED}
+    assert len(found) == 2 * decodes
+
+
 def record_everything(meters: Meters, name: str) -> StageMetrics:
     """A worker's metrics to which all has happened that can."""
     assert name in STAGES
     metrics = StageMetrics(meters, "p", name, f"{name}-0", "demo")
-    drafts = {"drafted": 8, "accepted": 5}
-    metrics.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": drafts, "kv": KV})
+    metrics.set_view(lambda: VIEW)
     metrics.record_queue_wait("interactive", now_s() - 2, now_s())
     metrics.record_preprocess(0.002)
     metrics.count_take_over()

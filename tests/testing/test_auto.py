@@ -1,11 +1,14 @@
 """A worker that reads requests and jobs: what stays, what leaves and why, and what its death costs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from opentelemetry.trace import Span
 
 from penstock.client import Answer
 from penstock.config.settings import StaySettings
+from penstock.telemetry import tracing
 from penstock.testing.pipeline import TestPipeline
 
 PROMPT = "Once upon a time"
@@ -36,6 +39,20 @@ def test_a_worker_alone_answers_in_one_hop(pipeline: TestPipeline) -> None:
     assert len(result.token_ids) == 20
     assert result.timings.handed_off == 0.0
     assert not pipeline.bus.read_all(pipeline.bus.pipeline.job_topic("interactive"))
+
+
+def test_its_spans_tell_the_prompt_from_the_answer(pipeline: TestPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, start_span = list[str](), tracing.start_span
+
+    def note_span(name: str, *given: Any, **attributes: Any) -> Span:
+        begun.append(name)
+        return start_span(name, *given, **attributes)
+
+    monkeypatch.setattr(tracing, "start_span", note_span)
+    ask(pipeline)
+    assert [name for name in begun if name in ("prefill", "first_token", "hand_off", "decode", "end")] == [
+        "prefill", "first_token", "decode", "end",
+    ]  # fmt: skip
 
 
 def test_one_and_two_hops_give_the_same_tokens(pipeline: TestPipeline) -> None:

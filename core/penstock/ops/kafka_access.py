@@ -52,10 +52,12 @@ def list_rights(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
         inputs = pipeline.input_topics("prefill").values()
         return {**{topic: [write] for topic in inputs}, pipeline.results_topic: [read]}
-    rights: dict[str, list[AclOperation]] = {topic: [read] for topic in pipeline.input_topics(role).values()}
-    for topic in pipeline.input_topics("decode").values() if role in ("prefill", "auto") else ():
-        rights[topic] = [write] if role == "prefill" else [read, write]
-    return rights | {topic: [write] for topic in (pipeline.results_topic, pipeline.dead_letter_topic)}
+    jobs = {"prefill": [write], "auto": [read, write]}.get(role)
+    return {
+        **{topic: [read] for topic in pipeline.input_topics(role).values()},
+        **({} if jobs is None else dict.fromkeys(pipeline.input_topics("decode").values(), jobs)),
+        **{topic: [write] for topic in [pipeline.results_topic, pipeline.dead_letter_topic]},
+    }
 
 
 def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:

@@ -136,7 +136,7 @@ class StageMetrics:
         used, total = view["pool"]["used"], view["pool"]["total"]
         yield Reading(catalog.POOL_BLOCKS, (*mine, "used"), used)
         yield Reading(catalog.POOL_BLOCKS, (*mine, "free"), total - used)
-        if self._stage == "decode":
+        if self._stage in ("decode", "auto"):
             accepted, drafted = view["drafts"]["accepted"], view["drafts"]["drafted"]
             yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "accepted"), accepted)
             yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "rejected"), drafted - accepted)
@@ -154,5 +154,5 @@ class StageMetrics:
                 yield Reading(catalog.KV_ERRORS, place, counters["errors"])
                 yield Reading(catalog.KV_BYTES, (*place, "read"), counters["bytes_read"])
                 yield Reading(catalog.KV_BYTES, (*place, "written"), counters["bytes_written"])
-        if self._stage == "decode":
+        if self._stage in ("decode", "auto"):
             yield Reading(catalog.KV_RECOMPUTED, (self._pipeline,), kv["recomputed_blocks"])

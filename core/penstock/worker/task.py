@@ -16,7 +16,7 @@ from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Request, T
 from penstock.names import PriorityClass, Stage, WorkerKind
 from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import Operation
+from penstock.telemetry.genai import Operation, build_request_attributes
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.load import TaskLoad, WorkerLoad
@@ -149,10 +149,12 @@ class Task:
         is_own = self.claim.stage == "prefill" and self.delivery.is_held and not self.hands_off
         return self.name if is_own else ""
 
-    def start_span(self, name: str) -> None:
-        """Start the span of the work on the request."""
+    def start_span(self, name: str, model_name: str, since_s: float) -> None:
+        """Start the span of the work on the request, and end that of the work before, if there is one."""
+        self.span.end()
         attributes = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
-        self.span = tracing.start_span(name, self.parent_context, self.read_s or self.started_s, **attributes)
+        self.span = tracing.start_span(name, self.parent_context, since_s, **attributes)
+        self.span.set_attributes(build_request_attributes(self.operation, model_name))
         self.context = tracing.with_span(self.span, self.parent_context)
 
     @property

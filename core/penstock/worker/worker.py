@@ -1,31 +1,35 @@
 """The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
 There is one loop and three roles (`role.py` in `prefill_worker/`, `decode_worker/` and `endpoint_worker/`): a role
-reads messages, hands requests to its engine, and builds what is written and published of them. A request is one `Task`
-from its message to its settlement. What others have done (blocks loaded and stored, messages read, deliveries settled)
-comes back as events that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows
-the contract (`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
+reads messages, hands requests to its engine, and builds what is written and published of them. A worker that serves
+both stages has a role for requests and one for jobs, over one engine. A request is one `Task` from its message to its
+settlement. What others have done (blocks loaded and stored, messages read, deliveries settled) comes back as events
+that the loop collects: it alone touches tasks, record, session and metrics. Of the engine it knows the contract
+(`TokenSource` in `penstock.engine.contract`): the engine moves the blocks' bytes itself.
 
-The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. An endpoint
-worker's are those of decode, with the claim of a request in place of a job's:
+The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's. A request that
+is decoded where it was read goes from 4 to 7, and has no 5 and 6. An endpoint worker's are those of decode, with the
+claim of a request in place of a job's:
 
-    1, 6  claim     poll messages while there is capacity; those that are read are claimed in one round trip: epoch+1 in
-                    Redis, and in decode the job is bound if none is, and the log is read. What cannot be answered ends
-                    here, and goes on at 5
+    1, 6  claim     poll messages while there is capacity; those of a stage are claimed in one round trip: epoch+1 in
+                    Redis, a job is bound if nothing is, and the log of what was begun is read. What cannot be answered
+                    ends here, and goes on at 5 or 9
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
     3, 7  step      the engine computes: parts of prompts, and a token for each sequence that has its prompt, or
                     several that it has guessed. Blocks that became full go to the KV store
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
-                    prefill waits for its token's, as the hand-off does. The blocks of its last chunk follow it
-    8     end       finish reason, usage and timings are appended
-    5, 9  settle    what is through goes out. In prefill, once all blocks are where decode can read them, leased to the
-                    request: job reference out, then the request is done, then the record says that it is handed off.
-                    In decode: result out, job done, together; the leases on its blocks end
+                    a hand-off waits for its token's. The blocks of its last chunk follow it
+    8     end       finish reason, usage and timings are appended. A request's own message is bound with it, if its
+                    delivery is here
+    5, 9  settle    what is through goes out. What is handed off, once all blocks are where decode can read them, leased
+                    to the request: job reference out, then the request is done, then the record says that it is handed
+                    off. What has ended: result out, job or request done, together; the leases on its blocks end
 
 What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
-the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles; a crash
-inside 9 leaves either nothing or all of it. Inside 5, once the job is out, the next attempt hands the request off
-again, under another name: decode binds one of its jobs, and the other is stale. Leases that nobody ends run out.
+the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles, with the
+message that is bound, or that its claim binds where none is; a crash inside 9 leaves either nothing or all of it.
+Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes it: one of
+its messages is bound, and the others are stale. Leases that nobody ends run out.
 """
 
 import contextlib
@@ -66,7 +70,7 @@ from penstock.record import (
     UnclaimedMessage,
 )
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
+from penstock.telemetry.genai import build_usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import (
@@ -115,7 +119,7 @@ class Settling:
 
 
 class Worker:
-    """A worker of one kind: its role and engine, its record, and its place in the consumer group."""
+    """A worker of one kind: its roles and engine, its record, and its place in its consumer groups."""
 
     def __init__(
         self,
@@ -446,8 +450,7 @@ class Worker:
         ):
             self.session.remove_claim(claim)
             return
-        task.start_span(task.role.kind)
-        task.span.set_attributes(build_request_attributes(task.operation, self.role.model_name))
+        task.start_span(task.role.kind, self.role.model_name, task.read_s or task.started_s)
         stage_failpoint(task.role.kind, "decode.6.read")
         self.running[task.id] = task
         self.session.add_claim(claim)

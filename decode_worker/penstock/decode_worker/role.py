@@ -1,8 +1,8 @@
-"""Jobs in decode: an answer goes on at the end of its log, and a result is published.
+"""Jobs, in workers of kind `decode` and `auto`: an answer goes on at the end of its log, and a result is published.
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
-    6  a job and its log are read; KV that is not in the store is computed again
+    6  a job, which its claim has bound, and its log are read; KV that is not in the store is computed again
     7  the answer is decoded, a token a step or several
     8  it ends
     9  the result is published
@@ -49,7 +49,7 @@ MAX_BATCH_ADMISSIONS = 3
 
 
 class DecodeRole(ModelRole):
-    """The role of a decode worker."""
+    """The role of a worker that reads jobs."""
 
     kind: WorkerKind = "decode"
     stage: Stage = "decode"

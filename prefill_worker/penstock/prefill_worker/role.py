@@ -1,11 +1,18 @@
-"""Requests in prefill: a prompt is computed, with one token, and handed off.
+"""Requests: a prompt is computed, with one token, and handed off, or decoded here.
 
 The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker`):
 
     2  a message is read: decoded, validated, tokenized; a request that cannot be answered ends, and goes on at 5
     3  its prompt is computed
     4  token 0 is sampled
-    5  the job reference is published for decode, also for requests that ended here, as prefill settles no results
+    5  the job reference is published for decode, at a later token too where the worker decodes. A prefill worker does
+       that also for requests that ended here
+    7  the answer is decoded here, where a `StayPolicy` says so, or its end was in the log
+    8  it ends
+    9  the result is published, with the request's own message
+
+What a crash costs: between 4 and 5, and in 7, nothing is bound, so any worker that reads requests goes on at the log's
+end. After 8 the message that is bound settles; where the holder had no delivery, that is the first one claimed then.
 """
 
 import hashlib
@@ -61,7 +68,7 @@ half of that: while one long prompt waits, short ones are still taken, which the
 
 
 class PrefillRole(ModelRole):
-    """The role of a prefill worker."""
+    """The role of a worker that reads requests; without `stays` that of a prefill worker."""
 
     kind: WorkerKind = "prefill"
     stage: Stage = "prefill"
@@ -253,10 +260,12 @@ class PrefillRole(ModelRole):
         gap_s = task.measure_token_gap(written_s)
         if task.first_token_s or task.claim.num_found_tokens:
             metrics.record_token(gap_s)
-            return
-        task.first_token_s = now_s()
-        metrics.record_first_token(task.operation, task.delivery.timestamp_s)
-        tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
+        else:
+            task.first_token_s = now_s()
+            metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+            tracing.record_span("first_token", task.context, sent_s, task.first_token_s)
+        if gap_s is None and task.outcome is None and not task.hands_off:
+            task.start_span("decode", self.model_name, now_s())
 
     # 5. Settle.
 

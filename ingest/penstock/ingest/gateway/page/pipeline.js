@@ -5,6 +5,7 @@ import { byId, count, make, percent, rate, say, seconds, shape, Sparkline } from
 
 const MOST = 100_000; // tokens at which a tank is full; its marks are powers of ten
 const CLASSES = ["interactive", "batch"];
+const STAGES = ["prefill", "decode"];
 const TIERS = ["pool", "shm", "disk", "redis"];
 const LAG = { prefill: "prompt_tokens", decode: "output_tokens" };
 const FORMATS = { requests: rate, prefill: rate, cached: rate, jobs: count, decode: rate, ttft: seconds, itl: seconds };
@@ -53,9 +54,10 @@ export class PipelineView {
     const toGenerate = CLASSES.reduce((sum, klass) => sum + (snapshot.lag[klass].decode.output_tokens ?? 0), 0);
     put("jobs.tokens", count(toGenerate));
     this._lines.jobs.add(snapshot.at, toGenerate);
-    for (const stage of ["prefill", "decode"]) {
+    for (const stage of STAGES) {
       const list = document.querySelector(`[data-workers="${stage}"]`);
-      const mine = (workers) => workers.filter((worker) => worker.stage === stage);
+      // Other kinds of workers do the work of both stages.
+      const mine = (workers) => workers.filter((worker) => worker.stage === stage || !STAGES.includes(worker.stage));
       if (snapshot.workers) showWorkers(list, mine(snapshot.workers), mine(snapshot.lost));
       else list.replaceChildren(make("li", "nobody", "not shown with an API key"));
     }

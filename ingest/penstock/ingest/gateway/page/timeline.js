@@ -3,7 +3,6 @@
 import { askJson, pause } from "./api.js";
 import { byId, make, say, seconds, SHORTEST_S } from "./draw.js";
 
-const WHOLE = ["request", "prefill", "decode", "end"]; // spans arrive from several processes, some a little later
 const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
 
 export class TimelineView {
@@ -25,7 +24,7 @@ export class TimelineView {
       for (const waitMs of [...LOOKS_MS, null]) {
         const { choices: [life] } = await askJson(`/v1/requests/${encodeURIComponent(id)}/timeline`);
         if (turn !== this._shown) return;
-        const isWhole = WHOLE.every((name) => life.spans.some((span) => span.name === name));
+        const isWhole = hasAll(life.spans);
         isDrawn = life.spans.length > 0;
         if (isDrawn) draw(id, life, latencyS, ttftS, isWhole);
         if (isWhole) return;
@@ -41,6 +40,14 @@ export class TimelineView {
       tell(error.message, "failed");
     }
   }
+}
+
+/** Whether nothing is missing up to the answer's end: spans arrive from several processes, some a little later. */
+function hasAll(spans) {
+  const names = new Set(spans.map(({ name }) => name));
+  const end = spans.find(({ name }) => name === "end");
+  const hasEnder = end && spans.some(({ id }) => id === end.parent); // the worker in which it ended
+  return Boolean(hasEnder) && names.has("request") && (names.has("prefill") || !names.has("decode"));
 }
 
 function tell(text, kind = "") {
