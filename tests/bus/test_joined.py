@@ -1,6 +1,7 @@
 """A member of both groups, on each bus, over one member of each group."""
 
 import threading
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import BusUnavailable, DeliveryLost, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import Pipeline, PriorityClass
+from penstock.redis.client import redis_client
 from penstock.testing.bus import MemoryBus
 from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import CAPACITY, list_values, make_settlement, publish_messages, take_deliveries
@@ -88,6 +90,20 @@ def test_a_class_without_room_does_not_wake_it(streams_bus: StreamsBus, pipeline
     bell.close()
 
 
+def test_it_goes_on_where_the_server_has_lost_its_streams(
+    streams_bus: StreamsBus, pipeline: Pipeline, redis_url: str
+) -> None:
+    with streams_bus.join_group("auto", "a") as member:
+        assert member.poll(0.0, CAPACITY) == []
+        with redis_client(redis_url) as client:
+            client.delete(*map(pipeline.stream_key, pipeline.all_topics()))
+        assert isinstance(member, JoinedMember)
+        member._bell.arm(CAPACITY)
+        publish_one_of_each(streams_bus, pipeline)
+        member._bell.wait(PATIENCE_S)
+        assert len(take_one_of_each(member)) == 4
+
+
 def test_what_one_member_settled_is_left_out_when_the_rest_is_settled_again(bus: Bus, pipeline: Pipeline) -> None:
     publish_one_of_each(bus, pipeline)
     with bus.join_group("auto", "a") as member:
@@ -145,3 +161,13 @@ def test_it_reads_and_renews_for_both_groups(bus: Bus, pipeline: Pipeline) -> No
                 reader.close()
         else:
             assert (readers, member.list_partitions()) == ([], [])
+
+
+def test_on_kafka_it_has_two_pollers_and_one_lookup_thread(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
+    with kafka_bus.join_group("auto", pipeline.name):
+        names = [thread.name for thread in threading.enumerate() if thread.name.endswith(pipeline.name)]
+        assert Counter(names) == {f"kafka-{pipeline.name}": 2, f"kafka-lookup-{pipeline.name}": 1}
+    wait_for(
+        lambda: not any(thread.name.endswith(pipeline.name) for thread in threading.enumerate()),
+        "they have ended",
+    )

@@ -200,7 +200,7 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     """A partition that went and came back is begun where the member between stopped."""
     bus = DoubleBus()
     bus.commits[ONE] = TopicPartition(*ONE, 10)
-    questions = PositionLookup(bus.create_consumer({}))
+    questions = PositionLookup(bus.create_consumer({}), threading.Condition())
 
     def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         found = [bus.commits[ONE]]
@@ -212,9 +212,9 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
 
     questions._consumer.committed = answer_late  # type: ignore[method-assign, assignment]
     questions.request_starts([ONE])
-    questions.answer_requests(0.0)
+    questions.answer_requests()
     assert questions.take_starts() == {}
-    questions.answer_requests(0.0)
+    questions.answer_requests()
     assert questions.take_starts()[ONE].offset == 50
 
 

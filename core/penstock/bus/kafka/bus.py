@@ -46,6 +46,7 @@ from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.partitioner import Partitioner
+from penstock.bus.kafka.position_lookup import LookupThread
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, WorkerKind
@@ -108,8 +109,8 @@ class KafkaBus(KafkaClientFactory):
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group, and return the member. One with transactions fences an older one of the same name."""
         if stage == "auto":
-            bell = EventBell()
-            return join_both(self.pipeline, lambda kind: KafkaMember(self, kind, name, bell.ring), bell)
+            bell, lookups = EventBell(), LookupThread(name)
+            return join_both(self.pipeline, lambda kind: KafkaMember(self, kind, name, bell.ring, lookups), bell)
         return KafkaMember(self, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ from penstock.bus.kafka.client import (
 from penstock.bus.kafka.client_factory import KafkaClientFactory
 from penstock.bus.kafka.offsets import NO_EPOCH, Partition
 from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
-from penstock.bus.kafka.position_lookup import PositionLookup, ReadProgress
+from penstock.bus.kafka.position_lookup import LookupThread, PositionLookup, ReadProgress
 from penstock.bus.kafka.writers import GroupRebalanced, OffsetCommitter, OutputWriter, Transactions, to_topic_partitions
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
@@ -56,7 +56,6 @@ MAX_SETTLEMENT_S = 45.0
 """A settlement that takes longer counts as hung: the time limits of its steps add up to less."""
 STALL_PATIENCE_S = 5.0
 """How long a member may stand still before the worker has to make a new one. A process may be paused for a moment."""
-LOOKUP_TIMEOUT_S = 0.25
 MAX_SOCKET_TIMEOUT_S = 300.0
 """The longest time limit that librdkafka takes."""
 MARKER_COMMIT_INTERVAL_S = 1.0
@@ -67,8 +66,8 @@ class KafkaMember:
     """Consumes a stage's topics. It settles in transactions; in prefill it does so from its first result on.
 
     Three threads use it. The poller reads, and runs the callbacks for partitions that are assigned or revoked. The
-    lookup thread makes the calls that take time: where an assigned partition begins, and where a quiet one ends. The
-    third thread is the caller's, which settles.
+    lookup thread makes the calls that take time: where an assigned partition begins, and where a quiet one ends. It
+    does so for both members of a worker that is in two groups. The third thread is the caller's, which settles.
 
     The broker checks that a settling member is in the group, but not that it owns the partition. So there are two
     locks. `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
@@ -86,9 +85,17 @@ class KafkaMember:
     """
 
     def __init__(
-        self, bus: KafkaClientFactory, stage: WorkerKind, name: str, wake: Callable[[], None] = lambda: None
+        self,
+        bus: KafkaClientFactory,
+        stage: WorkerKind,
+        name: str,
+        wake: Callable[[], None] = lambda: None,
+        lookups: LookupThread | None = None,
     ) -> None:
-        """`wake` is called, on any thread, when `poll` has something to return or to raise."""
+        """`wake` is called, on any thread, when `poll` has something to return or to raise. `lookups` is the lookup
+        thread of the worker's other member; None where there is none.
+        """
+        lookups = lookups or LookupThread(name)
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
@@ -125,13 +132,14 @@ class KafkaMember:
         guards it.
         """
         self._commits = OffsetCommitter()
-        self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)))
+        self._lookup = PositionLookup(bus.create_consumer(_lookup_settings(self._group)), lookups.requested)
+        self._commit_at = 0.0
+        """When the lookup thread commits again what was passed over."""
         settings = _consumer_settings(self._group, name) | {"on_commit": self._on_commit}
         # A response that takes longer than the time limit of a socket is dropped, and asked for again from its start.
         timeout_s = min(MAX_SOCKET_TIMEOUT_S, max(SOCKET_TIMEOUT_S, bus.fetch_attempts.longest_patience_s))
         self._consumer = bus.create_consumer(settings | {"socket.timeout.ms": int(timeout_s * 1000)})
-        self._lookup_thread = threading.Thread(target=self._look_up_forever, name=f"kafka-lookup-{name}", daemon=True)
-        self._lookup_thread.start()
+        lookups.serve(self)
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
 
@@ -607,24 +615,30 @@ class KafkaMember:
 
     # The lookup thread.
 
-    def _look_up_forever(self) -> None:
-        commit_at = 0.0
-        try:
-            while not self._closing.is_set():
-                self._lookup.answer_requests(LOOKUP_TIMEOUT_S)
-                writer = self._transactions
-                if writer and self._holdings.has_uncommitted and time.monotonic() >= commit_at:
-                    commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S
-                    self._commit_passed(writer)
-        except Exception as error:
-            self._note_failure(error)
-        finally:
+    @property
+    def has_requests(self) -> bool:
+        """Whether the brokers are to be asked something, by a member that can go on."""
+        return self._failure is None and self._lookup.has_requests
+
+    def look_up(self) -> bool:
+        """Look up what is asked for; see `position_lookup.LookingUp.look_up`."""
+        if self._closing.is_set():
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._lookup.close()
-            self._closing.wait()
             with self._settling:  # a settlement under way uses the producer
                 if self._transactions is not None:
                     self._transactions.close()
+            return False
+        try:
+            if self._failure is None:
+                self._lookup.answer_requests()
+                writer, now_s = self._transactions, time.monotonic()
+                if writer and self._holdings.has_uncommitted and now_s >= self._commit_at:
+                    self._commit_at = now_s + MARKER_COMMIT_INTERVAL_S
+                    self._commit_passed(writer)
+        except Exception as error:
+            self._note_failure(error)
+        return True
 
     def _commit_passed(self, writer: Transactions) -> None:
         """Commit the offsets of markers that were passed over, unless a settlement runs, which commits them too.

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 COMMITTED_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 1.0
-LOOKUP_RETRY_S = 0.05
+LOOKUP_INTERVAL_S, LOOKUP_RETRY_S = 0.25, 0.05
 UNKNOWN_START_S = 5.0
 """A partition whose last commit is not known for this long is a problem that is told."""
 ACCESS_ERRORS = (
@@ -44,14 +44,14 @@ class StartPosition(NamedTuple):
 class PositionLookup:
     """Looks up where partitions have to begin, and where they end.
 
-    One thread calls `answer_requests` again and again, so that the poller waits for no answer; the poller calls the
+    `LookupThread` calls `answer_requests` again and again, so that the poller waits for no answer; the poller calls the
     other methods. The consumer is in no group, and reads what is committed: a commit that a dead member's open
     transaction may still change has no answer before that transaction ends.
     """
 
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
-        self._lock = threading.Condition()
+    def __init__(self, consumer: Consumer, changed: threading.Condition) -> None:
+        """`changed` guards the requests, and is notified of each."""
+        self._consumer, self._lock = consumer, changed
         # Each request is an object of its own: a partition may go and come back before an older request is answered.
         self._starts: dict[Partition, object] = {}
         self._ends: dict[Partition, object] = {}
@@ -107,10 +107,14 @@ class PositionLookup:
             found, self._found_ends = self._found_ends, {}
         return found
 
-    def answer_requests(self, timeout_s: float) -> None:
-        """Send the next requests to the brokers; wait up to `timeout_s` for any. Raise `BusUnavailable` if refused."""
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything to ask the brokers."""
+        return bool(self._starts or self._ends)
+
+    def answer_requests(self) -> None:
+        """Send the next requests to the brokers, if there are any. Raise `BusUnavailable` if they refuse."""
         with self._lock:
-            self._lock.wait_for(lambda: self._starts or self._ends, timeout_s)
             starts, ends = dict(self._starts), dict(list(self._ends.items())[:1])
         if starts and not self._ask_starts(starts):
             with self._lock:
@@ -170,6 +174,44 @@ class PositionLookup:
             log.debug("Kafka: the end of %s is not known: %s", partition, error)
             return None
         return found[1] if found else None
+
+
+class LookingUp(Protocol):
+    """A member that has something to look up."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether it waits for answers of the brokers."""
+
+    def look_up(self) -> bool:
+        """Ask the brokers what is to be looked up now. Return False once the member has left."""
+
+
+class LookupThread:
+    """Looks up what one member has to know, or both members of a worker that is in two groups.
+
+    An answer for one member that the brokers hold back delays the other one's by up to `COMMITTED_TIMEOUT_S`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.requested = threading.Condition()
+        """Guards the requests of all members, and is notified of each."""
+        self._members: list[LookingUp] = []
+        self._thread = threading.Thread(target=self._run, name=f"kafka-lookup-{name}", daemon=True)
+
+    def serve(self, member: LookingUp) -> None:
+        """Look up for this member, too, until it has left."""
+        self._members.append(member)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _run(self) -> None:
+        while self._members:
+            with self.requested:
+                self.requested.wait_for(lambda: any(one.has_requests for one in self._members), LOOKUP_INTERVAL_S)
+            for member in list(self._members):
+                if not member.look_up():
+                    self._members.remove(member)
 
 
 QUIET_PARTITION_S = 5.0

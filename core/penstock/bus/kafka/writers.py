@@ -138,7 +138,8 @@ class Transactions:
             self._open, self._begun_s = True, time.monotonic()
             write_and_flush(self._producer, self._partitions, outputs, self._flush_s)  # 3
             failpoint("kafka.3.written")
-            self._producer.send_offsets_to_transaction(offsets, membership, BROKER_TIMEOUT_S)  # 4
+            if offsets:  # else the membership may not be known yet
+                self._producer.send_offsets_to_transaction(offsets, membership, BROKER_TIMEOUT_S)  # 4
             failpoint("kafka.4.offsets")
             self._commit()  # 5
             failpoint("kafka.5.committed")

@@ -7,7 +7,6 @@ from typing import Any
 from penstock.bus.streams.client import bus_errors, connect_client
 from penstock.bus.streams.member import MAX_BLOCK_S
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
-from penstock.redis.client import raise_outage
 
 BEGINNING = b"0-0"
 
@@ -35,7 +34,7 @@ class StreamsBell:
         with bus_errors(), self._client.pipeline(transaction=False) as batch:
             for key, _ in watched:
                 batch.xinfo_groups(key)
-            replies = raise_outage(batch.execute(raise_on_error=False))
+            replies = batch.execute(raise_on_error=False)
         self._after = {key: _find_last(reply, group) for (key, group), reply in zip(watched, replies, strict=True)}
 
     def wait(self, timeout_s: float) -> None:
@@ -54,6 +53,9 @@ class StreamsBell:
 
 
 def _find_last(reply: Any, group: bytes) -> bytes:
-    """Return the last entry that a group has delivered; where the server has lost the group, the stream's beginning."""
+    """Return the last entry that a group has delivered; where the server has lost the group, the stream's beginning.
+
+    Other errors come again when the streams are read.
+    """
     groups = [] if isinstance(reply, Exception) else reply
     return next((found["last-delivered-id"] for found in groups if found["name"] == group), BEGINNING)
