@@ -178,7 +178,8 @@ class Side:
 @contextlib.contextmanager
 def open_sides(given: Options) -> Iterator[dict[str, Side]]:
     """Start all sides and warm them up."""
-    forms = FORMS if given.before is None else {"before_": Form(prefill=1, decode=1, checkout=given.before)} | FORMS
+    forms = {} if given.before is None else {"before_": Form(prefill=1, decode=1, checkout=given.before)}
+    forms |= given.choose_size(FORMS, FORMS, {name: FORMS[name] for name in ("", "one_hop_")})
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
         buses, servers, stacks = {"embedded": ""}, dict[str, ValkeyServer](), dict[str, Stack]()
