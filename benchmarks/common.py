@@ -75,7 +75,7 @@ def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
     """Print the figures, and write them to the file of `--json`."""
     print()
     for name, value in figures.items():
-        print(f"{name:40} {value:10.3f}")
+        print(f"{name:52} {value:10.3f}")
     if given.json is not None:
         given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
 

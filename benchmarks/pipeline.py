@@ -1,18 +1,23 @@
 """What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
-python -m benchmarks.pipeline [--quick | --smoke] [--json FILE]
+python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--before FOLDER]
 
-The sides take turns in one run: the bare engine with a worker's settings (one thread), the pipeline on Redis Streams,
-the pipeline on Kafka, each with one prefill and one decode worker. Time to first token is of one request at a time;
-throughput is output tokens per second of many requests sent at once, until the last one's end was read.
+The sides take turns in one run: the bare engine with a worker's settings (one thread), and on Redis Streams and on
+Kafka each of these pipelines: one prefill and one decode worker; one worker that serves both stages (one hop, with one
+thread as the bare engine has); two of these. With `--before`, also one prefill and one decode worker with the modules
+of another checkout, whose native libraries are built. Time to first token is of one request at a time; throughput is
+output tokens per second of many requests sent at once, until the last one's end was read.
 
 Processor time is that of all processes of a side: workers, Valkey and the client, the broker apart; the bare engine is
 one process. It is taken of as many requests with 4 tokens each, and of those that throughput is measured with: the
 difference of the two loads tells what a token costs. What a side adds is formed within a round, in which all sides
-have the same prompts. Nothing is measured before all engines have mapped their pools.
+have the same prompts. Nothing is measured before all engines have mapped their pools. What Redis reads and what the
+broker takes are also measured of requests of 16 tokens, one at a time and 64 at once. Memory is compared of the workers
+alone, once they have answered all that.
 
-The pipeline has two workers, so its throughput is also compared with one engine on two threads. That engine runs before
-the pipelines are started and after they have ended: its spinning threads lose most of their speed beside anything else.
+The pipeline of two stages has two workers, so its throughput is also compared with one engine on two threads. That
+engine runs before the pipelines are started and after they have ended: its spinning threads lose most of their speed
+beside anything else.
 """
 
 import contextlib
@@ -23,13 +28,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import redis
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
-from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
+from benchmarks.common import Arguments, describe_machine, format_spread, make_parser, report_figures, save_plot
+from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers, read_proportional_bytes
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine.detokenizer import Detokenizer
@@ -40,6 +47,7 @@ from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Sampling
+from penstock.redis.client import redis_client
 
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB_VARIABLE: "0"}
@@ -47,7 +55,43 @@ SETTINGS = EngineSettings(dtype="float32", device="cpu")
 TWO_THREADS = "bare, two threads"
 SHORT_ANSWER_TOKENS = 4
 """Tokens of an answer whose cost is that of the request, not that of its tokens."""
+FEW_ANSWER_TOKENS = 16
+"""Tokens of an answer where what Redis and the broker do for a request is measured."""
 Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks, and a checkout to compare with."""
+
+    before: Path | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How many workers of each kind a pipeline has, and their modules where they are another checkout's."""
+
+    prefill: int = 0
+    decode: int = 0
+    auto: int = 0
+    checkout: Path | None = None
+
+    def make_environment(self) -> dict[str, str]:
+        """Return the environment of its workers. Two of them have a core and a thread each; one has as many threads as
+        the bare engine.
+        """
+        environment = dict(ENVIRONMENT)
+        if self.checkout is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(
+                str(folder.parent.resolve()) for folder in self.checkout.glob("*/penstock")
+            )
+        if self.prefill + self.decode + self.auto == 1:
+            environment["PENSTOCK_ENGINE_THREADS"] = "1"
+        return environment
+
+
+FORMS = {"": Form(prefill=1, decode=1), "one_hop_": Form(auto=1), "two_one_hop_": Form(auto=2)}
+"""By how the names of their sides begin, which end with the name of the bus."""
 
 
 class EngineSide:
@@ -127,33 +171,47 @@ class Side:
 
     engine: EngineSide | PipelineSide
     meter: Meter
+    workers: list[int]
+    """The pids of its workers."""
 
 
 @contextlib.contextmanager
-def open_sides(how: type[Stack]) -> Iterator[dict[str, Side]]:
+def open_sides(given: Options) -> Iterator[dict[str, Side]]:
     """Start all sides and warm them up."""
+    forms = {} if given.before is None else {"before_": Form(prefill=1, decode=1, checkout=given.before)}
+    forms |= given.choose_size(FORMS, FORMS, {name: FORMS[name] for name in ("", "one_hop_")})
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        made = {BARE: Side(EngineSide(1), Meter([os.getpid()]))}
-        buses = {"embedded": ""}
+        buses, servers, stacks = {"embedded": ""}, dict[str, ValkeyServer](), dict[str, Stack]()
         try:
             buses["kafka"] = exits.enter_context(find_or_start_kafka(directory / "kafka"))
         except DependencyMissing as missing:
             print(f"without Kafka: {missing}")
-        for name, kafka in buses.items():
-            server = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
-            stack = how(directory / name, kafka=kafka, redis=server.url, environment=ENVIRONMENT)
-            exits.enter_context(stack).wait_until_ready(300)
+        for name, form, kafka in ((way + bus, form, at) for bus, at in buses.items() for way, form in forms.items()):
+            servers[name] = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
+            how = given.choose_stack() if form.checkout is None else Stack
+            stacks[name] = how(
+                directory / name, pipeline=name.replace("_", "-"), kafka=kafka, redis=servers[name].url,
+                prefill=form.prefill, decode=form.decode, auto=form.auto, environment=form.make_environment(),
+            )  # fmt: skip
+            exits.enter_context(stacks[name])
+        made = {BARE: Side(EngineSide(1), Meter([os.getpid()]), [])}
+        for name, stack in stacks.items():
+            stack.wait_until_ready(300)
             piped = PipelineSide(exits.enter_context(Client(stack.addresses)))
-            made[name] = Side(piped, Meter(_list_pids(stack, server), find_brokers() if kafka else ()))
+            workers = [worker.child.pid for worker in stack.workers if worker.child is not None]
+            pid = servers[name].pid
+            assert pid is not None
+            reader = exits.enter_context(redis_client(servers[name].url))
+            brokers = find_brokers() if stack.addresses.kafka else ()
+            made[name] = Side(
+                piped, Meter([os.getpid(), pid, *workers], brokers, partial(_count_reads, reader)), workers
+            )
         yield made
 
 
-def _list_pids(stack: Stack, server: ValkeyServer) -> list[int]:
-    """Return the pids of a pipeline, its client's (this process) among them."""
-    workers = [worker.child.pid for worker in stack.workers if worker.child is not None]
-    assert server.pid is not None
-    return [os.getpid(), server.pid, *workers]
+def _count_reads(server: "redis.Redis") -> float:
+    return float(server.info("stats")["total_reads_processed"])
 
 
 def run_in_turns(
@@ -181,11 +239,11 @@ def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
     ][1:]
 
 
-def run(given: Arguments) -> dict[str, float]:
+def run(given: Options) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
     wide = measure_two_threads(max(1, rounds // 3), load, max_new)
-    with open_sides(given.choose_stack()) as all_sides:
+    with open_sides(given) as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
             side.engine.measure_tokens_per_s(make_prompts(random.Random(1), 8, 16, 64), 8)
@@ -198,23 +256,26 @@ def run(given: Arguments) -> dict[str, float]:
 
         firsts = run_in_turns(rounds, names, "time to first token", first)
         rates, loads = measure_throughput(all_sides, max(1, rounds * 3 // 4), load, max_new)
+        measure_few(all_sides, max(1, rounds // 3), given.choose_size((16, 64), (8, 64), (1, 2)), loads)
+        memory = {name: read_proportional_bytes(all_sides[name].workers) for name in names if all_sides[name].workers}
     wide += measure_two_threads(max(1, rounds // 3), load, max_new)
     print(f"{describe_machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
         print(
-            f"{name:18} first token {format_spread(milliseconds):28} ms   "
+            f"{name:20} first token {format_spread(milliseconds):28} ms   "
             f"throughput {format_spread(rates[name]):28} tokens/s"
         )
-    print(f"{TWO_THREADS:18} {'':43} throughput {format_spread(wide):28} tokens/s")
+    print(f"{TWO_THREADS:20} {'':43} throughput {format_spread(wide):28} tokens/s")
     for name in names:
         costs_ms = [cost.own_s / load * 1000 for cost in loads.short_costs[name]]
         print(
-            f"{name:18} processor time of a request with {SHORT_ANSWER_TOKENS} tokens {format_spread(costs_ms):28} ms"
+            f"{name:20} processor time of a request with {SHORT_ANSWER_TOKENS} tokens {format_spread(costs_ms):28} ms"
         )
     if given.is_full:
         draw_plot(firsts, rates | {TWO_THREADS: wide})
-    return compare_sides(firsts, rates, wide) | loads.make_figures()
+    memory_ratio = memory["one_hop_embedded"] / memory["embedded"]
+    return compare_sides(firsts, rates, wide) | loads.make_figures() | {"memory_vs_two_workers": memory_ratio}
 
 
 def measure_throughput(
@@ -236,6 +297,24 @@ def measure_throughput(
     return run_in_turns(rounds, list(all_sides), "throughput", once), loads
 
 
+def measure_few(all_sides: dict[str, Side], rounds: int, num: tuple[int, int], loads: Loads) -> None:
+    """Measure what requests of some tokens cost: so many one at a time, and so many at once."""
+
+    def once(name: str, number: int) -> list[float]:
+        engine, meter = all_sides[name].engine, all_sides[name].meter
+        alone, at_once = (make_prompts(random.Random(f"{number} few"), count, 32, 32) for count in num)
+
+        def run_alone() -> float:
+            return sum(engine.measure_tokens_per_s([prompt], FEW_ANSWER_TOKENS) for prompt in alone)
+
+        loads.alone_costs.setdefault(name, []).append(meter.measure_load(run_alone)[1])
+        _, cost = meter.measure_load(lambda: engine.measure_tokens_per_s(at_once, FEW_ANSWER_TOKENS))
+        loads.at_once_costs.setdefault(name, []).append(cost)
+        return []
+
+    run_in_turns(rounds, list(all_sides), "reads", once)
+
+
 def compare_sides(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide: list[float]) -> dict[str, float]:
     """Return the pipeline's sides relative to the bare engine."""
     figures = {}
@@ -250,12 +329,13 @@ def compare_sides(firsts: dict[str, list[float]], rates: dict[str, list[float]],
 
 def draw_plot(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
     """Draw both measurements, every side, every sample's spread."""
-    figure = Figure(figsize=(9, 3.6))
+    figure = Figure(figsize=(14, 3.6))
     left, right = figure.subplots(1, 2)
-    left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=list(firsts))
+    labels = [name.replace("_", "\n") for name in firsts]
+    left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=labels)
     left.set_title("time to first token, one request at a time")
     left.set_ylabel("ms")
-    right.boxplot(list(rates.values()), tick_labels=[name.replace(", ", ",\n") for name in rates])
+    right.boxplot(list(rates.values()), tick_labels=[*labels, TWO_THREADS.replace(" ", "\n")])
     right.set_title("output tokens/s, all requests at once")
     for axis in (left, right):
         axis.set_ylim(bottom=0)
@@ -264,7 +344,9 @@ def draw_plot(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> 
 
 
 def main() -> None:
-    given = parse_arguments(__doc__ or "")
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--before", type=Path, help="compare with the workers of this checkout")
+    given = Options(**vars(parser.parse_args()))
     report_figures(run(given), given)
 
 

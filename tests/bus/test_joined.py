@@ -1,16 +1,20 @@
 """A member of both groups, on each bus, over one member of each group."""
 
+import math
 import threading
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
+import redis
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.joined import JoinedMember
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.member import READ, StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import Pipeline, PriorityClass
@@ -171,3 +175,39 @@ def test_on_kafka_it_has_two_pollers_and_one_lookup_thread(kafka_bus: KafkaBus, 
         lambda: not any(thread.name.endswith(pipeline.name) for thread in threading.enumerate()),
         "they have ended",
     )
+
+
+def join_streams(bus: StreamsBus) -> tuple[JoinedMember, list[StreamsMember]]:
+    """Join both groups, and return the member and its two, which have nothing to do now but to read."""
+    member = bus.join_group("auto", "a")
+    assert isinstance(member, JoinedMember)
+    both = [one for one in (member._requests, member._jobs) if isinstance(one, StreamsMember)]
+    for one in both:
+        one._reclaim_at = one._renewed_s = math.inf
+    return member, both
+
+
+def test_streams_of_both_groups_are_read_in_one_round_trip(streams_bus: StreamsBus, pipeline: Pipeline) -> None:
+    publish_one_of_each(streams_bus, pipeline)
+    joined, (requests, _) = join_streams(streams_bus)
+    with joined as member:
+        with mock.patch.object(requests, "_client", None):
+            assert member.poll(0.0, {}) == []
+            assert len(member.poll(0.0, CAPACITY)) == 4
+        assert requests.count_held() == 2
+
+
+def test_both_members_find_what_a_lost_reply_gave_them(streams_bus: StreamsBus, pipeline: Pipeline) -> None:
+    joined, both = join_streams(streams_bus)
+    with joined as member:
+        run_once = READ.run_once
+
+        def lose_reply(*given: Any) -> list[Any]:
+            run_once(*given)
+            raise redis.ConnectionError("the reply is lost")
+
+        publish_one_of_each(streams_bus, pipeline)
+        with mock.patch.object(READ, "run_once", lose_reply), pytest.raises(BusUnavailable):
+            member.poll(0.0, CAPACITY)
+        assert [one.count_held() for one in both] == [0, 0]
+        assert len(member.poll(0.0, CAPACITY)) == 4

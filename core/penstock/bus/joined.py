@@ -82,13 +82,21 @@ class JoinedMember:
 
         Where the second member raises, the next call returns what the first one gave.
         """
-        for member in (self._jobs, self._requests):
-            left = {klass: capacity.get(klass, 0) - sum(one.klass == klass for one in self._taken) for klass in CLASSES}
-            self._taken += member.poll(0.0, left)
+        self._poll_members(capacity)
         found, self._taken = self._taken, []
         for delivery in found:
             self._done.pop(delivery.address, None)
         return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+
+    def _poll_members(self, capacity: Mapping[PriorityClass, int]) -> None:
+        """Add what can be had without waiting to what was taken."""
+        for member in (self._jobs, self._requests):
+            self._taken += member.poll(0.0, self._count_left(capacity))
+
+    def _count_left(self, capacity: Mapping[PriorityClass, int]) -> dict[PriorityClass, int]:
+        return {
+            klass: max(0, capacity.get(klass, 0) - sum(one.klass == klass for one in self._taken)) for klass in CLASSES
+        }
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Let each member settle what it delivered; see `contract.Member.settle`.
@@ -152,13 +160,18 @@ class JoinedMember:
         self.close()
 
 
-def join_both(pipeline: Pipeline, join_group: Callable[[WorkerKind], Member], bell: Bell) -> JoinedMember:
+def join_both(
+    pipeline: Pipeline,
+    join_group: Callable[[WorkerKind], Member],
+    bell: Bell,
+    make: Callable[[Pipeline, Member, Member, Bell], JoinedMember] = JoinedMember,
+) -> JoinedMember:
     """Join the groups of requests and of jobs, and return the member of both. Raise what `join_group` raises."""
     with contextlib.ExitStack() as joined:
         joined.callback(bell.close)
         requests, jobs = joined.enter_context(join_group("auto")), joined.enter_context(join_group("decode"))
         joined.pop_all()
-    return JoinedMember(pipeline, requests, jobs, bell)
+    return make(pipeline, requests, jobs, bell)
 
 
 def _name(settlement: Settlement) -> object:

@@ -34,6 +34,7 @@ from penstock.bus.streams.client import (
     encode_entry,
     to_bus_unavailable,
 )
+from penstock.bus.streams.joined import JoinedStreams
 from penstock.bus.streams.member import StreamsMember
 from penstock.config.settings import BusSettings
 from penstock.names import STAGES, Pipeline, WorkerKind
@@ -80,7 +81,7 @@ class StreamsBus:
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
         join = partial(StreamsMember, self.pipeline, self.url, self.settings, name=name)
         if stage == "auto":
-            return join_both(self.pipeline, join, StreamsBell(self.pipeline, self.url))
+            return join_both(self.pipeline, join, StreamsBell(self.pipeline, self.url), JoinedStreams)
         return join(stage)
 
     def count_unsettled(self) -> dict[str, int]:

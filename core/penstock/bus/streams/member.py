@@ -23,11 +23,12 @@ from penstock.bus.streams.client import (
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
-from penstock.redis.client import REDIS_TIMEOUT_S, execute_once, raise_first_error
+from penstock.redis.client import REDIS_TIMEOUT_S, raise_first_error
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, ScriptCall, load_script
 
 log = logging.getLogger(__name__)
 
+READ = load_script("penstock.bus.streams", "read")
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 SETTLE = load_script("penstock.bus.streams", "settle")
 
@@ -83,20 +84,26 @@ class StreamsMember:
 
     def _poll_once(self, capacity: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
         try:
-            if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
-                renewal = self._build_renewal()
-                renewal.run(self._client)
-                renewal.read_reply()
-                self._raise_if_fenced()
-            found = self._fetch_available(capacity)
+            left = {klass: max(0, capacity.get(klass, 0)) for klass in CLASSES}
+            found = [*self.take_known(left), *self.take_new([self], left)]
             wait_s = min(MAX_BLOCK_S, end - time.monotonic())
-            return found if found or wait_s <= 0 else self._wait_for_message(wait_s, capacity)
+            if not found and wait_s > 0:
+                found = self._wait_for_message(wait_s, capacity)
+            return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
         except redis.RedisError as error:
-            self._recovering = True
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
-                raise
-            create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
+            self.note_lost_reply()
+            self.mend_groups(error)
             return []
+
+    def note_lost_reply(self) -> None:
+        """Note that this member may hold deliveries that it does not know."""
+        self._recovering = True
+
+    def mend_groups(self, error: redis.RedisError) -> None:
+        """Create the groups anew that the server has lost. Raise the error where it says another thing."""
+        if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
+            raise error
+        create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish and finish in one script: after a crash either all of it happened, or none."""
@@ -234,20 +241,57 @@ class StreamsMember:
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
-    def _fetch_available(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Return the deliveries that can be had without waiting. Capacity goes to them in this order.
+    def take_known(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Renew this member where that is due. Return the deliveries that it has or may have for other reasons than
+        that they are new, and lessen what is left by them. Raise errors of Redis' client, and `MemberFenced`.
 
-        1. Deliveries of this member whose reply was lost. 2. Those of members that are gone. 3. New messages.
+        Capacity goes to them in this order. 1. Deliveries of this member whose reply was lost. 2. Those of members that
+        are gone.
         """
-        left = {klass: max(0, capacity.get(klass, 0)) for klass in CLASSES}
+        if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
+            renewal = self._build_renewal()
+            renewal.run(self._client)
+            renewal.read_reply()
+        self._raise_if_fenced()
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
         if time.monotonic() >= self._reclaim_at:  # 2
             found += self._reclaim_dead_members(left)
             self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
-        found += self._read_new(left)  # 3
-        return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+        return found
+
+    def take_new(self, members: "Sequence[StreamsMember]", left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Return new deliveries of members on this one's server, in one round trip, and lessen what is left by them.
+        The first member's have capacity before the second one's. Raise errors of Redis' client: then a reply may be
+        lost to any of them.
+        """
+        if not any(left.values()):
+            return []
+        streams = [(member, *stream) for member in members for stream in member.list_reads()]
+        words: list[Any] = [left[klass] for klass in CLASSES]
+        for _, _, *about in streams:
+            words += about
+        command = READ.command([key for _, key, *_ in streams], words)
+        [taken] = raise_first_error(READ.run_once(self._client, [command]))
+        per_member = len(CLASSES)
+        return [
+            delivery
+            for number, member in enumerate(members)
+            for delivery in member.accept_new(taken[number * per_member :][:per_member], left)
+        ]
+
+    def list_reads(self) -> list[tuple[str, str, str, int]]:
+        """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
+        key_of, who = self._pipeline.stream_key, (self._group, self._consumer)
+        return [(key_of(self._topics[klass]), *who, number) for number, klass in enumerate(CLASSES, 1)]
+
+    def accept_new(self, taken: Sequence[Any], left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Return the deliveries of the entries that the script has read, of each stream of `list_reads`."""
+        found: list[Delivery] = []
+        for klass, entries in zip(CLASSES, taken, strict=True):
+            found += self._accept_entries(self._topics[klass], _pair_fields(entries), left)
+        return found
 
     def _wait_for_message(self, wait_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Wait up to `wait_s` for a new message, and return its delivery."""
@@ -262,18 +306,6 @@ class StreamsMember:
         streams: dict[Any, Any] = dict.fromkeys(topics, ">")
         reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=1, block=wait_ms)
         return [found for key, entries in reply or () for found in self._accept_entries(topics[key], entries, left)]
-
-    def _read_new(self, left: dict[PriorityClass, int]) -> list[Delivery]:
-        wanted = [(topic, count) for topic, count in self._list_streams(left) if count > 0]
-        read, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
-        # A busy worker does this in each turn, and redis-py's own methods take half as long again.
-        commands = [[*read, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted]
-        replies = raise_first_error(execute_once(self._client, commands))
-        found: list[Delivery] = []
-        for (topic, _), reply in zip(wanted, replies, strict=True):
-            for _, entries in reply or ():
-                found += self._accept_entries(topic, entries, left)
-        return found
 
     def _recover_lost_replies(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries that the server has assigned to this member and that the member does not know."""
@@ -305,8 +337,7 @@ class StreamsMember:
         taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *capacities])
         found: list[Delivery] = []
         for (topic, _), entries in zip(wanted, taken, strict=True):
-            pairs = [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
-            found += self._accept_entries(topic, pairs, left)
+            found += self._accept_entries(topic, _pair_fields(entries), left)
         return found
 
     def _list_streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
@@ -336,6 +367,11 @@ class StreamsMember:
             for delivery in found:
                 self._held[_position_of(delivery)] = delivery
                 left[delivery.klass] -= 1
+
+
+def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
+    """Return entries as a script replies them, with their fields by name."""
+    return [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
 
 
 def _position_of(delivery: Delivery) -> tuple[str, str]:
