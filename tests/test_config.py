@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic_settings import BaseSettings
 
 from penstock.cli.config import list_settings
+from penstock.config import settings as settings_module
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     SETTINGS_CLASSES,
@@ -196,6 +198,11 @@ def test_every_variable_that_is_named_is_a_setting() -> None:
     words = [(path, word) for path, text in list_written_files() for word in pattern.findall(text)]
     assert len({word for _, word in words}) > len(list_variables()), "all settings, and parts of names"
     assert not [(str(path.relative_to(ROOT)), word) for path, word in words if not is_known(word)]
+
+
+def test_each_kind_of_settings_may_be_given() -> None:
+    made = {one for name, one in vars(settings_module).items() if name.endswith("Settings")}
+    assert made - {BaseSettings} <= set(SETTINGS_CLASSES)
 
 
 def test_variables_are_distinct_and_explained() -> None:

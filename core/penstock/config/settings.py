@@ -436,8 +436,8 @@ class FaultSettings(BaseSettings):
 
 
 SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
-    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, TraceSettings,
-    TelemetrySettings,
+    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, StaySettings,
+    TraceSettings, TelemetrySettings,
     AdmissionSettings, GuardSettings,
     GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, FaultSettings,
 )  # fmt: skip
