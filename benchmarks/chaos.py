@@ -3,9 +3,10 @@
 python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills N | --one-kill]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
-read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
-killed in the middle of long answers, and prefill workers in the middle of long prompts, while nothing else is wrong,
-Kafka with its timeouts at their defaults, and the time until each request goes on is taken (`sim/chaos/recovery.py`).
+read every stream, some of them coming back again and again with the last event id they saw. First decode workers
+and those of both stages are killed in the middle of long answers, and prefill workers in the middle of long prompts,
+while nothing else is wrong, Kafka with its timeouts at their defaults, and the time until each request goes on is taken
+(`sim/chaos/recovery.py`).
 
 Then come rounds in which every worker is killed or stopped at the next of its numbered steps, or at any time, again and
 again, while servers are killed and paused, connections cut, hung, slowed and refused, the disk is full, and single
@@ -24,6 +25,7 @@ A round's seed says what is done; with `--seed` it is done again. Histories and 
 
 import contextlib
 import itertools
+import random
 import tempfile
 import time
 from collections import Counter
@@ -38,7 +40,7 @@ from rich.table import Table
 
 from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
-from penstock.names import STAGES, Stage, WorkerKind
+from penstock.names import STAGES, WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
@@ -49,6 +51,8 @@ from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
+WORKERS = ((3, 4), (0, 0, 5), (2, 2, 2))
+"""How many workers of prefill, of decode and of both there may be in a round."""
 KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
@@ -85,7 +89,7 @@ class ChaosTotal:
 
     counts: FaultCounts = field(default_factory=FaultCounts)
     findings: list[Finding] = field(default_factory=list)
-    recoveries: dict[tuple[Stage, Bus], Recovery] = field(default_factory=dict)
+    recoveries: dict[tuple[WorkerKind, Bus], Recovery] = field(default_factory=dict)
     num_requests: int = 0
     num_rounds: int = 0
 
@@ -150,13 +154,15 @@ def _measure_recoveries(
 ) -> None:
     """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
     plans = given.choose_size(
-        (RecoveryPlan(3, 10), make_prefill_plan(8)), (RecoveryPlan(1, 2, length=240), make_prefill_plan(1)), ()
+        (RecoveryPlan(3, 10), RecoveryPlan(3, 10, "auto"), make_prefill_plan(8)),
+        (RecoveryPlan(1, 2, length=240), RecoveryPlan(1, 2, "auto", length=240), make_prefill_plan(1)),
+        (),
     )
     for plan, bus in itertools.product(plans, reversed(BUSES)):
         what = f"recovery of {plan.stage}, {bus}"
         with show_progress(what, total, given) as tell:
             made = measure_recovery(bus, directory / f"recovery-{plan.stage}-{bus}", fork_server, plan, tell)
-            if plan.stage == "decode":
+            if plan.stage != "prefill":
                 found = waiting.enter_context(made)
             else:  # others publish the jobs of a dead prefill worker: nothing waits for the brokers
                 with made as found:
@@ -186,7 +192,8 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
     for number in itertools.count():
         for place, bus in enumerate(BUSES):
-            seconds, workers = given.choose_size((MAX_ROUND_S[bus], (3, 4)), (6.0, (3, 4)), (2.0, (1, 2)))
+            drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
+            seconds, workers = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2)))
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
@@ -209,7 +216,7 @@ def show_progress(what: str, total: ChaosTotal, given: "Options") -> Iterator[Pr
 def make_kills_table(toll: FaultCounts) -> Table:
     """Return kills and stops by process and step, including steps that were never reached."""
     made = Table("process", "step", "kills", "stops")
-    kinds: tuple[WorkerKind, ...] = (*STAGES, "endpoint")
+    kinds: tuple[WorkerKind, ...] = (*STAGES, "auto", "endpoint")
     steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
         made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))

@@ -20,8 +20,8 @@ from penstock.names import WorkerKind
 
 PREFILL = (
     "prefill.1.polled", "prefill.2.claimed", "prefill.2.taken", "prefill.2.ended", "prefill.3.fetched",
-    "prefill.3.stepped", "prefill.3.shipping", "prefill.4.appended", "prefill.4.written", "prefill.5.settled",
-    "prefill.5.handed",
+    "prefill.3.stepped", "prefill.3.shipping", "prefill.4.sent", "prefill.4.appended", "prefill.4.written",
+    "prefill.5.asked", "prefill.5.settled", "prefill.5.handed",
 )  # fmt: skip
 DECODE = (
     "decode.6.polled", "decode.6.claimed", "decode.6.taken", "decode.6.read", "decode.6.fetched", "decode.7.stepped",

@@ -13,6 +13,8 @@ FREQUENT_POINTS = (".stepped", ".sent", ".confirmed", "endpoint.3.appended")
 """Endings of failpoints that a worker passes many times."""
 RARE_POINTS = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken", "endpoint.1.taken")
 """Failpoints that not every worker reaches: these workers are given more time."""
+LOOP_POINTS = ("decode.6.polled", "decode.7.stepped", "decode.7.shipping", "decode.7.sent")
+"""Failpoints that a worker which reads requests and jobs passes under the names of prefill alone."""
 ANY_TIME = "any time"
 Bus = str
 """`embedded` or `kafka`."""
@@ -47,7 +49,10 @@ class KillPlan:
 
 def list_failpoints(stage: WorkerKind, bus: Bus) -> list[str]:
     """Return the failpoints that a worker of a stage can reach."""
-    own = {"prefill": failpoints.PREFILL, "decode": failpoints.DECODE, "endpoint": failpoints.ENDPOINT}[stage]
+    own = {
+        "prefill": failpoints.PREFILL, "decode": failpoints.DECODE, "endpoint": failpoints.ENDPOINT,
+        "auto": [point for point in (*failpoints.PREFILL, *failpoints.DECODE) if point not in LOOP_POINTS],
+    }[stage]  # fmt: skip
     on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE
     return [*own, *failpoints.SETTLER, *(on_kafka if bus == "kafka" else ())]
 

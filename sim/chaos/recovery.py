@@ -1,7 +1,7 @@
 """How soon others go on with what a killed worker had: the time from SIGKILL to the next token that a reader sees.
 
-Of a decode worker these are the streams it was in the middle of. Of a prefill worker they are all requests accepted
-before the kill that only it would have gone on with, in whatever state they are:
+Of a decode or auto worker these are the streams it was in the middle of. Of a prefill worker they are all requests
+accepted before the kill that only it would have gone on with, in whatever state they are:
 
 - being computed (claimed, no token yet), and waiting in it or, on Kafka, in one of its partitions: to their first token
 - being handed off (their first token is in the log, their job is not settled): to their second token
@@ -27,7 +27,7 @@ from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.messages import Request, extract_request_id
-from penstock.names import Pipeline, Stage, WorkerKind, parse_event_id
+from penstock.names import Pipeline, WorkerKind, find_stages, parse_event_id
 from penstock.record.log import RequestStatus, TokenLog
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask
@@ -80,7 +80,8 @@ class RecoveryPlan:
     waves: int
     kills: int
     """Kills in a wave, at most."""
-    stage: Stage = "decode"
+    stage: WorkerKind = "decode"
+    """Which workers are killed."""
     streams: int = 24
     prompt: int = 60
     """Tokens of each prompt."""
@@ -89,7 +90,7 @@ class RecoveryPlan:
     min_requests: int = 4
     """Workers with fewer requests are not killed."""
     min_tokens: int = 1
-    """Decode workers are killed only once each stream has so many tokens."""
+    """Decode and auto workers are killed only once each stream has so many tokens."""
 
 
 def make_prefill_plan(kills: int) -> RecoveryPlan:
@@ -123,9 +124,8 @@ def measure_recovery(
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, bus, {}))
-        size: dict[WorkerKind, int] = {"prefill": 1, "decode": 3}
-        if plan.stage == "prefill":
-            size = {"prefill": 3, "decode": 1}
+        size: dict[WorkerKind, int] = {"prefill": 1, "decode": 1} if plan.stage != "auto" else {}
+        size[plan.stage] = 3
         stack = ChaosStack(
             directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), size
         )
@@ -154,7 +154,7 @@ def _are_idle(clients: Clients) -> bool:
     return clients.is_idle
 
 
-def _knows_members(stack: ChaosStack, stage: Stage) -> bool:
+def _knows_members(stack: ChaosStack, stage: WorkerKind) -> bool:
     """Whether each worker of a stage has its partitions, and no dead one has any."""
     names = sorted(worker.name for worker in stack.workers if worker.stage == stage)
     return sorted(read_members(stack.addresses, Pipeline(stack.addresses.pipeline).consumer_group(stage))) == names
@@ -171,7 +171,7 @@ def _tend_until(stack: ChaosStack, condition: Callable[[], bool], what: str, eve
 def _make_task(plan: RecoveryPlan, wave: int, number: int) -> ClientTask:
     request, answer = _make_work(plan.prompt, plan.length)[number % NUM_DISTINCT_REQUESTS]
     # In prefill, equal prompts would be found and not computed: they are of different tenants.
-    tenant = f"wave-{wave}" if plan.stage == "decode" else f"wave-{wave}-{number}"
+    tenant = f"wave-{wave}-{number}" if plan.stage == "prefill" else f"wave-{wave}"
     named = request.model_copy(update={"id": f"w{wave}-{number}", "tenant": tenant})
     return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
@@ -187,11 +187,12 @@ class _Wave:
         self._client, self._history, self._found = client, history, found
         self._log = TokenLog(client, Pipeline(stack.addresses.pipeline), RecordSettings())
         self._ids = [f"w{number}-{one}" for one in range(plan.streams)]
+        self._is_in_prefill = plan.stage == "prefill"
 
     def kill_workers(self, progress: Progress) -> None:
         """Kill the worker with the most requests, wait until they all go on, and repeat."""
-        if self._plan.stage == "decode":
-            wait_for(self._all_decoding, "all streams are in decode", every_s=0.02)
+        if not self._is_in_prefill:
+            wait_for(self._all_decoding, "all streams are decoded", every_s=0.02)
         for _ in range(self._plan.kills):
             if not (name := self._find_victim()):
                 return
@@ -207,9 +208,13 @@ class _Wave:
     def _all_decoding(self) -> bool:
         now = self._read_states()
         return len(now) == len(self._ids) and all(
-            status.stage == "end" or (status.stage == "decode" and status.num_tokens >= self._plan.min_tokens)
+            status.stage == "end" or (self._is_worked_on(status) and status.num_tokens >= self._plan.min_tokens)
             for status in now.values()
         )
+
+    def _is_worked_on(self, status: RequestStatus) -> bool:
+        """Return whether a worker of the kind that is killed may have a request."""
+        return status.stage in find_stages(self._plan.stage)
 
     def _find_victim(self) -> str:
         """Return the worker that holds most requests, or an empty name where none holds enough.
@@ -218,12 +223,12 @@ class _Wave:
         """
         while True:
             now = self._read_states()
-            held = Counter(one.worker_name for one in now.values() if one.stage == self._plan.stage and one.worker_name)
+            held = Counter(one.worker_name for one in now.values() if self._is_worked_on(one) and one.worker_name)
             name, count = max(held.items(), key=lambda item: item[1], default=("", 0))
             if count >= self._plan.min_requests:
                 return name
             is_over = len(now) == len(self._ids) and all(one.stage in HANDED_OFF_STAGES for one in now.values())
-            if self._plan.stage == "decode" or is_over:
+            if is_over or not self._is_in_prefill:
                 return ""
             time.sleep(0.002)
 
@@ -234,7 +239,7 @@ class _Wave:
         at = self._history.add_entry("victim", worker=name)
         child.kill()
         now = self._read_states()
-        if self._plan.stage == "decode":
+        if not self._is_in_prefill:
             before = {one: status.num_tokens for one, status in now.items() if status.worker_name == name}
         else:
             # What others took over meanwhile is seen here already: the lease of a second is what this has time for.

@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class ChaosRound:
     """After how many kills, of workers of each kind, no more faults are injected."""
     prefill: int = 3
     decode: int = 4
+    auto: int = 0
+    """Workers of each kind. Where endpoints are asked, as many ask them as are `decode` and `auto`."""
     num_in_flight: int = 16
     patience_s: float = 90.0
     """How long a client waits for a token or a result. Time in which a server is away does not count, and bursts make
@@ -157,10 +160,13 @@ def make_stack(
         settings["PENSTOCK_ENGINE_MODEL"] = str(make_state_model())
     if plan.load == "forms":
         settings |= SPLIT_FORMS
-    size: dict[WorkerKind, int] = {"prefill": plan.prefill, "decode": plan.decode}
+    # Of the answers that an auto worker begins, all that are whole, or the short ones alone, end there.
+    settings["PENSTOCK_WORKER_STAY_MAX_ANSWER_TOKENS"] = random.Random(f"{plan.seed}/stay").choice(["6", "24", "2000"])
+    size: dict[WorkerKind, int] = {"prefill": plan.prefill, "decode": plan.decode, "auto": plan.auto}
     if endpoints:
         settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS
-        size = {"endpoint": plan.decode}
+        size = {"endpoint": plan.decode + plan.auto}
+    size = {kind: count for kind, count in size.items() if count}
     away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
     size = {kind: count + more for kind, count in size.items()}
     return ChaosStack(directory / "stack", fork_server, history, servers, plan_of, size, settings, away)

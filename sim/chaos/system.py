@@ -160,8 +160,8 @@ class ChaosStack(Stack):
         """`size`: how many workers of each kind; `more`: their settings; `away`: workers that are not started yet."""
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url,
-            prefill=size.get("prefill", 0), decode=size.get("decode", 0), endpoint=size.get("endpoint", 0),
-            environment={**ENVIRONMENT, **(more or {})},
+            prefill=size.get("prefill", 0), decode=size.get("decode", 0), auto=size.get("auto", 0),
+            endpoint=size.get("endpoint", 0), environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._plan_kill = plan_of
         self.counts = FaultCounts()

@@ -124,12 +124,58 @@ FLAWS = (
     ),
     Flaw(
         "a result goes out before its end is written", f"{WORKER}/worker.py",
-        "            self._remove_task(task)\n        ends = [",
-        "            self._remove_task(task)\n            self._complete_task(task, begun_s)\n        ends = [",
+        "task.leaving_for = task.role.hands_off_for\n        ends",
+        "task.leaving_for = task.role.hands_off_for\n            self._complete_task(task, begun_s)\n        ends",
     ),
     Flaw(
         "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",
-        "if task.claim.num_tokens:\n            return None", "if False:\n            return None",
+        "if task.hands_off and not is_first:\n            return None", "if False:\n            return None",
+    ),
+    Flaw(
+        "an end that its own message settles is not bound", f"{WORKER}/task.py",
+        'return self.name if is_own else ""', 'return ""', rates=("autos=1",),
+    ),
+    Flaw(
+        "an end is bound to a message that was taken over without its delivery", f"{WORKER}/task.py",
+        'self.claim.stage == "prefill" and self.delivery.is_held and not', 'self.claim.stage == "prefill" and not',
+        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
+    ),
+    Flaw(
+        "an end is bound to a message that goes on as a job", f"{WORKER}/task.py",
+        "self.delivery.is_held and not self.hands_off", "self.delivery.is_held",
+    ),
+    Flaw(
+        "a request's own message counts as another one", f"{WORKER}/task.py",
+        "self.id, self.body_hash, self.name, serialize",
+        'self.id, self.body_hash, "" if self.body_hash else self.name, serialize',
+        rates=("autos=1",),
+    ),
+    Flaw(
+        "an older claim replaces a newer one", f"{WORKER}/worker.py",
+        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:", rates=("autos=1",),
+    ),
+    Flaw(
+        "an end that is bound to its own message goes on as a job", f"{WORKER}/worker.py",
+        'task.leaving_for = ""  # its message is bound', "pass", rates=("autos=0.5",),
+    ),
+    Flaw(
+        "a request is handed off before its token is in the log", f"{WORKER}/worker.py",
+        "if not task.is_in_flight:  # the log has its token already", "if not task.is_in_flight or task.hands_off:",
+        rates=("autos=1",),
+    ),
+    Flaw(
+        "a result is settled of an end that is not bound", "prefill_worker/penstock/prefill_worker/role.py",
+        "if not task.hands_off:\n            return build_result_of_log",
+        "if task.outcome is not None or not task.hands_off:\n            return build_result_of_log",
+    ),
+    Flaw(
+        "what a session held is free in the other stage", f"{RECORD}/lua/reap.lua",
+        "r[2] == 'prefill' and KEYS[2] or KEYS[3]", "r[2] == 'prefill' and KEYS[3] or KEYS[2]", "streams",
+    ),
+    Flaw(
+        "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
+        "if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):",
+        "if writer is not None:", "kafka", ("autos=0.5",),
     ),
     Flaw(
         "claims of a worker that leaves are kept", f"{WORKER}/worker.py",
@@ -157,7 +203,7 @@ FLAWS = (
     ),
     Flaw(
         "each job is claimed", f"{RECORD}/lua/claim.lua",
-        "if bound ~= '' and bound ~= job then return {'bound'} end", "", "streams",
+        "if bound ~= '' and bound ~= name then return {'bound'} end", "", "streams",
     ),
     Flaw(
         "the end of a worker that lost its claim is written", f"{RECORD}/lua/finish.lua",

@@ -578,7 +578,7 @@ class Worker:
         self._sent_s = now_s()
         if entries:
             self.record.send_tokens(entries)
-            stage_failpoint(self.role.kind, "decode.7.sent")
+            stage_failpoint(self.role.kind, "prefill.4.sent", "decode.7.sent")
         for task, item in dict(mine).items():
             if task in failed:
                 task.outcome = Outcome.of_error(failed[task])
@@ -740,7 +740,7 @@ class Worker:
             settling = Settling(len(stage_output.dead_letters), task, begun_s, stage_output.span_attributes)
             again = None if stage_output.rename is None else partial(_rename_outputs, task.delivery, stage_output)
             self.settler.settle(settlement, settling, again, task.blocks_stored)
-            stage_failpoint(task.role.kind, "decode.9.asked", "endpoint.5.asked")
+            stage_failpoint(task.role.kind, "prefill.5.asked", "decode.9.asked", "endpoint.5.asked")
         with confine_error(task.id):
             task.role.end_leases(task)
 
