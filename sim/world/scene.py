@@ -146,7 +146,7 @@ class Rates:
     hostile_s: float
     """The mean time between messages that are no requests; 0 if there are none."""
     full_s: float
-    """The mean time until Redis is full for a while; 0 if it never is."""
+    """The mean time until Redis and Kafka are full for a while; 0 if they never are."""
     deadlines: float
     """The share of requests with a deadline. By the clock of Redis half of them cannot be missed."""
     away_s: float
@@ -162,14 +162,14 @@ class Rates:
             return 0.0 if chance.random() < 0.4 else most * chance.random() ** 2
 
         return cls(
-            crash=maybe(0.01), stall=maybe(0.003), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
+            crash=maybe(0.01), stall=maybe(0.01), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
             cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(2 * DEADLINE_S),
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
             batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.35 else 0.0,
-            bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
+            bug=maybe(0.01), slow=maybe(0.2), wedge=0.01 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
@@ -503,7 +503,7 @@ class Scene:
             publisher.publish([Outgoing(topic, value, key, dict(headers))])
 
     def _fill_redis(self) -> None:
-        self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, 10.0)
+        self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
     def _pause_server(self) -> None:
         self.ways.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
