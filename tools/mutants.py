@@ -74,11 +74,14 @@ ROOMS = {
         (
             "tests/pipeline/test_exits.py", "tests/pipeline/test_confined_errors.py", "tests/test_result.py",
             "tests/pipeline/test_reading.py", "tests/pipeline/test_refused_writes.py",
-            "tests/pipeline/test_renamed_jobs.py",
+            "tests/pipeline/test_renamed_jobs.py", "tests/test_worker.py",
         ),
-        ("tests/test_worker.py", "tests/bus/test_settler.py", "tests/record/test_rescue.py", "tests/test_lag.py"),
+        (
+            "tests/bus/test_settler.py", "tests/record/test_rescue.py", "tests/test_lag.py",
+            "tests/pipeline/test_standing_loop.py",
+        ),
         ((WORKER, ""),),
-        "kafka",
+        "kafka or ends_itself",
     ),
     "record": Room(
         "core/penstock/record/", ("tests/record",), ("tests/client/test_streams.py",), (("", "streams"),)
