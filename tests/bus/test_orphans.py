@@ -88,7 +88,9 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
 def test_a_group_that_never_committed_is_read_from_the_beginning(kafka: str, pipeline: Pipeline) -> None:
     bus, topic = KafkaBus(pipeline, kafka, BusSettings(partitions=2)), pipeline.request_topic("interactive")
     bus.create_topics()
+    assert set(bus.count_unsettled().values()) == {0}
     publish_messages(bus, make_messages(topic, 12))
+    assert bus.count_unsettled()[topic] == 12
     with closing(KafkaOrphanReader(pipeline, "prefill", bus.clients)) as reader:
         found = read(reader, [f"{topic}:0", f"{topic}:1"], 12)
     assert sorted(list_numbers(found)) == list(range(12))
