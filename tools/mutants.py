@@ -1,10 +1,11 @@
-"""`python -m tools.mutants draw|run ROOM …`: small changes of the source, which the world or the tests must notice.
+"""`python -m tools.mutants draw|forget|run ROOM …`: small changes, which the world or the tests must notice.
 
 `draw` writes a list of mutants that follows from a seed into `docs/figures/mutants/ROOM.json`. A mutant names a file,
 the lines that it changes, which place with this text it means, and the lines in their place: so a list can be played
 again on a later tree, and a mutant whose lines are gone says so. `run` makes each change in a copy of the repository,
 and writes into the list what noticed it: the first seconds of the world, the tests, or the rest of the world's minute.
-Seconds are processor time, as other work shares the machine. What was played before is left out.
+Seconds are processor time, as other work shares the machine. What was played before is left out, until `forget` takes
+the results off a list.
 """
 
 import argparse
@@ -105,7 +106,7 @@ ROOMS = {
         ),
     ),
 }  # fmt: skip
-"""Left out are tests that start a Kafka, or processes of workers: they take longer than all others."""
+"""Left out are tests of contracts on Kafka, and those that start processes of workers, which take longer."""
 
 
 @dataclass(frozen=True)
@@ -441,16 +442,18 @@ def run_list(name: str, copy: Copy, first: int, played: Sequence[str]) -> None:
 def main() -> None:
     """Draw lists, or play them."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants")
-    parser.add_argument("what", choices=["draw", "run"])
+    parser.add_argument("what", choices=["draw", "forget", "run"])
     parser.add_argument("rooms", nargs="+", choices=list(ROOMS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60, help="how many are drawn, or played of each list")
     parser.add_argument("--world-s", type=float, default=60.0, help="how long the world plays")
     parser.add_argument("--again", action="store_true", help="play again what nothing noticed")
     given = parser.parse_args()
-    if given.what == "draw":
+    if given.what != "run":
         for name in given.rooms:
-            write_list(name, draw_mutants(ROOMS[name], given.seed, given.count))
+            is_new = given.what == "draw"
+            found = draw_mutants(ROOMS[name], given.seed, given.count) if is_new else read_list(name)
+            write_list(name, [replace(one, noticed="", seconds=0.0) for one in found])
         return
     if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
         os.environ["PYTHONHASHSEED"] = "0"
