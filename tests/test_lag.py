@@ -326,6 +326,11 @@ def test_no_more_is_taken_over_than_has_capacity(
 
     wait_for(done, "all prompts are handed off", every_s=0)
     assert max(taken_ahead) == 2, "a waiting prompt counts for half of the four steps"
+    taken_ahead.clear()
+    for num_free, accept in ((9, False), (0, True)):
+        worker.session.num_free = num_free
+        worker.run_once(accept=accept)
+    assert not taken_ahead, "neither by a worker that leaves, nor where none is free"
 
 
 @pytest.mark.in_memory

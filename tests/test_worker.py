@@ -285,7 +285,9 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         (status,) = read_worker_status(addresses)
         assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
         assert status["pid"] == os.getpid()
+        wait_for(lambda: beat._due_s > time.monotonic(), "its reply")
         beat.report_progress("weights", 0.5)
+        assert beat._due_s > time.monotonic(), "no beat of its own"
         beat.set_load_source(lambda: {"running": 3})
         beat.update_status(now=True, state="ready")
 

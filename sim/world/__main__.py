@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--level", default="", choices=["", *LEVELS], help="one for all seeds; else drawn by the seed")
     parser.add_argument("--until-found", action="store_true", help="end with the first seed that finds something")
-    parser.add_argument("--max-s", type=float, default=1e9, help="begin no new seed after so many seconds")
+    parser.add_argument(
+        "--max-s", type=float, default=1e9, help="begin no new seed after so many seconds of the processor"
+    )
     parser.add_argument(
         "--shorten", action="store_true", help="leave out mishaps and requests that a finding does not need"
     )
@@ -54,7 +56,7 @@ def main() -> None:
     load_tokenizer()
     begun_s, total, kills, found, exits = time.monotonic(), 0, 0, 0, contextlib.ExitStack()
     for seed in range(given.seed, given.seed + given.seeds):
-        if time.monotonic() - begun_s > given.max_s or (given.until_found and found):
+        if time.process_time() > given.max_s or (given.until_found and found):
             break
         plan = Plan.draw(seed, given.requests, given.level)
         rates = {name: float(value) for name, _, value in (rate.partition("=") for rate in given.rate)}

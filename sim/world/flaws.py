@@ -208,6 +208,7 @@ FLAWS = (
     Flaw(
         "the end of a worker that lost its claim is written", f"{RECORD}/lua/finish.lua",
         "if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end", "", "streams",
+        rates=("deadlines=0.9", "slow=0.3", "cut_s=3", "freeze_s=4", "kill_s=0", "crash=0", "leave_s=0", "away_s=0"),
     ),
     Flaw(
         "an ended request stays among those that its session holds", f"{RECORD}/lua/finish.lua",
@@ -249,6 +250,7 @@ FLAWS = (
         "outputs that are not acknowledged count as written", f"{BUS}/kafka/member.py",
         "with self._time_settlement(), bus_errors():\n            writer.write_outputs",
         "with self._time_settlement(), contextlib.suppress(KafkaException):\n            writer.write_outputs", "kafka",
+        rates=("full_s=3",),
     ),
     Flaw(
         "deliveries of partitions that went are settled", f"{BUS}/kafka/member.py",
@@ -261,6 +263,7 @@ FLAWS = (
     Flaw(
         "a commit that was refused counts as made", f"{BUS}/kafka/writers.py",
         "return [] if error is not None else", "return commits if error is not None else", "kafka",
+        rates=("full_s=3", "kill_s=0", "crash=0", "leave_s=0", "away_s=0", "rebalance_s=0"),
     ),
     Flaw(
         "a loop that stands still keeps its claims", f"{WORKER}/watch.py",

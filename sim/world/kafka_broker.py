@@ -110,6 +110,8 @@ class KafkaBroker:
         self._written: dict[str, int] = {}
         """How many messages each idempotent producer has written."""
         self.stands_until_s: Callable[[], float] = lambda: 0.0
+        self.full_until_s: Callable[[], float] = lambda: 0.0
+        """Until when logs take no messages, and groups no offsets but those of transactions. All else goes on."""
         self._numbers = itertools.count(1)
         world.start_thread(world.outside, "kafka", self._watch)
 
@@ -139,6 +141,7 @@ class KafkaBroker:
         self, writer: str, first: int, entries: Sequence[tuple[Partition, Entry]], owner: OwnerKey | None = None
     ) -> None:
         """Write messages. Those that an idempotent writer sends again are known by their number, from `first` on."""
+        self._check_space()
         transaction = None
         if owner is not None:
             transaction = self._find_transaction(owner)
@@ -151,6 +154,10 @@ class KafkaBroker:
         if writer:
             self._written[writer] = max(self._written.get(writer, 0), first + len(entries))
         self.changed.notify_all()
+
+    def _check_space(self) -> None:
+        if self._world.now_s < self.full_until_s():
+            raise make_failure(KafkaError.NOT_ENOUGH_REPLICAS, retriable=True)
 
     def find_stable_end(self, partition: Partition) -> int:
         """Return up to where the log can be read: before the first message of an open transaction."""
@@ -274,6 +281,7 @@ class KafkaBroker:
     def commit(self, group: str, offsets: Sequence[TopicPartition], member: MemberKey) -> None:
         """Commit offsets of a member in its present epoch."""
         self._check_member(group, *member)
+        self._check_space()
         self._note_commits(group, offsets)
 
     def _note_commits(self, group: str, offsets: Iterable[TopicPartition]) -> None:

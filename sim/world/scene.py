@@ -27,7 +27,16 @@ from penstock.errors import BusUnavailable, NameTaken, RequestTooLarge
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.metering import add_sums, parse_day_sums
 from penstock.ingest.openai.tokens import sum_usage
-from penstock.messages import EndEvent, Request, Result, Sampling, decode_message, encode_request, extract_request_id
+from penstock.messages import (
+    EndEvent,
+    Request,
+    Result,
+    Sampling,
+    TokenEvent,
+    decode_message,
+    encode_request,
+    extract_request_id,
+)
 from penstock.names import (
     CANONICAL_FORM,
     DEADLINE_HEADER,
@@ -67,7 +76,17 @@ CALM_S = 1500.0
 """How long after the last mishap all requests must be answered."""
 CUT_S = (1.0, 8.0, 40.0)
 """How long a cut lasts at most. The longest outlasts all time limits of Kafka's clients."""
+PATIENCE_S = (5.0, 5.0, 60.0)
+"""How long mishaps go on at most behind the last request: cuts last to their end in the longest, and take-overs have
+mishaps too.
+"""
+IDLE_S = 5.0
+"""How long an idle pipeline is watched."""
+MAX_IDLE_TURNS_PER_S = 400.0
+"""Of the threads of a process that waits for messages and renews what it holds; twice what was ever seen."""
 DEADLINE_S = 1000.0
+MISSED_S = (0.5, 20.0)
+"""Between them are deadlines that may be missed."""
 SMALL_LIMITS = {"MAX_QUEUED_S": 0.05, "MAX_QUEUED_MESSAGES": 1}
 """Limits of backpressure that so few requests reach."""
 MAX_TOKENS = 24
@@ -129,9 +148,9 @@ class Rates:
     hostile_s: float
     """The mean time between messages that are no requests; 0 if there are none."""
     full_s: float
-    """The mean time until Redis is full for a while; 0 if it never is."""
+    """The mean time until Redis and Kafka are full for a while; 0 if they never are."""
     deadlines: float
-    """The share of requests with a deadline that none misses by the clock of Redis."""
+    """The share of requests with a deadline. By the clock of Redis half of them cannot be missed."""
     away_s: float
     """The mean time until all workers die, and are away for minutes; 0 if they never do."""
     freeze_s: float
@@ -147,14 +166,14 @@ class Rates:
             return 0.0 if chance.random() < 0.4 else most * chance.random() ** 2
 
         return cls(
-            crash=maybe(0.01), stall=maybe(0.003), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
+            crash=maybe(0.01), stall=maybe(0.01), loss=maybe(0.1), delay_s=0.0005 + maybe(0.05),
             cut_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0, clocks_s=maybe(2 * DEADLINE_S),
             pause_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             double=maybe(0.4), cancel=maybe(0.3), leave_s=chance.uniform(3.0, 30.0) if chance.random() < 0.4 else 0.0,
             rebalance_s=chance.uniform(1.0, 30.0) if chance.random() < 0.4 else 0.0,
             gateways=chance.random() if chance.random() < 0.4 else 0.0, kill_s=chance.choice([0.0, 2.0, 10.0]),
             batches=maybe(0.6), away_s=chance.uniform(2.0, 10.0) if chance.random() < 0.35 else 0.0,
-            bug=maybe(0.01), slow=maybe(0.05), wedge=0.01 if chance.random() < 0.2 else 0.0,
+            bug=maybe(0.01), slow=maybe(0.2), wedge=0.01 if chance.random() < 0.2 else 0.0,
             hostile_s=chance.uniform(0.2, 5.0) if chance.random() < 0.3 else 0.0, deadlines=maybe(0.5),
             full_s=chance.uniform(3.0, 30.0) if chance.random() < 0.2 else 0.0,
             endpoint=chance.uniform(0.05, 0.7) if chance.random() < 0.2 else 0.0,
@@ -270,7 +289,7 @@ class Scene:
         self._repeat_mishap(self.rates.hostile_s, self._publish_hostile)
         self._repeat_mishap(self.rates.full_s, self._fill_redis)
         self._repeat_mishap(self.rates.away_s, self._kill_workers)
-        end_of_mishaps_s = 5.0 + self.plan.span_s
+        end_of_mishaps_s = self.plan.span_s + chance.choice(PATIENCE_S)
         self.world.run(lambda: self.num_clients_left == 0, end_of_mishaps_s)
         self.ways.is_calm = True
         is_over = self.world.run(self._is_all_answered, CALM_S)
@@ -278,8 +297,13 @@ class Scene:
             is_over = self.world.run(self._is_all_settled, CALM_S)
         if not is_over:
             self._note_what_is_left()
+        elif not self.failures:
+            self._watch_idle()
         self._record_topics()
+        self._record_logs()
         findings = check_history(self.history)
+        # A message that is no job has no name but its text: written twice, it is answered twice.
+        findings = [one for one in findings if not (one.kind == "duplicated" and one.id.startswith("hostile"))]
         if self.rates.bug:  # what no code expects may end a request, also when its end is in the log already
             findings = [one for one in findings if "internal_error" not in one.description]
         failures = self.failures + self.servers.list_breaches()
@@ -493,7 +517,7 @@ class Scene:
             publisher.publish([Outgoing(topic, value, key, dict(headers))])
 
     def _fill_redis(self) -> None:
-        self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, 10.0)
+        self.ways.full_until_s = self.world.now_s + self.chance.uniform(0.1, self.chance.choice(CUT_S))
 
     def _pause_server(self) -> None:
         self.ways.pauses[self.chance.choice(["redis", "bus"])] = self.world.now_s + self.chance.uniform(0.1, 15.0)
@@ -509,7 +533,8 @@ class Scene:
         sampling = Sampling(max_tokens=chance.choice([1, 2, 8, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
         klass: Any = chance.choice(["interactive", "interactive", "batch"])
         is_urgent = chance.random() < self.rates.deadlines and not self.rates.away_s
-        deadline = EPOCH_S + self.world.now_s + DEADLINE_S if is_urgent else None
+        limit_s = chance.choice([DEADLINE_S, chance.uniform(*MISSED_S)])
+        deadline = EPOCH_S + self.world.now_s + limit_s if is_urgent else None
         return Request(id=f"r{number}", token_ids=prompt, sampling=sampling, klass=klass, deadline=deadline)
 
     def _run_client(self, number: int) -> None:
@@ -517,8 +542,10 @@ class Scene:
         self.world.sleep(chance.uniform(0.0, self.plan.span_s))
         request = self._make_request(number, chance)
         may = ["cancelled"] if chance.random() < self.rates.cancel else []
+        is_late = request.deadline is not None and request.deadline < EPOCH_S + self.world.now_s + DEADLINE_S
+        late = ["deadline_exceeded"] if is_late else []
         if self.rates.endpoint:
-            self._produce(*self._make_question(request, may, chance), chance)
+            self._produce(*self._make_question(request, may + late, chance), chance)
         elif self.gateways is not None and chance.random() < self.rates.gateways:
             http = HttpClient(
                 self.world, self.gateways, chance, self._note, self._note_submitted, self._note_accepted,
@@ -530,7 +557,7 @@ class Scene:
             else:
                 http.ask(request, may, request.id if chance.random() < 0.8 else None)
         else:
-            self._produce(request, may, chance)
+            self._produce(request, may + late, chance)
         self.num_clients_left -= 1
 
     def _make_question(self, request: Request, may: list[str], chance: random.Random) -> tuple[Request, list[str]]:
@@ -583,19 +610,24 @@ class Scene:
             num_empty = 0 if events else num_empty + 1
             for event in events:
                 texts += event.text
+                self._note_event(request.id, "first", event, texts)
                 if isinstance(event, EndEvent):
-                    error, count = event.error and event.error.code, event.usage.completion_tokens
-                    end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
-                    entry: Entry = {**end, "error": error, "text": texts, "calls": []}
-                    self._note({"what": "end", "id": request.id, "reader": "first", **entry})
                     return
-                if request.prompt is None:
-                    told = {"reader": "first", "event": event.id, "token": event.token}
-                    self._note({"what": "token", "id": request.id, **told})
             if cancel_after is not None and reader.num_tokens >= cancel_after:
                 record.cancel_request(request.id)
                 cancel_after = None
             self.world.sleep(POLL_S * chance.random() * min(8, 1 + num_empty))
+
+    def _note_event(self, request_id: str, reader: str, event: TokenEvent | EndEvent, text: str) -> None:
+        """Note what a reader saw, and the text up to there."""
+        if isinstance(event, EndEvent):
+            error, count = event.error and event.error.code, event.usage.completion_tokens
+            end = {"finish": event.finish_reason, "count": None if event.pieces is not None else count}
+            entry: Entry = {**end, "error": error, "text": text, "calls": []}
+            self._note({"what": "end", "id": request_id, "reader": reader, **entry})
+        elif not self.rates.endpoint:
+            told = {"reader": reader, "event": event.id, "token": event.token}
+            self._note({"what": "token", "id": request_id, **told})
 
     # The judgement.
 
@@ -649,6 +681,22 @@ class Scene:
         self.failures += self.servers.list_left()
         for request_id in sorted(filter(self._is_open, self.accepted)):
             self.failures.append(f"{request_id} is open: {self.servers.record.read_status(request_id)!r}"[:300])
+
+    def _watch_idle(self) -> None:
+        """Let an idle pipeline run on: what comes late is judged too, and nothing asks again and again."""
+        begun = self.world.num_turns
+        self.world.run(lambda: self.failures, IDLE_S)
+        turns_per_s = (self.world.num_turns - begun) / IDLE_S / len(self.places)
+        if turns_per_s > MAX_IDLE_TURNS_PER_S:
+            self.failures.append(f"an idle process takes {turns_per_s:.0f} turns a second")
+
+    def _record_logs(self) -> None:
+        """Note what is in the logs in the end, as a reader saw it that reads all of it."""
+        for request_id in sorted(self.accepted):
+            text = ""
+            for event in self.servers.record.read_log(request_id):
+                text += event.text
+                self._note_event(request_id, "log", event, text)
 
     def _record_topics(self) -> None:
         for message in self.servers.bus.read_all(self.pipeline.results_topic):

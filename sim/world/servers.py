@@ -226,6 +226,7 @@ class KafkaServers(StreamsServers):
         self.record = self.open_record(JUDGE, RecordSettings())
         count = BusSettings().partitions
         self._broker = KafkaBroker(self.world, dict.fromkeys(self.pipeline.all_topics(), count))
+        self._broker.full_until_s = lambda: self.ways.full_until_s
         self.bus = BrokerBus(self.pipeline, self._broker)
 
     def _open_bus(self, who: str) -> Bus:

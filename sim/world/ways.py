@@ -40,7 +40,7 @@ class Ways:
         self.pass_point: Callable[[], object] = lambda: None
         """Called before and after each call of a process."""
         self.full_until_s = 0.0
-        """Until when Redis takes no command that may need memory."""
+        """Until when Redis takes no command that may need memory, and Kafka no messages."""
         self.pauses = {"redis": 0.0, "bus": 0.0}
         """Until when a server stands still."""
 

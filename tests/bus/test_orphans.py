@@ -1,6 +1,7 @@
 """Partitions of a dead member, read by another worker, on a real Kafka."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -86,12 +87,16 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
         member.settle([make_settlement(pipeline, delivery) for delivery in taken[2:4]])  # its owner lost nothing
 
 
-def test_a_group_that_never_committed_is_read_from_the_beginning(
-    kafka_bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
-) -> None:
-    topic = pipeline.request_topic("interactive")
-    publish_messages(kafka_bus, make_messages(topic, 3))
-    assert list_numbers(read(reader, [f"{topic}:0"], 3)) == [0, 1, 2]
+def test_a_group_that_never_committed_is_read_from_the_beginning(kafka: str, pipeline: Pipeline) -> None:
+    bus, topic = KafkaBus(pipeline, kafka, BusSettings(partitions=2)), pipeline.request_topic("interactive")
+    bus.create_topics()
+    assert set(bus.count_unsettled().values()) == {0}
+    publish_messages(bus, make_messages(topic, 12))
+    assert bus.count_unsettled()[topic] == 12
+    with closing(KafkaOrphanReader(pipeline, "prefill", bus.clients)) as reader:
+        found = read(reader, [f"{topic}:0", f"{topic}:1"], 12)
+    assert sorted(list_numbers(found)) == list(range(12))
+    assert {delivery.position.split(":")[0] for delivery in found} == {"0", "1"}
 
 
 def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(

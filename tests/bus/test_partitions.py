@@ -117,10 +117,11 @@ class Brokers:
     """Stands for a producer: says which partitions of any topic have a leader, as librdkafka does."""
 
     def __init__(self, leaders: list[int]) -> None:
-        self.leaders = leaders
+        self.leaders, self.num_asked = leaders, 0
         self.failure: Exception | None = None
 
     def list_topics(self, topic: str, _timeout_s: float) -> SimpleNamespace:
+        self.num_asked += 1
         if self.failure is not None:
             raise self.failure
         partitions = {number: SimpleNamespace(leader=leader) for number, leader in enumerate(self.leaders)}
@@ -146,11 +147,12 @@ def test_brokers_that_do_not_know_a_topic_or_do_not_answer_are_asked_again_soon(
 
 
 def test_no_message_is_put_in_a_partition_without_leader() -> None:
-    partitions, _ = among([1, -1, 2, -1])
+    partitions, brokers = among([1, -1, 2, -1])
     messages = [Outgoing("requests", b"", f"k{n}", {}, f"a{n}" if n % 2 else None) for n in range(100)]
     assert {partitions.choose_partition(message) for message in messages} == {0, 2}
     kept = next(m for m in messages if m.affinity and rank_partitions(m.affinity, NUM)[0] == 2)
     assert partitions.choose_partition(kept) == 2, "the others stay where they are"
+    assert brokers.num_asked == 1, "not for each message"
 
 
 def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None:

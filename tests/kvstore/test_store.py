@@ -171,6 +171,7 @@ def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore)
     store = make_store(redis_mb=0)
     assert store.hand_off_index == 0
     assert [store.is_missing_below(lack) for lack in (0b00, 0b01, 0b11)] == [False, False, True]
+    assert [store.is_in_hand_off_tier(lack) for lack in (0b00, 0b01, 0b10)] == [True, False, True]
     names = names_of(store)
     blocks = [(Block(name, memoryview(one)), 0b11) for name, one in zip(names, expected(), strict=True)]
     store.store_blocks(blocks, below=False)

@@ -97,7 +97,10 @@ def describe_claim(worker: Worker, before: View, after: View) -> str:
         return "as it was"
     if now.stage in ("end", "handed"):
         return "ended" if now.stage == "end" else "handed off"
-    return "free" if was is None else "released, counts" if now.attempts > was.attempts else "released"
+    if was is None:
+        return "free"
+    has_counted = now.attempts > was.attempts - bool(was.session)  # the claim itself is an attempt
+    return "released, counts" if has_counted else "released"
 
 
 def ask(key: str, **fields: Any) -> Request:

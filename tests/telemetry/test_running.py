@@ -149,8 +149,9 @@ def test_the_parts_of_a_timeline_add_up_to_its_latency(observed: ObservedStack) 
 
 
 async def test_a_timeline_has_all_spans_in_order(observed: ObservedStack) -> None:
-    name = observed.generate(4)
+    begun_s, name = time.time(), observed.generate(4)
     timeline = observed.read_timeline(name)
+    assert timeline.spans[0]["start_s"] > begun_s - 1.0, "none begins before the request"
     names = [span["name"] for span in timeline.spans]
     assert set(names) == {
         "request", "queue.wait", "preprocess", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode",
