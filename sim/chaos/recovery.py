@@ -27,7 +27,7 @@ from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.messages import Request, extract_request_id
-from penstock.names import Pipeline, WorkerKind, find_stages, parse_event_id
+from penstock.names import Pipeline, Stage, WorkerKind, find_stages, parse_event_id
 from penstock.record.log import RequestStatus, TokenLog
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask

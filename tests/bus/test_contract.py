@@ -387,14 +387,6 @@ def test_a_member_publishes_what_it_never_held_before_it_knows_its_group(
     assert list_values(kafka_bus.read_all(pipeline.job_topic("interactive"))) == [b"taken over"]
 
 
-def test_a_member_publishes_what_it_never_held_before_it_knows_its_group(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
-    """As of a request that was taken over as soon as the worker had begun."""
-    writer = kafka_bus.create_transactions(pipeline.name)
-    writer.run_transaction([Outgoing(pipeline.job_topic("interactive"), b"taken over")], [], None)
-    writer.close()
-    assert list_values(kafka_bus.read_all(pipeline.job_topic("interactive"))) == [b"taken over"]
-
-
 def test_no_server_at_the_address(pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, "redis://127.0.0.1:1/0")
     with pytest.raises(BusUnavailable):
