@@ -328,7 +328,7 @@ def test_no_more_is_taken_over_than_has_capacity(
     assert max(taken_ahead) == 2, "a waiting prompt counts for half of the four steps"
     taken_ahead.clear()
     for num_free, accept in ((9, False), (0, True)):
-        worker.session.num_free = num_free
+        worker.session._sessions.parts[0].num_free["prefill"] = num_free
         worker.run_once(accept=accept)
     assert not taken_ahead, "neither by a worker that leaves, nor where none is free"
 
