@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 from confluent_kafka import TopicCollection
-from confluent_kafka.admin import AclOperation
+from confluent_kafka.admin import AclOperation  # type: ignore[attr-defined]
 
 from penstock.config.addresses import Addresses
 from penstock.errors import AccessRefused
