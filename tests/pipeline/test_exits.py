@@ -203,11 +203,16 @@ class Exits:
         settings: StaySettings | None = None,
         **fields: Any,
     ) -> None:
-        """Let a worker of both stages have a request beside another that decodes; check how it leaves that."""
+        """Let a worker of both stages have a request beside another that decodes; check how it leaves that.
+
+        It is given no jobs: it could take its own.
+        """
         self._line.send_requests(ask(key, **fields))
         stays = StayPolicy(settings or StaySettings(), has_others=lambda: True)
         with closing(self._line.make_auto(f"auto-{key}", stays)) as worker:
-            self._check(worker, key, act)
+            assert isinstance(worker.member, JoinedMember)
+            with patch.object(worker.member._jobs, "poll", return_value=[]):
+                self._check(worker, key, act)
 
     # The exits.
 
