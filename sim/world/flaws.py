@@ -169,10 +169,6 @@ FLAWS = (
         "if task.outcome is not None or not task.hands_off:\n            return build_result_of_log",
     ),
     Flaw(
-        "what a session held is free in the other stage", f"{RECORD}/lua/reap.lua",
-        "r[2] == 'prefill' and KEYS[2] or KEYS[3]", "r[2] == 'prefill' and KEYS[3] or KEYS[2]", "streams",
-    ),
-    Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
         "if writer is not None and all(output.topic != self._pipeline.results_topic for output in outputs):",
         "if writer is not None:", "kafka", ("autos=0.5",),
