@@ -152,7 +152,8 @@ FLAWS = (
     ),
     Flaw(
         "an older claim replaces a newer one", f"{WORKER}/worker.py",
-        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:", rates=("autos=1",),
+        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:",
+        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
     ),
     Flaw(
         "an end that is bound to its own message goes on as a job", f"{WORKER}/worker.py",
