@@ -51,7 +51,7 @@ from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
-WORKERS = ((3, 4), (0, 0, 5), (2, 2, 2))
+WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 """How many workers of prefill, of decode and of both there may be in a round."""
 KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
@@ -193,7 +193,7 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     for number in itertools.count():
         for place, bus in enumerate(BUSES):
             drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
-            seconds, workers = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2)))
+            seconds, workers = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2, 0)))
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield ChaosRound(
