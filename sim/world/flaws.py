@@ -152,7 +152,8 @@ FLAWS = (
     ),
     Flaw(
         "an older claim replaces a newer one", f"{WORKER}/worker.py",
-        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:", rates=("autos=1",),
+        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:",
+        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
     ),
     Flaw(
         "an end that is bound to its own message goes on as a job", f"{WORKER}/worker.py",
@@ -167,10 +168,6 @@ FLAWS = (
         "a result is settled of an end that is not bound", "prefill_worker/penstock/prefill_worker/role.py",
         "if not task.hands_off:\n            return build_result_of_log",
         "if task.outcome is not None or not task.hands_off:\n            return build_result_of_log",
-    ),
-    Flaw(
-        "what a session held is free in the other stage", f"{RECORD}/lua/reap.lua",
-        "r[2] == 'prefill' and KEYS[2] or KEYS[3]", "r[2] == 'prefill' and KEYS[3] or KEYS[2]", "streams",
     ),
     Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",
