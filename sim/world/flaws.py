@@ -151,18 +151,8 @@ FLAWS = (
         rates=("autos=1",),
     ),
     Flaw(
-        "an older claim replaces a newer one", f"{WORKER}/worker.py",
-        "if newer is not None and newer.claim.epoch > claim.epoch:", "if False:",
-        rates=("autos=1", "gateways=0", "endpoint=0", "crash=0.01", "kill_s=2", "freeze_s=3", "away_s=0"),
-    ),
-    Flaw(
         "an end that is bound to its own message goes on as a job", f"{WORKER}/worker.py",
         'task.leaving_for = ""  # its message is bound', "pass", rates=("autos=0.5",),
-    ),
-    Flaw(
-        "a request is handed off before its token is in the log", f"{WORKER}/worker.py",
-        "if not task.is_in_flight:  # the log has its token already", "if not task.is_in_flight or task.hands_off:",
-        rates=("autos=1",),
     ),
     Flaw(
         "a result is settled of an end that is not bound", "prefill_worker/penstock/prefill_worker/role.py",
