@@ -164,6 +164,7 @@ def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     assert store.hand_off_index == 2
     assert store.find_missing_tiers(keys, depths, hand_off=True) == [0b001, 0b001, 0b001, 0b101, 0b101]
     assert store.find_missing_tiers(keys, depths, hand_off=False) == [0b001] * 5
+    assert store.find_missing_tiers(keys, [0] * 5, hand_off=True) == [0, 0, 0, 0b100, 0b100]
     assert [store.is_in_hand_off_tier(lack) for lack in (0b001, 0b101)] == [True, False]
 
 
