@@ -10,6 +10,7 @@ import pytest
 from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Block, BlockKey, ReadRequest
 from penstock.kvstore.codec import PayloadShape
+from penstock.kvstore.cost import NUM_PROBE_BLOCKS
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.local.processes import find_free_port
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
@@ -140,6 +141,13 @@ def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, p
     assert tier.has_blocks([names[2].hash]) == [False]
 
 
+def test_what_lies_behind_a_lost_block_is_not_read(store: KVStore, places: list[Place]) -> None:
+    names = fill(store, 0b100)
+    places[2].damage(store.tiers[2], names[0].hash, lambda stored: stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert read(store) == []
+    assert store.tiers[2].counters.hits == NUM_PROBE_BLOCKS - 1, "of a tier whose speed is not known, a few come first"
+
+
 def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
     fill(store)
     assert read(store, tenant="u") == []
@@ -164,6 +172,7 @@ def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     assert store.hand_off_index == 2
     assert store.find_missing_tiers(keys, depths, hand_off=True) == [0b001, 0b001, 0b001, 0b101, 0b101]
     assert store.find_missing_tiers(keys, depths, hand_off=False) == [0b001] * 5
+    assert store.find_missing_tiers(keys, [0] * 5, hand_off=True) == [0, 0, 0, 0b100, 0b100]
     assert [store.is_in_hand_off_tier(lack) for lack in (0b001, 0b101)] == [True, False]
 
 
@@ -203,6 +212,20 @@ def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     store.cost.tier_speed("disk").record_read(1, 1.0)
     assert read(store) == found(0)[:2]
     assert store.stats.not_worth == 3
+
+
+def test_a_state_is_read_as_a_whole_or_not_at_all(store: KVStore) -> None:
+    names = fill(store)
+    wanted = [ReadRequest(name, memoryview(bytearray(LAYOUT.payload_bytes))) for name in names]
+    store.set_compute_speed(lambda: 40.0)
+    store.cost.tier_speed("shared").record_read(1, 1.0)  # five blocks take as long as 200 tokens
+    assert not store.load_state(wanted, 100)
+    assert store.stats.not_worth == 5
+    assert store.load_state(wanted, 300)
+    assert [bytes(one.target) for one in wanted] == expected()
+    for tier in store.tiers:
+        tier.remove_blocks([names[2].hash])
+    assert not store.load_state(wanted, 300)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
