@@ -124,8 +124,8 @@ FLAWS = (
     ),
     Flaw(
         "a result goes out before its end is written", f"{WORKER}/worker.py",
-        "task.leaving_for = task.role.hands_off_for\n        ends",
-        "task.leaving_for = task.role.hands_off_for\n            self._complete_task(task, begun_s)\n        ends",
+        'if task.delivery.is_held else ""\n        ends',
+        'if task.delivery.is_held else ""\n            self._complete_task(task, begun_s)\n        ends',
     ),
     Flaw(
         "a token that was logged is sampled again", "prefill_worker/penstock/prefill_worker/role.py",

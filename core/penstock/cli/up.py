@@ -148,7 +148,7 @@ def up(
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
-    """Start Redis (where none is given), a prefill and a decode worker, or others, and a gateway."""
+    """Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
