@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from penstock.bus.streams.client import connect_client
 from penstock.cli import doctor
+from penstock.cli.explain import format_address
 from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
 from penstock.errors import AccessRefused, SettingsError
-from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.redis import RedisTier, url_identity
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ReplicatedValkey
 from penstock.ops.access import check_access
 from penstock.record.live import LiveFeed
 from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
-from penstock.redis.urls import hide_password, hide_passwords, split_urls
+from penstock.redis.urls import hide_password, hide_passwords, server_name, split_urls
 from sim.forked import pause_process
 from sim.servers import serve_server
 from sim.waiting import wait_for
@@ -49,7 +50,11 @@ def test_an_address_names_sentinels_users_service_and_database() -> None:
         "username": "me", "password": "p@ss,word", "db": 3, "ssl": True,
     }  # fmt: skip
     assert found.server_url(("::1", 7)) == "rediss://me:p%40ss,word@[::1]:7/3"
-    plain = parse_sentinels("redis+sentinel://[::1],two/svc")
+    several = "redis+sentinel://[::1],two/svc"
+    plain = parse_sentinels(several)
+    assert split_urls(several) == [several]
+    assert server_name(several) == "svc/0"
+    assert (url_identity(several), format_address(several)) == (several, several)
     assert (plain.hosts, plain.db) == ((("::1", 26379), ("two", 26379)), 0)
     assert not plain.server_options()["ssl"]
 

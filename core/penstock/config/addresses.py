@@ -2,13 +2,14 @@
 
 import os
 from typing import Annotated, Literal, Self
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.errors import InvalidName
 from penstock.names import Pipeline
+from penstock.redis.sentinel import split_address
 from penstock.redis.urls import check_names, check_urls, split_urls
 
 KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
@@ -118,7 +119,7 @@ def kafka_security_config(addresses: Addresses) -> dict[str, str]:
 
 def add_tls_files(url: str, addresses: Addresses) -> str:
     """Return a Redis url with the settings' certificates and key, unless it names its own."""
-    parts = urlsplit(url)
+    parts = split_address(url)
     if parts.scheme not in _WITH_TLS:
         return url
     query = dict(parse_qsl(parts.query))

@@ -8,7 +8,6 @@ the middle of a change of its passwords: that is an outage like any other.
 import contextlib
 import ssl
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import redis
 
@@ -32,7 +31,7 @@ from penstock.names import (
 )
 from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
-from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
+from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels, split_address
 from penstock.redis.urls import hide_password, split_urls
 
 Command = tuple[str, ...]
@@ -115,7 +114,7 @@ def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
     try:
         with contextlib.closing(redis_client(url)) as client:
             for command, error in _find_denied(client, [("PING",), *commands]):
-                user = urlsplit(url).username or "default"
+                user = split_address(url).username or "default"
                 raise AccessRefused(
                     f"Redis at {hide_password(url)}: the user {user} may not {' '.join(command[:2])} ({error}); "
                     "the rights it needs are in docs/operations.md"
@@ -168,7 +167,7 @@ def explain_refusal(error: BaseException, url: str, variable: str) -> str:
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
     if isinstance(error, redis.AuthenticationError) or str(error).startswith("NOAUTH"):
         return f"wrong user or password: see {variable}"
-    parts = urlsplit(url)
+    parts = split_address(url)
     is_cut = (
         _find_cause(error, ssl.SSLError) or _find_cause(error, ConnectionResetError) or "closed by server" in str(error)
     )

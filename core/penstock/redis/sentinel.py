@@ -6,10 +6,11 @@ User and password are those of the Redis servers; those of the Sentinels, where 
 `?sentinel_username=…&sentinel_password=…`. With `rediss+sentinel://` both are reached with TLS.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 import redis
 import redis.asyncio
@@ -87,9 +88,20 @@ def is_sentinel(url: str) -> bool:
     return url.partition("://")[0] in SCHEMES
 
 
+def split_address(url: str) -> SplitResult:
+    """Return the parts of the address of a server or of several, as `urlsplit` does, which refuses several hosts if one
+    of them is in brackets. Raise `ValueError` where it is none.
+    """
+    if not is_sentinel(url):
+        return urlsplit(url)
+    scheme, _, rest = url.partition("://")
+    hosts = re.split("[/?#]", rest, maxsplit=1)[0]
+    return urlsplit(f"{scheme}://hosts{rest.removeprefix(hosts)}")._replace(netloc=hosts)
+
+
 def parse_sentinels(url: str) -> SentinelAddress:
     """Return the parts of an address of Sentinels. Raise `ValueError` where it is none."""
-    parts = urlsplit(url)
+    parts = split_address(url)
     login, at, hosts = parts.netloc.rpartition("@")
     service, _, db = unquote(parts.path.removeprefix("/")).partition("/")
     query = dict(parse_qsl(parts.query))

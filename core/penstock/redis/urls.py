@@ -1,11 +1,10 @@
 """Addresses of Redis servers: several in one setting, the names of servers, and urls without passwords."""
 
 import re
-from urllib.parse import urlsplit
 
 from redis.connection import parse_url
 
-from penstock.redis.sentinel import SENTINEL_URL_FORM, is_sentinel, parse_sentinels
+from penstock.redis.sentinel import SENTINEL_URL_FORM, is_sentinel, parse_sentinels, split_address
 
 _ADDRESS_ENDS = re.compile(r",(?=\s*[a-z+]+://)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -68,7 +67,7 @@ def server_name(url: str) -> str:
     The location is `host:port/db` without user and password, `service/db` behind Sentinels, and `path/db` for a socket.
     Raise `ValueError` for a name of the wrong form.
     """
-    fragment = urlsplit(url).fragment
+    fragment = split_address(url).fragment
     if fragment and _NAME.fullmatch(fragment) is None:
         # The message leaves the fragment out: it may be a part of a password.
         raise ValueError(

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import xxhash
 
@@ -24,6 +24,7 @@ from penstock.kvstore.tiers.index import RedisIndex
 from penstock.kvstore.tiers.server import KVServer
 from penstock.kvstore.tiers.wire import LARGE_VALUE_BYTES, RespConnection, encode_command
 from penstock.names import kv_key
+from penstock.redis.sentinel import split_address
 
 if TYPE_CHECKING:
     from penstock.kvstore.codec import TierCodecs
@@ -37,7 +38,7 @@ UNKNOWN_FORMAT = BlockFormat(bytes(32), bytes(16), 0)
 
 def url_identity(url: str) -> str:
     """Return the part of a url that stays when its password changes: kind, host and port or path, database."""
-    parts = urlsplit(url)
+    parts = split_address(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
 
 
