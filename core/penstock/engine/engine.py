@@ -97,7 +97,7 @@ class Engine:
         self.storage = self.runner.storage
         self.pool_mapping = PoolMapping(self.storage.list_host_memory())
         """Maps the pool's memory before it is used, where `open_engine` has started it."""
-        weakref.finalize(self, self.pool_mapping.stop)
+        weakref.finalize(self, self.pool_mapping.close)
         self._prompt_runner: ModelRunner | None = None
         """Computes the tokens of prompts, if that takes other weights than answers."""
         if model.prompt_model is not None:

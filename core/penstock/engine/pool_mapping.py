@@ -27,6 +27,10 @@ KEPT_SHARE = 0.25
 """The share of the memory that was available at first which is left to others. Other workers map theirs meanwhile."""
 
 
+CLOSE_TIMEOUT_S = 1.0
+"""How long a process that ends waits for the thread."""
+
+
 class PoolMapping:
     """Maps tensors in host memory, each of which starts a page. Any thread may call its methods."""
 
@@ -34,6 +38,8 @@ class PoolMapping:
         self.num_bytes = sum(tensor.nbytes for tensor in memory)
         self.num_mapped_bytes = 0
         self._memory = memory
+        # Known before the thread runs, which calls nothing of torch: at the process's end such a call would abort it.
+        self._pieces = list(_iter_pieces(memory))
         self._stopped, self._rests_per_piece = threading.Event(), RESTS_PER_PIECE
         self._thread = threading.Thread(target=self._map_memory, name="kv pool", daemon=True)
 
@@ -46,6 +52,12 @@ class PoolMapping:
         """End the thread after the piece that it maps now. It is not waited for."""
         self._stopped.set()
 
+    def close(self) -> None:
+        """End the thread, and wait for the piece that it maps now: some milliseconds."""
+        self.stop()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
     def wait_until_done(self) -> None:
         """Wait until a thread that was started has ended, which rests no more. Measurements begin after that."""
         self._rests_per_piece = 0.0
@@ -56,7 +68,7 @@ class PoolMapping:
         begun_s, available = time.perf_counter(), count_available_bytes()
         if available is None:
             return None
-        for number, (address, num_bytes) in enumerate(self._iter_pieces()):
+        for number, (address, num_bytes) in enumerate(self._pieces):
             piece_begun_s = time.perf_counter()
             if number % PIECES_PER_LOOK == 0 and self._count_bytes_left() < available * KEPT_SHARE:
                 return self._log_end(logging.WARNING, "the rest would leave too little memory to others")
@@ -73,14 +85,16 @@ class PoolMapping:
         """Return how much memory will be available when the pieces before the next look are mapped."""
         return (count_available_bytes() or 0) - PIECES_PER_LOOK * PIECE_BYTES
 
-    def _iter_pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield address and bytes of each piece."""
-        for tensor in self._memory:
-            for start in range(0, tensor.nbytes, PIECE_BYTES):
-                yield tensor.data_ptr() + start, min(PIECE_BYTES, tensor.nbytes - start)
-
     def _log_end(self, level: int, how: str) -> None:
         log.log(
             level, "%.0f of %.0f MiB of the KV pool are mapped, %s",
             self.num_mapped_bytes / 2**20, self.num_bytes / 2**20, how,
         )  # fmt: skip
+
+
+def _iter_pieces(memory: list[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of each piece."""
+    for tensor in memory:
+        first, num_bytes = tensor.data_ptr(), tensor.nbytes
+        for start in range(0, num_bytes, PIECE_BYTES):
+            yield first + start, min(PIECE_BYTES, num_bytes - start)
