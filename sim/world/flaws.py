@@ -156,8 +156,8 @@ FLAWS = (
     ),
     Flaw(
         "a result is settled of an end that is not bound", "prefill_worker/penstock/prefill_worker/role.py",
-        "if not task.hands_off:\n            return build_result_of_log",
-        "if task.outcome is not None or not task.hands_off:\n            return build_result_of_log",
+        "if not task.hands_off:\n            sampling",
+        "if task.outcome is not None or not task.hands_off:\n            sampling",
     ),
     Flaw(
         "a result and its offset are not one transaction", f"{BUS}/kafka/member.py",

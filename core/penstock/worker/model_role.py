@@ -9,6 +9,7 @@ from penstock.grammar.state import GrammarState
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.worker.grammars import GrammarCompiler
+from penstock.worker.load import WorkerLoad
 from penstock.worker.task import Task
 
 
@@ -37,6 +38,13 @@ class ModelRole:
 
     def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
         """Do nothing: the request is where it is to be."""
+
+    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
+        """Return how fast prompts are computed and answers decoded, for the heartbeat."""
+        return {
+            "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
+            "output_tokens_per_s": load.throughput.tokens_per_s,
+        }
 
     def make_event(self, task: Task, item: SampledToken) -> TokenEvent | None:
         """Return the log event of a request's next token, and set the task's `outcome` where it is the last."""

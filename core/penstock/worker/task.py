@@ -80,8 +80,8 @@ class Task:
     """When it came to this worker, by the monotonic clock."""
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
-    prompt_computed_s: float = 0.0
-    """When its prompt was computed here; 0 before."""
+    is_prompt_counted: bool = False
+    """Whether its prompt's tokens are in the metrics of the worker that computed it."""
     first_token_s: float = 0.0
     last_written_s: float | None = None
     """When its last token was written, by the monotonic clock; None before this worker wrote one."""

@@ -205,13 +205,6 @@ class DecodeRole(ModelRole):
         num_generated_if_open = num_generated if sampling.fit_context else None
         return TaskLoad(task.klass, task.is_running, max(0, pending), left, num_generated_if_open)
 
-    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """Return how fast prompts are computed and answers decoded, for the heartbeat."""
-        return {
-            "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
-            "output_tokens_per_s": load.throughput.tokens_per_s,
-        }
-
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
     """Return what can be read of a job that is invalid as a whole."""

@@ -33,7 +33,9 @@ from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
     EndEvent,
+    Job,
     Request,
+    Sampling,
     TokenEvent,
     compute_body_hash,
     decode_message,
@@ -241,8 +243,8 @@ class PrefillRole(ModelRole):
         Return whether there are any that nothing waits for.
         """
         seq = item.seq
-        if task.prompt_computed_s == 0:
-            task.prompt_computed_s = now_s()
+        if not task.is_prompt_counted:
+            task.is_prompt_counted = True
             metrics.count_prompt(seq.num_prompt_tokens - seq.num_cached_tokens, seq.num_cached_tokens)
         if task.hands_off:
             task.blocks_stored = self.engine.finish_request(task.id)
@@ -277,9 +279,11 @@ class PrefillRole(ModelRole):
         """Return the job message of a request that is handed off, also of one that ended; else the result of its log,
         or None where Redis lost the record between the claim and the reading.
         """
-        job = build_job(task, self.engine.model.fingerprint)
         if not task.hands_off:
-            return build_result_of_log(self.pipeline, task, job.model_copy(update={"error": None}), self.model_name)
+            sampling = Sampling() if task.message is None else task.message.sampling
+            told = Job(id=task.id, job=task.name, klass=task.klass, tenant=task.tenant, sampling=sampling)
+            return build_result_of_log(self.pipeline, task, told, self.model_name)
+        job = build_job(task, self.engine.model.fingerprint)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
         dead_letters = make_dead_letters(self.pipeline, task.delivery, task.error, task.claim)
         return StageOutput(outputs, dead_letters, {"job": job.job, "cause": task.leaving_for}, rename_job)
@@ -319,10 +323,7 @@ class PrefillRole(ModelRole):
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed, and answers where they are decoded too, for the heartbeat."""
         if self._stays is not None:
-            return {
-                "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
-                "output_tokens_per_s": load.throughput.tokens_per_s,
-            }
+            return super().report_rates(load)
         rates = [
             rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
         ]
