@@ -177,7 +177,7 @@ def test_a_member_that_was_away_asks_what_it_still_holds(streams_bus: Bus, pipel
     with bus.join_group("decode", "a") as away, bus.join_group("decode", "b") as other:
         assert isinstance(away, StreamsMember)
         (delivery,) = take_deliveries(away, 1)
-        away._client.delete(away._key)  # as it runs out while a process stands still
+        away.client.delete(away._key)  # as it runs out while a process stands still
         (same,) = take_deliveries(other, 1)
         away._renewed_s = time.monotonic() - 60
         away._note_renewal(time.monotonic(), 1)
@@ -421,7 +421,7 @@ def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None
         (held,) = take_deliveries(member, 1, {"interactive": 1})
         # What the server counts as delivered while the reply did not reach us.
         stream = pipeline.stream_key(pipeline.job_topic("interactive"))
-        member._client.xreadgroup(pipeline.consumer_group("decode"), member._consumer, {stream: ">"}, count=1)
+        member.client.xreadgroup(pipeline.consumer_group("decode"), member._consumer, {stream: ">"}, count=1)
         member._recovering = True
         rest = take_deliveries(member, 2)
         assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}

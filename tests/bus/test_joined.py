@@ -12,8 +12,8 @@ import redis
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.joined import JoinedMember
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.joined import JoinedStreams
 from penstock.bus.streams.member import READ, StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
@@ -58,21 +58,23 @@ def test_jobs_come_before_requests_and_interactive_before_batch(bus: Bus, pipeli
 def test_a_waiting_member_wakes_for_either(
     bus: Bus, pipeline: Pipeline, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the server does not wake it, the call runs into the time limit of the connection."""
-    monkeypatch.setattr("penstock.bus.streams.bell.MAX_BLOCK_S", PATIENCE_S)
+    """Where nothing wakes it, the call runs into its time limit."""
+    monkeypatch.setattr("penstock.bus.streams.member.MAX_BLOCK_S", 4 * PATIENCE_S)
     topic = pipeline.input_topics("decode" if stage == "decode" else "prefill")["interactive"]
     with bus.join_group("auto", "a") as member:
         assert isinstance(member, JoinedMember)
         assert member.poll(0.0, CAPACITY) == []
         has_armed, found = threading.Event(), list[Delivery]()
-        wait = member._bell.wait
+        bell: Any = member._reader._bell if isinstance(member, JoinedStreams) else member._bell
+        wait = bell.wait
 
         def wait_armed(limit_s: float) -> None:
-            has_armed.set()
+            if limit_s > 0:
+                has_armed.set()
             wait(limit_s)
 
-        monkeypatch.setattr(member._bell, "wait", wait_armed)
-        waiter = threading.Thread(target=lambda: found.extend(member.poll(PATIENCE_S, CAPACITY)))
+        monkeypatch.setattr(bell, "wait", wait_armed)
+        waiter = threading.Thread(target=lambda: found.extend(member.poll(4 * PATIENCE_S, CAPACITY)))
         waiter.start()
         assert has_armed.wait(PATIENCE_S)
         publish_messages(bus, [Outgoing(topic, b"x")])
@@ -80,32 +82,86 @@ def test_a_waiting_member_wakes_for_either(
         assert [one.topic for one in found] == [topic]
 
 
-def test_a_class_without_room_does_not_wake_it(streams_bus: StreamsBus, pipeline: Pipeline) -> None:
-    """Else it would look again and again at what it must not take."""
-    bell = StreamsBell(pipeline, streams_bus.url)
-    publish_one_of_each(streams_bus, pipeline)
-    bell.arm({"interactive": 2, "batch": 0})
-    assert sorted(bell._after) == sorted(
-        pipeline.stream_key(topic)
-        for topic in (pipeline.request_topic("interactive"), pipeline.job_topic("interactive"))
-    )
-    bell.arm({})
-    bell.wait(0.0)
-    bell.close()
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows with each look at the streams."""
+    run_once, looks = READ.run_once, list[str]()
+
+    def count(*given: Any) -> list[Any]:
+        looks.append("look")
+        return run_once(*given)
+
+    monkeypatch.setattr(READ, "run_once", count)
+    return looks
+
+
+def test_the_server_is_not_asked_again_before_the_bell_has_rung(
+    streams_bus: StreamsBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = count_reads(monkeypatch)
+    with streams_bus.join_group("auto", "a") as member, streams_bus.join_group("auto", "b") as other:
+        for _ in range(5):
+            assert member.poll(0.0, CAPACITY) == []
+        assert len(looks) == 1
+        publish_messages(streams_bus, [Outgoing(pipeline.request_topic("interactive"), b"x")])
+        assert len(take_deliveries(other, 1)) == 1
+        before = len(looks)
+        wait_for(lambda: member.poll(0.0, CAPACITY) or len(looks) > before, "the other's message rang this one's bell")
+        assert member.poll(0.0, CAPACITY) == []
+        assert len(looks) == before + 1
+
+
+def test_a_class_without_room_rings_no_bell_where_its_messages_wait(
+    streams_bus: StreamsBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would look again and again at what it must not take. Where none waits, the bell does ring for it."""
+    looks, batch = count_reads(monkeypatch), Outgoing(pipeline.request_topic("batch"), b"x")
+    no_batch: dict[PriorityClass, int] = {"interactive": 2, "batch": 0}
+    with streams_bus.join_group("auto", "a") as member:
+        assert member.poll(0.0, no_batch) == []
+        publish_messages(streams_bus, [batch])
+        wait_for(lambda: member.poll(0.0, no_batch) or len(looks) == 2, "the first batch message rings it")
+        for _ in range(5):
+            assert member.poll(0.0, no_batch) == []
+        assert len(looks) == 2
+        publish_messages(streams_bus, [Outgoing(pipeline.job_topic("interactive"), b"y")])
+        wait_for(lambda: len(member.poll(0.0, no_batch)) == 1, "another class rings it")
+        assert [one.value for one in member.poll(0.0, CAPACITY)] == [b"x"]
 
 
 def test_it_goes_on_where_the_server_has_lost_its_streams(
-    streams_bus: StreamsBus, pipeline: Pipeline, redis_url: str
+    streams_bus: StreamsBus, pipeline: Pipeline, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.bus.streams.bell.WATCH_S", 0.05)
     with streams_bus.join_group("auto", "a") as member:
         assert member.poll(0.0, CAPACITY) == []
         with redis_client(redis_url) as client:
             client.delete(*map(pipeline.stream_key, pipeline.all_topics()))
-        assert isinstance(member, JoinedMember)
-        member._bell.arm(CAPACITY)
         publish_one_of_each(streams_bus, pipeline)
-        member._bell.wait(PATIENCE_S)
         assert len(take_one_of_each(member)) == 4
+
+
+def test_what_is_known_to_be_its_own_is_not_lost_when_reading_fails(
+    streams_bus: StreamsBus, pipeline: Pipeline
+) -> None:
+    publish_one_of_each(streams_bus, pipeline)
+    joined, both = join_streams(streams_bus)
+    run_once = READ.run_once
+
+    def lose_reply(*given: Any) -> list[Any]:
+        run_once(*given)
+        raise redis.ConnectionError("the reply is lost")
+
+    def refuse(*_: Any) -> list[Any]:
+        raise redis.ConnectionError("the connection is lost")
+
+    with joined as member:
+        with mock.patch.object(READ, "run_once", lose_reply), pytest.raises(BusUnavailable):
+            member.poll(0.0, CAPACITY)
+        publish_one_of_each(streams_bus, pipeline)
+        with mock.patch.object(READ, "run_once", refuse), pytest.raises(BusUnavailable):
+            member.poll(0.0, CAPACITY)
+        assert [one.count_held() for one in both] == [2, 2]
+        assert len(take_deliveries(member, 8)) == 8
 
 
 def test_what_one_member_settled_is_left_out_when_the_rest_is_settled_again(bus: Bus, pipeline: Pipeline) -> None:
@@ -191,7 +247,7 @@ def test_streams_of_both_groups_are_read_in_one_round_trip(streams_bus: StreamsB
     publish_one_of_each(streams_bus, pipeline)
     joined, (requests, _) = join_streams(streams_bus)
     with joined as member:
-        with mock.patch.object(requests, "_client", None):
+        with mock.patch.object(requests, "client", None):
             assert member.poll(0.0, {}) == []
             assert len(member.poll(0.0, CAPACITY)) == 4
         assert requests.count_held() == 2

@@ -3,47 +3,32 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self, TypeVar
 
 from penstock.bus.contract import Delivery, Member, OrphanReader, Settlement, check_size
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
 
-
-class Bell(Protocol):
-    """Wakes a thread that waits for a message of either group."""
-
-    def arm(self, capacity: Mapping[PriorityClass, int]) -> None:
-        """Ring from now on for messages of the classes with capacity. Raise `BusUnavailable`."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when a message has come since the bell was armed, or something else that a poll finds out.
-
-        It may return before that, and does after `timeout_s`. Raise `BusUnavailable`.
-        """
-
-    def close(self) -> None:
-        """Free the connection."""
+M = TypeVar("M", bound=Member)
 
 
 class EventBell:
-    """Implements `Bell` where members tell on threads of their own what has come."""
+    """Wakes a thread that waits for a message of either group, where members tell on threads of their own what has
+    come.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.ring = self._event.set
 
-    def arm(self, capacity: Mapping[PriorityClass, int]) -> None:
+    def arm(self) -> None:
         """Ring from now on."""
         self._event.clear()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has come."""
+        """Wait until something has come since the bell was armed, no longer than `timeout_s`."""
         self._event.wait(timeout_s)
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 class JoinedMember:
@@ -52,8 +37,9 @@ class JoinedMember:
     Each of the two settles what it has delivered. Jobs come first, as their requests were begun.
     """
 
-    def __init__(self, pipeline: Pipeline, requests: Member, jobs: Member, bell: Bell) -> None:
-        self._requests, self._jobs, self._bell = requests, jobs, bell
+    def __init__(self, pipeline: Pipeline, requests: Member, jobs: Member, bell: EventBell | None = None) -> None:
+        """`bell` rings when a member has fetched something; `poll` waits for it."""
+        self._requests, self._jobs, self._bell = requests, jobs, bell or EventBell()
         self._job_topics = frozenset(pipeline.input_topics("decode").values())
         self._taken: list[Delivery] = []
         """Deliveries that one member gave out in a poll before the other one's poll failed."""
@@ -70,7 +56,7 @@ class JoinedMember:
         end = time.monotonic() + timeout_s
         found = self._take_available(capacity)
         while not found and time.monotonic() < end:
-            self._bell.arm(capacity)
+            self._bell.arm()
             found = self._take_available(capacity)
             if not found:
                 self._bell.wait(max(0.0, end - time.monotonic()))
@@ -82,16 +68,16 @@ class JoinedMember:
 
         Where the second member raises, the next call returns what the first one gave.
         """
-        self._poll_members(capacity)
-        found, self._taken = self._taken, []
-        for delivery in found:
-            self._done.pop(delivery.address, None)
-        return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
-
-    def _poll_members(self, capacity: Mapping[PriorityClass, int]) -> None:
-        """Add what can be had without waiting to what was taken."""
         for member in (self._jobs, self._requests):
             self._taken += member.poll(0.0, self._count_left(capacity))
+        found, self._taken = self._taken, []
+        self.forget_settled(found)
+        return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+
+    def forget_settled(self, found: Iterable[Delivery]) -> None:
+        """Forget of deliveries that are given out again that they were settled."""
+        for delivery in found:
+            self._done.pop(delivery.address, None)
 
     def _count_left(self, capacity: Mapping[PriorityClass, int]) -> dict[PriorityClass, int]:
         return {
@@ -150,7 +136,7 @@ class JoinedMember:
 
     def close(self) -> None:
         """Leave both groups: unsettled deliveries go to other members at once."""
-        with contextlib.closing(self._bell), contextlib.closing(self._jobs):
+        with contextlib.closing(self._jobs):
             self._requests.close()
 
     def __enter__(self) -> Self:
@@ -160,18 +146,14 @@ class JoinedMember:
         self.close()
 
 
-def join_both(
-    pipeline: Pipeline,
-    join_group: Callable[[WorkerKind], Member],
-    bell: Bell,
-    make: Callable[[Pipeline, Member, Member, Bell], JoinedMember] = JoinedMember,
-) -> JoinedMember:
-    """Join the groups of requests and of jobs, and return the member of both. Raise what `join_group` raises."""
-    with contextlib.ExitStack() as joined:
-        joined.callback(bell.close)
-        requests, jobs = joined.enter_context(join_group("auto")), joined.enter_context(join_group("decode"))
-        joined.pop_all()
-    return make(pipeline, requests, jobs, bell)
+def join_both(join_group: Callable[[WorkerKind], M]) -> tuple[M, M]:
+    """Join the groups of requests and of jobs, and return the member of each. Raise what `join_group` raises."""
+    requests = join_group("auto")
+    try:
+        return requests, join_group("decode")
+    except BaseException:
+        requests.close()
+        raise
 
 
 def _name(settlement: Settlement) -> object:

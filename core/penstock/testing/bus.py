@@ -18,7 +18,7 @@ from penstock.bus.contract import (
     check_size,
     create_started_future,
 )
-from penstock.bus.joined import EventBell, join_both
+from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, PenstockError
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
@@ -85,7 +85,7 @@ class MemoryBus:
         """Join a stage's group with the member that `make` returns, and return it; `auto` joins both groups."""
         if stage == "auto":
             self._bells.append(bell := EventBell())
-            return join_both(self.pipeline, lambda kind: self._add_member(make(kind)), bell)
+            return JoinedMember(self.pipeline, *join_both(lambda kind: self._add_member(make(kind))), bell)
         return self._add_member(make(stage))
 
     def _add_member(self, made: "MemoryMember") -> "MemoryMember":

@@ -28,7 +28,7 @@ from penstock.bus.contract import (
     find_size_error,
     wait_until_acknowledged,
 )
-from penstock.bus.joined import EventBell, join_both
+from penstock.bus.joined import EventBell, JoinedMember, join_both
 from penstock.bus.kafka.admin_lookups import GroupLag
 from penstock.bus.kafka.client import (
     BROKER_TIMEOUT_S,
@@ -110,7 +110,8 @@ class KafkaBus(KafkaClientFactory):
         """Join a stage's group, and return the member. One with transactions fences an older one of the same name."""
         if stage == "auto":
             bell, lookups = EventBell(), LookupThread(name)
-            return join_both(self.pipeline, lambda kind: KafkaMember(self, kind, name, bell.ring, lookups), bell)
+            both = join_both(lambda kind: KafkaMember(self, kind, name, bell.ring, lookups))
+            return JoinedMember(self.pipeline, *both, bell)
         return KafkaMember(self, stage, name)
 
     def count_unsettled(self) -> dict[str, int]:

@@ -1,61 +1,67 @@
-"""Waits for a message in the streams of several groups."""
+"""Tells whether streams have new entries, without asking the server each time."""
 
-import threading
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.bus.streams.client import bus_errors, connect_client
-from penstock.bus.streams.member import MAX_BLOCK_S
-from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
+from penstock.bus.streams.client import connect_client
 
-BEGINNING = b"0-0"
+WATCH_S = 10.0
+"""How long one command waits on the server."""
 
 
 class StreamsBell:
-    """Implements `joined.Bell`: a command that takes messages does so for one group, one that only looks reads all.
+    """Watches streams by one command that waits on the server, on a connection of its own.
 
-    It wakes its thread when a stream gets an entry behind those that its group has delivered. All members that wait
-    look at that entry, and one of them takes it.
+    It rings when one of them gets an entry behind those that were delivered when the command was sent. All members that
+    watch a stream look for that entry, and one of them takes it. Methods raise errors of Redis' client; after one,
+    `reset` is to be called.
     """
 
-    def __init__(self, pipeline: Pipeline, url: str) -> None:
+    def __init__(self, url: str) -> None:
         self._client = connect_client(url)
-        self._groups: list[tuple[PriorityClass, str, bytes]] = [
-            (klass, pipeline.stream_key(pipeline.input_topics(stage)[klass]), pipeline.consumer_group(stage).encode())
-            for stage in STAGES
-            for klass in CLASSES
-        ]
-        self._after: dict[Any, Any] = {}
-        self._closing = threading.Event()
+        self._connection: Any = None
+        self._watched: frozenset[str] = frozenset()
+        """The keys of the streams that the command waits for; none where no command waits."""
 
-    def arm(self, capacity: Mapping[PriorityClass, int]) -> None:
-        """Note what the groups have delivered: the bell rings for what is behind that. Raise `BusUnavailable`."""
-        watched = [(key, group) for klass, key, group in self._groups if capacity.get(klass, 0) > 0]
-        with bus_errors(), self._client.pipeline(transaction=False) as batch:
-            for key, _ in watched:
-                batch.xinfo_groups(key)
-            replies = batch.execute(raise_on_error=False)
-        self._after = {key: _find_last(reply, group) for (key, group), reply in zip(watched, replies, strict=True)}
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a command waits, as far as is known."""
+        return bool(self._watched)
+
+    def is_watching(self, streams: Collection[str]) -> bool:
+        """Return whether it watches all these streams, and has not rung."""
+        if self._watched:
+            self.wait(0.0)
+        return self._watched.issuperset(streams)
+
+    def watch(self, after: Mapping[str, bytes]) -> None:
+        """Ring when one of these streams has an entry behind the named one."""
+        if not after or self._watched.issuperset(after):
+            return
+        if self._watched:
+            self.reset()
+        if self._connection is None:
+            self._connection = self._client.connection_pool.get_connection()
+        limit = ("COUNT", 1, "BLOCK", int(1000 * WATCH_S))
+        self._connection.send_command("XREAD", *limit, "STREAMS", *after, *after.values(), check_health=False)
+        self._watched = frozenset(after)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for an entry, no longer than members may wait before they look for deliveries of the dead."""
-        wait_s = min(MAX_BLOCK_S, timeout_s)
-        if not self._after:
-            self._closing.wait(wait_s)
-            return
-        with bus_errors():
-            self._client.xread(self._after, count=1, block=max(1, int(1000 * wait_s)))
+        """Return when it has rung, or the command has waited in vain, or after `timeout_s`."""
+        if self._connection.can_read(timeout_s):
+            self._watched = frozenset()
+            self._connection.read_response()
+
+    def reset(self) -> None:
+        """Watch nothing."""
+        connection, self._connection, self._watched = self._connection, None, frozenset()
+        if connection is not None:
+            connection.disconnect()
+            with contextlib.suppress(Exception):
+                self._client.connection_pool.release(connection)
 
     def close(self) -> None:
         """Free the connection."""
-        self._closing.set()
+        self.reset()
         self._client.close()
-
-
-def _find_last(reply: Any, group: bytes) -> bytes:
-    """Return the last entry that a group has delivered; where the server has lost the group, the stream's beginning.
-
-    Other errors come again when the streams are read.
-    """
-    groups = [] if isinstance(reply, Exception) else reply
-    return next((found["last-delivered-id"] for found in groups if found["name"] == group), BEGINNING)

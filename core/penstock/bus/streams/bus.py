@@ -25,7 +25,6 @@ from penstock.bus.contract import (
     find_size_error,
 )
 from penstock.bus.joined import join_both
-from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
     connect_client,
@@ -81,7 +80,7 @@ class StreamsBus:
         """Join a stage's group, and return the member. An older member of the same name is fenced."""
         join = partial(StreamsMember, self.pipeline, self.url, self.settings, name=name)
         if stage == "auto":
-            return join_both(self.pipeline, join, StreamsBell(self.pipeline, self.url), JoinedStreams)
+            return JoinedStreams(self.pipeline, *join_both(join), self.url)
         return join(stage)
 
     def count_unsettled(self) -> dict[str, int]:

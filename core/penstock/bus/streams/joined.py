@@ -1,29 +1,27 @@
 """A member of both stages' groups on Redis Streams: it reads new messages of both in one round trip."""
 
 from collections.abc import Mapping
-from typing import cast
 
-import redis
-
+from penstock.bus.contract import Delivery
 from penstock.bus.joined import JoinedMember
-from penstock.bus.streams.client import bus_errors
-from penstock.bus.streams.member import StreamsMember
-from penstock.names import PriorityClass
+from penstock.bus.streams.member import StreamsMember, StreamsReader
+from penstock.names import Pipeline, PriorityClass
 
 
 class JoinedStreams(JoinedMember):
     """A `JoinedMember` over two members on one server."""
 
-    def _poll_members(self, capacity: Mapping[PriorityClass, int]) -> None:
-        requests, jobs = cast("StreamsMember", self._requests), cast("StreamsMember", self._jobs)
-        left = self._count_left(capacity)
-        with bus_errors():
-            try:
-                for member in (jobs, requests):
-                    self._taken += member.take_known(left)
-                self._taken += jobs.take_new([jobs, requests], left)
-            except redis.RedisError as error:
-                for member in (jobs, requests):
-                    member.note_lost_reply()
-                for member in (jobs, requests):
-                    member.mend_groups(error)
+    def __init__(self, pipeline: Pipeline, requests: StreamsMember, jobs: StreamsMember, url: str) -> None:
+        super().__init__(pipeline, requests, jobs)
+        self._reader = StreamsReader([jobs, requests], url)
+
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
+        found = self._reader.poll(timeout_s, capacity)
+        self.forget_settled(found)
+        return found
+
+    def close(self) -> None:
+        """Leave both groups: unsettled deliveries go to other members at once."""
+        self._reader.close()
+        super().close()

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -12,6 +13,7 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.contract import Delivery, OrphanReader, Settlement, check_size
+from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.client import (
     bus_errors,
     connect_client,
@@ -38,6 +40,8 @@ MAX_PAGE_ENTRIES = 500
 LARGE_BYTES, SLOW_BYTES_PER_S = 2**20, 2**17
 """Outputs of more bytes than that are given the time that they take at that rate, 1 Mbit/s."""
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
+Left = dict[PriorityClass, int]
+"""How many more messages of each class may be taken."""
 
 
 class StreamsMember:
@@ -60,7 +64,7 @@ class StreamsMember:
         self._lasts_s = self._timeout_s
         """How long this member is kept after a renewal: the timeout begins when the session is over, if it has one."""
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
-        self._url, self._client = url, connect_client(url)
+        self._url, self.client = url, connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # other members may have taken these over
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
@@ -69,31 +73,13 @@ class StreamsMember:
         self._recovering = False  # a reply was lost: this member may hold deliveries that it does not know
         self._fenced = False
         self.current_problem = ""  # always: an outage makes `poll` raise
-        self._closing = threading.Event()
+        self._is_closed = False
         self._join_group()
+        self._reader = StreamsReader([self], url)
 
     def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
-        end = time.monotonic() + timeout_s
-        while True:
-            self._raise_if_fenced()
-            with bus_errors():
-                found = self._poll_once(capacity, end)
-            if found or self._closing.is_set() or time.monotonic() >= end:
-                return found
-
-    def _poll_once(self, capacity: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
-        try:
-            left = {klass: max(0, capacity.get(klass, 0)) for klass in CLASSES}
-            found = [*self.take_known(left), *self.take_new([self], left)]
-            wait_s = min(MAX_BLOCK_S, end - time.monotonic())
-            if not found and wait_s > 0:
-                found = self._wait_for_message(wait_s, capacity)
-            return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
-        except redis.RedisError as error:
-            self.note_lost_reply()
-            self.mend_groups(error)
-            return []
+        return self._reader.poll(timeout_s, capacity)
 
     def note_lost_reply(self) -> None:
         """Note that this member may hold deliveries that it does not know."""
@@ -103,7 +89,7 @@ class StreamsMember:
         """Create the groups anew that the server has lost. Raise the error where it says another thing."""
         if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
             raise error
-        create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
+        create_groups(self.client, self._pipeline, self._stage)  # the server lost its data, or some of it
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish and finish in one script: after a crash either all of it happened, or none."""
@@ -152,7 +138,7 @@ class StreamsMember:
         With the usual limit they would be sent again and again over a slow link, and the worker made anew each time.
         """
         if num_bytes <= LARGE_BYTES:
-            yield self._client
+            yield self.client
             return
         with contextlib.closing(connect_client(self._url, REDIS_TIMEOUT_S + num_bytes / SLOW_BYTES_PER_S)) as client:
             yield client
@@ -176,7 +162,7 @@ class StreamsMember:
         topic, position = where
         with bus_errors():
             stream = self._pipeline.stream_key(topic)
-            is_held = bool(self._client.xpending_range(stream, self._group, position, position, 1, self._consumer))
+            is_held = bool(self.client.xpending_range(stream, self._group, position, position, 1, self._consumer))
         with self._lock:
             self._doubtful.discard(where)
             if not is_held:
@@ -209,12 +195,13 @@ class StreamsMember:
 
     def close(self) -> None:
         """Leave the group: other members take over the unsettled deliveries."""
-        if self._closing.is_set():
+        if self._is_closed:
             return
-        self._closing.set()
+        self._is_closed = True
+        self._reader.close()
         with contextlib.suppress(redis.RedisError):  # else they wait for the session timeout
-            RELEASE_LEASE.run(self._client, [self._key], [self._token])
-        self._client.close()
+            RELEASE_LEASE.run(self.client, [self._key], [self._token])
+        self.client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,8 +211,8 @@ class StreamsMember:
 
     def _join_group(self) -> None:
         with bus_errors():
-            create_groups(self._client, self._pipeline, self._stage)
-            self._client.set(self._key, self._token, px=int(self._lasts_s * 1000))
+            create_groups(self.client, self._pipeline, self._stage)
+            self.client.set(self._key, self._token, px=int(self._lasts_s * 1000))
 
     def _note_renewal(self, begun_s: float, is_held: int) -> None:
         """Note the reply to a renewal that began at `begun_s`. Any thread may call this."""
@@ -241,7 +228,7 @@ class StreamsMember:
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
-    def take_known(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+    def take_known(self, left: Left) -> list[Delivery]:
         """Renew this member where that is due. Return the deliveries that it has or may have for other reasons than
         that they are new, and lessen what is left by them. Raise errors of Redis' client, and `MemberFenced`.
 
@@ -250,7 +237,7 @@ class StreamsMember:
         """
         if time.monotonic() - self._renewed_s >= self._timeout_s / 3:  # no session has renewed it
             renewal = self._build_renewal()
-            renewal.run(self._client)
+            renewal.run(self.client)
             renewal.read_reply()
         self._raise_if_fenced()
         found: list[Delivery] = []
@@ -261,53 +248,19 @@ class StreamsMember:
             self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
         return found
 
-    def take_new(self, members: "Sequence[StreamsMember]", left: dict[PriorityClass, int]) -> list[Delivery]:
-        """Return new deliveries of members on this one's server, in one round trip, and lessen what is left by them.
-        The first member's have capacity before the second one's. Raise errors of Redis' client: then a reply may be
-        lost to any of them.
-        """
-        if not any(left.values()):
-            return []
-        streams = [(member, *stream) for member in members for stream in member.list_reads()]
-        words: list[Any] = [left[klass] for klass in CLASSES]
-        for _, _, *about in streams:
-            words += about
-        command = READ.command([key for _, key, *_ in streams], words)
-        [taken] = raise_first_error(READ.run_once(self._client, [command]))
-        per_member = len(CLASSES)
-        return [
-            delivery
-            for number, member in enumerate(members)
-            for delivery in member.accept_new(taken[number * per_member :][:per_member], left)
-        ]
-
     def list_reads(self) -> list[tuple[str, str, str, int]]:
         """Return of each stream what the script that reads it has to know: its key, group, consumer and class."""
         key_of, who = self._pipeline.stream_key, (self._group, self._consumer)
         return [(key_of(self._topics[klass]), *who, number) for number, klass in enumerate(CLASSES, 1)]
 
-    def accept_new(self, taken: Sequence[Any], left: dict[PriorityClass, int]) -> list[Delivery]:
+    def accept_new(self, taken: Sequence[Any], left: Left) -> list[Delivery]:
         """Return the deliveries of the entries that the script has read, of each stream of `list_reads`."""
         found: list[Delivery] = []
         for klass, entries in zip(CLASSES, taken, strict=True):
             found += self._accept_entries(self._topics[klass], _pair_fields(entries), left)
         return found
 
-    def _wait_for_message(self, wait_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Wait up to `wait_s` for a new message, and return its delivery."""
-        wait_ms = max(1, int(1000 * wait_s))
-        left = dict(capacity)
-        topics = {
-            self._pipeline.stream_key(topic).encode(): topic for topic, count in self._list_streams(left) if count > 0
-        }
-        if not topics:
-            self._closing.wait(wait_ms / 1000)
-            return []
-        streams: dict[Any, Any] = dict.fromkeys(topics, ">")
-        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=1, block=wait_ms)
-        return [found for key, entries in reply or () for found in self._accept_entries(topics[key], entries, left)]
-
-    def _recover_lost_replies(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _recover_lost_replies(self, left: Left) -> list[Delivery]:
         """Return deliveries that the server has assigned to this member and that the member does not know."""
         with self._lock:
             known = set(self._held)
@@ -326,15 +279,15 @@ class StreamsMember:
 
     def _own_entries(self, topic: str, after: bytes) -> "list[Entry]":
         streams: dict[Any, Any] = {self._pipeline.stream_key(topic): after}
-        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=MAX_PAGE_ENTRIES)
+        reply: Any = self.client.xreadgroup(self._group, self._consumer, streams, count=MAX_PAGE_ENTRIES)
         return [entry for _, entries in reply or () for entry in entries]
 
-    def _reclaim_dead_members(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _reclaim_dead_members(self, left: Left) -> list[Delivery]:
         """Take over the deliveries of members that are gone, and return them."""
         wanted = self._list_streams(left)
         keys = [self._pipeline.stream_key(topic) for topic, _ in wanted]
         capacities = [min(count, MAX_PAGE_ENTRIES) for _, count in wanted]
-        taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *capacities])
+        taken = RECLAIM.run(self.client, keys, [self._group, self._consumer, self._key_prefix, *capacities])
         found: list[Delivery] = []
         for (topic, _), entries in zip(wanted, taken, strict=True):
             found += self._accept_entries(topic, _pair_fields(entries), left)
@@ -344,7 +297,7 @@ class StreamsMember:
         """Return the topics of this stage, and how many messages of each may be taken now."""
         return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
 
-    def _accept_entries(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _accept_entries(self, topic: str, entries: "Sequence[Entry]", left: Left) -> list[Delivery]:
         """Return the deliveries of entries that now belong to this member."""
         passed: list[bytes] = []
         found: list[Delivery] = []
@@ -358,15 +311,83 @@ class StreamsMember:
             published_s = int(position.partition("-")[0]) / 1000
             found.append(Delivery(topic, position, value, key, headers, klass, published_s))
         if passed:
-            self._client.xack(self._pipeline.stream_key(topic), self._group, *passed)
+            self.client.xack(self._pipeline.stream_key(topic), self._group, *passed)
         self._note_held(found, left)
         return found
 
-    def _note_held(self, found: Sequence[Delivery], left: dict[PriorityClass, int]) -> None:
+    def _note_held(self, found: Sequence[Delivery], left: Left) -> None:
         with self._lock:
             for delivery in found:
                 self._held[_position_of(delivery)] = delivery
                 left[delivery.klass] -= 1
+
+
+class StreamsReader:
+    """Reads messages for members on one server: a worker that serves both stages has two. What concerns an earlier one
+    comes first.
+    """
+
+    def __init__(self, members: Sequence[StreamsMember], url: str) -> None:
+        self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
+        self._taken: list[Delivery] = []
+        """Deliveries that were not returned yet, as something failed after they were taken."""
+
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            with bus_errors():
+                try:
+                    self._take(capacity)
+                    left_s = end - time.monotonic()
+                    if not self._taken and left_s > 0:
+                        self._wait(min(MAX_BLOCK_S, left_s))
+                except redis.RedisError as error:
+                    self._bell.reset()
+                    for member in self._members:
+                        member.note_lost_reply()
+                    for member in self._members:
+                        member.mend_groups(error)
+            if self._taken or self._closing.is_set() or time.monotonic() >= end:
+                found, self._taken = self._taken, []
+                return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+
+    def _take(self, capacity: Mapping[PriorityClass, int]) -> None:
+        """Add what can be had without waiting to what was taken. The server is asked for new messages only if the bell
+        does not know that there are none.
+        """
+        held = Counter(delivery.klass for delivery in self._taken)
+        left = {klass: max(0, capacity.get(klass, 0) - held[klass]) for klass in CLASSES}
+        for member in self._members:
+            self._taken += member.take_known(left)
+        reads = [(member, *stream) for member in self._members for stream in member.list_reads()]
+        wanted = [key for _, key, _, _, number in reads if left[CLASSES[number - 1]]]
+        if wanted and not self._bell.is_watching(wanted):
+            self._take_new(reads, left)
+
+    def _take_new(self, reads: "Sequence[tuple[StreamsMember, str, str, str, int]]", left: Left) -> None:
+        """Read the members' streams in one round trip. Where there was nothing, the bell watches them from now on."""
+        words: list[Any] = [left[klass] for klass in CLASSES]
+        for _, _, *about in reads:
+            words += about
+        command = READ.command([key for _, key, *_ in reads], words)
+        [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
+        per_member = len(CLASSES)
+        for number, member in enumerate(self._members):
+            self._taken += member.accept_new(found[number * per_member :][:per_member], left)
+        self._bell.watch({key: last for (_, key, *_), last in zip(reads, after, strict=True) if last})
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for a message in the streams that the bell watches, or for `close`."""
+        if self._bell.is_waiting:
+            self._bell.wait(timeout_s)
+        else:
+            self._closing.wait(timeout_s)
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._closing.set()
+        self._bell.close()
 
 
 def _pair_fields(entries: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
