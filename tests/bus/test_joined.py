@@ -14,6 +14,7 @@ from penstock.bus.joined import JoinedMember
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.streams.bell import StreamsBell
 from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.joined import JoinedStreams
 from penstock.bus.streams.member import READ, StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
@@ -177,11 +178,11 @@ def test_on_kafka_it_has_two_pollers_and_one_lookup_thread(kafka_bus: KafkaBus, 
     )
 
 
-def join_streams(bus: StreamsBus) -> tuple[JoinedMember, list[StreamsMember]]:
+def join_streams(bus: StreamsBus) -> tuple[JoinedStreams, list[StreamsMember]]:
     """Join both groups, and return the member and its two, which have nothing to do now but to read."""
     member = bus.join_group("auto", "a")
-    assert isinstance(member, JoinedMember)
-    both = [one for one in (member._requests, member._jobs) if isinstance(one, StreamsMember)]
+    assert isinstance(member, JoinedStreams)
+    both = [member._requests, member._jobs]
     for one in both:
         one._reclaim_at = one._renewed_s = math.inf
     return member, both

@@ -4,11 +4,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from penstock.bus.contract import Delivery, Member, OrphanReader, Settlement, check_size
 from penstock.names import CLASSES, Pipeline, PriorityClass, WorkerKind
 from penstock.redis.scripts import ScriptCall
+
+M = TypeVar("M", bound=Member)
 
 
 class Bell(Protocol):
@@ -46,13 +48,13 @@ class EventBell:
         """Do nothing: there is no connection."""
 
 
-class JoinedMember:
+class JoinedMember(Generic[M]):
     """Implements `contract.Member` over a member of the requests' group and one of the jobs' group.
 
     Each of the two settles what it has delivered. Jobs come first, as their requests were begun.
     """
 
-    def __init__(self, pipeline: Pipeline, requests: Member, jobs: Member, bell: Bell) -> None:
+    def __init__(self, pipeline: Pipeline, requests: M, jobs: M, bell: Bell) -> None:
         self._requests, self._jobs, self._bell = requests, jobs, bell
         self._job_topics = frozenset(pipeline.input_topics("decode").values())
         self._taken: list[Delivery] = []
@@ -115,7 +117,7 @@ class JoinedMember:
         for one in settlements:
             self._done.pop(_name(one), None)
 
-    def _find_member(self, delivery: Delivery) -> Member:
+    def _find_member(self, delivery: Delivery) -> M:
         return self._jobs if delivery.is_held and delivery.topic in self._job_topics else self._requests
 
     def count_held(self) -> int:
@@ -162,14 +164,15 @@ class JoinedMember:
 
 def join_both(
     pipeline: Pipeline,
-    join_group: Callable[[WorkerKind], Member],
+    join_group: Callable[[WorkerKind], M],
     bell: Bell,
-    make: Callable[[Pipeline, Member, Member, Bell], JoinedMember] = JoinedMember,
-) -> JoinedMember:
+    make: Callable[[Pipeline, M, M, Bell], JoinedMember[M]] = JoinedMember,
+) -> JoinedMember[M]:
     """Join the groups of requests and of jobs, and return the member of both. Raise what `join_group` raises."""
     with contextlib.ExitStack() as joined:
         joined.callback(bell.close)
-        requests, jobs = joined.enter_context(join_group("auto")), joined.enter_context(join_group("decode"))
+        joined.enter_context(requests := join_group("auto"))
+        jobs = join_group("decode")
         joined.pop_all()
     return make(pipeline, requests, jobs, bell)
 
