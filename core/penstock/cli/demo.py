@@ -63,7 +63,7 @@ def demo(
         if gateway is not None:
             console.print(f"\n$ {format_curl_command(stack.gateway_url)}", style="bold", markup=False)
             stream_over_http(stack.gateway_url)
-            hint = f"[`penstock up` keeps all this running, its gateway on port {choose_gateway_port(None)}]"
+            hint = f"[`penstock up` keeps a stack running, its gateway on port {choose_gateway_port(None)}]"
             console.print(hint, style="dim", markup=False)
 
 
