@@ -20,7 +20,9 @@ from penstock.bus.affinity import (
     rank_partitions,
 )
 from penstock.bus.contract import Outgoing
+from penstock.cli.demo import PROMPTS
 from penstock.client.core import RequestFields, make_request, prepare_message
+from penstock.config.settings import BusSettings
 from penstock.messages import Request, encode_request
 from penstock.names import Pipeline
 
@@ -44,6 +46,12 @@ def test_a_session_counts_more_than_the_prompt() -> None:
     assert one != affinity(prompt="one", session="t")
     assert one != affinity(prompt="one")
     assert affinity(prompt="one", session="one") != affinity(prompt="one")
+
+
+def test_each_of_the_two_workers_of_the_demo_reads_a_prompt() -> None:
+    num_partitions = BusSettings().partitions
+    chosen = {rank_partitions(affinity(prompt=prompt), num_partitions)[0] for prompt, _ in PROMPTS}
+    assert len(chosen) > num_partitions / 2
 
 
 def test_tenants_do_not_meet() -> None:

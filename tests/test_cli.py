@@ -27,7 +27,7 @@ from penstock.cli.generate import (
     format_shell_command,
 )
 from penstock.cli.main import COMMANDS, load_command
-from penstock.cli.up import up
+from penstock.cli.up import choose_workers, up
 from penstock.cli.up_checks import find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable, SettingsError
@@ -186,7 +186,7 @@ def taken_port() -> Iterator[int]:
 def test_up_says_all_that_stands_in_its_way_before_it_starts_anything(
     terminal: Terminal, tmp_path: Path, taken_port: int
 ) -> None:
-    options = ("--data", str(tmp_path), "--gateway-port", str(taken_port), "--decode", "0")
+    options = ("--data", str(tmp_path), "--gateway-port", str(taken_port), "--prefill", "1")
     kafka = f"127.0.0.1:{find_free_port()}"
     done = terminal(
         "up", *options, "--kafka", kafka, PENSTOCK_ENGINE_MODEL="/nope", PENSTOCK_TELEMETRY_PORT=str(taken_port)
@@ -248,6 +248,23 @@ def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline
     beat.update_status(pid=gone.pid)
     beat.write_beat()
     assert list_running_workers(Addresses(stream_url=redis_url, pipeline=pipeline.name)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        ({"auto": 3}, (0, 0, 3)),
+        ({"prefill": 2, "decode": 1}, (2, 1, 0)),
+        ({"prefill": 1, "auto": 1}, (1, 0, 1)),
+        ({"decode": 1}, (0, 1, 0)),
+        ({"auto": 0}, (0, 0, 0)),
+    ],
+)
+def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
+    kinds = ("prefill", "decode", "auto")
+    chosen = choose_workers(dict.fromkeys(kinds) | given, "")
+    assert chosen == dict(zip(kinds, expected, strict=True))
 
 
 IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
@@ -360,17 +377,16 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert {status["state"] for status in states} == {"ready"}
     lines = log.read_text().splitlines()
     assert lines[0] == f"pipeline demo; the logs of all processes are in {tmp_path / 'data'}"
-    assert lines[1] == "prefill-0: starting, decode-0: starting, gateway: starting"
-    assert any("prefill-0: importing torch" in line for line in lines)
+    assert lines[1] == "auto-0: starting, gateway: starting"
+    assert any("auto-0: importing torch" in line for line in lines)
     hint = log.read_text().partition("Try: ")[2].partition("    (")[0]
     hint = hint.replace(
         "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"
     )
     done = subprocess.run(hint, shell=True, cwd=HERE, text=True, capture_output=True, check=False)
     assert "4 tokens, first after" in done.stderr
-    decode = next(status["pid"] for status in states if status["stage"] == "decode")
-    os.kill(decode, signal.SIGKILL)
-    wait_for(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), "it is said")
+    os.kill(states[0]["pid"], signal.SIGKILL)
+    wait_for(lambda: "auto-0 ended with status -9 and is started again" in log.read_text(), "it is said")
     child.send_signal(signal.SIGINT)
     assert child.wait(PATIENCE_S) == 0
 
@@ -380,7 +396,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     shared.mkdir()
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
     child = start_up(find_free_port(), tmp_path, tmp_path / "up.log", environment)
-    wait_for((tmp_path / "prefill-0.log").exists, "the first worker was started")
+    wait_for((tmp_path / "auto-0.log").exists, "the first worker was started")
     child.send_signal(signal.SIGTERM)
     assert child.wait(PATIENCE_S) == 0, child.read_log_tail()
     assert "Penstock is up" not in child.read_log_tail()

@@ -1,25 +1,29 @@
-"""`penstock demo`: start everything, send three prompts and one over HTTP, print the tokens as they arrive, stop."""
+"""`penstock demo`: start everything, send three prompts and one over HTTP, print the tokens as they arrive, stop.
+
+The three are sent at once, so both workers read some: the prefill worker hands off what it reads, the auto worker
+answers what it reads, and what was handed off.
+"""
 
 import contextlib
 import json
 import sys
 import tempfile
-import time
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from penstock.cli.generate import print_stream
 from penstock.cli.up import READY_TIMEOUT_S, build_curl_body, choose_gateway_port, format_curl_command
+from penstock.client.core import Event
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
-from penstock.messages import Sampling
+from penstock.messages import EndEvent, Sampling
 
 PROMPTS = (
     ("And it came to pass", Sampling(temperature=0.0, max_tokens=60)),
@@ -27,15 +31,18 @@ PROMPTS = (
         "In the beginning",
         Sampling(temperature=0.8, top_p=0.95, seed=7, max_tokens=60),
     ),
-    ("The LORD is my shepherd", Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=60)),
+    ("The LORD is my shepherd;", Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=60)),
 )
+"""On Kafka their beginnings choose three of the four partitions, of which each worker reads two: both read a prompt."""
+MAX_ROUNDS = 5
+"""How often the prompts are sent until a request was handed off and another one stayed."""
 
 
 def demo(
     kafka: Annotated[bool, typer.Option("--kafka", help="On a real Kafka instead of Redis Streams.")] = False,
     since: Annotated[float, typer.Option(help="When it all began, seconds since the epoch.", hidden=True)] = 0.0,
 ) -> None:
-    """Three prompts through topic, prefill worker, KV store, topic, decode worker and Redis."""
+    """Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop."""
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as name, contextlib.ExitStack() as exits:
         directory = Path(name)
@@ -44,28 +51,54 @@ def demo(
             console.print("starting Kafka", style="dim")
             bootstrap = exits.enter_context(find_or_start_kafka(directory / "kafka"))
         gateway = choose_gateway_port(find_free_port())
-        parts = "a prefill and a decode worker" if gateway is None else "a prefill and a decode worker and a gateway"
+        parts = f"a prefill and an auto worker{'' if gateway is None else ' and a gateway'}"
         console.print(f"starting Redis, {parts}{' on Kafka' if kafka else ''}", style="dim")
-        stack = exits.enter_context(Stack(directory, kafka=bootstrap, gateway=gateway))
+        stack = exits.enter_context(Stack(directory, kafka=bootstrap, decode=0, auto=1, gateway=gateway))
         stack.wait_until_ready(READY_TIMEOUT_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
-        for number, (prompt, sampling) in enumerate(PROMPTS):
-            begun_s = time.perf_counter()
-            request_id = client.submit(prompt=prompt, **sampling.model_dump())
-            console.print(f"\n{prompt}", style="bold", end="")
-            times = print_stream(client.stream(request_id), begun_s, notes=console)
-            if number == 0 and since:
-                first_s = time.time() - (time.perf_counter() - times[0])
-                console.print(
-                    f"[{first_s - since:.0f} s from `make` to this first token, everything included]",
-                    style="dim",
-                    markup=False,
-                )
+        ways = ask_all(client, console, since)
+        for _ in range(MAX_ROUNDS - 1):
+            if len(ways) == 1:
+                ways |= ask_all(client, console)
         if gateway is not None:
             console.print(f"\n$ {format_curl_command(stack.gateway_url)}", style="bold", markup=False)
             stream_over_http(stack.gateway_url)
-            hint = f"[`penstock up` keeps all this running, its gateway on port {choose_gateway_port(None)}]"
+            hint = f"[`penstock up` keeps a stack running, its gateway on port {choose_gateway_port(None)}]"
             console.print(hint, style="dim", markup=False)
+
+
+def ask_all(client: Client, console: Console, since: float = 0.0) -> set[str]:
+    """Send the prompts at once, and print the answers one after the other. Return the ways that they went."""
+    asked = [(prompt, client.submit(prompt=prompt, **sampling.model_dump())) for prompt, sampling in PROMPTS]
+    ways = set[str]()
+    for number, (prompt, request_id) in enumerate(asked):
+        console.print(f"\n{prompt}", style="bold", end="")
+        end = print_answer(client.stream(request_id))
+        way = "handed off" if end.timings.handed_off else "in one hop"
+        ways.add(way)
+        console.print(f"[{describe_speed(end)}, {way}]", style="dim", markup=False)
+        if number == 0 and since:
+            told = f"{end.timings.first_token - since:.0f} s from `make` to this first token, everything included"
+            console.print(f"[{told}]", style="dim", markup=False)
+    return ways
+
+
+def print_answer(events: Iterable[Event]) -> EndEvent:
+    """Print a stream's text as it arrives, and return its end. Raise the request's error."""
+    for event in events:
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    assert isinstance(event, EndEvent), "a stream has an end"
+    return event
+
+
+def describe_speed(end: EndEvent) -> str:
+    """Return the time to the first token and the tokens/s of an answer, as its workers measured them."""
+    times, num_tokens = end.timings, end.usage.completion_tokens
+    first_ms = 1000 * (times.first_token - times.published)
+    rate = (num_tokens - 1) / (times.finished - times.first_token)
+    return f"{num_tokens} tokens, first after {first_ms:.0f} ms, {rate:.0f} tokens/s"
 
 
 def stream_over_http(gateway_url: str) -> None:

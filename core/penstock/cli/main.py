@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "up": "Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway.",
+    "up": "Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway.",
     "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. "
     "Any number of gateways may run beside each other.",
     "generate": "Send a prompt through the pipeline and print the answer as it comes.",
@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": "Show how many prefill and decode workers the trace needs, "
     "from measured rates, and what a simulation says.",
     "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
-    "demo": "Three prompts through topic, prefill worker, KV store, topic, decode worker and Redis.",
+    "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
     "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
     "batch": "Many requests from a file.",
     "config": "What the settings are, and whether they are right.",

@@ -101,11 +101,17 @@ def find_endpoint_source(url: Sequence[str] | None, engine_kind: str | None) -> 
     return "PENSTOCK_ENGINE_KIND=openai" if load_settings(EngineSettings).kind == "openai" else ""
 
 
-def refuse_idle_options(counts: Mapping[str, int | None], endpoint_source: str) -> None:
-    """Raise `SettingsError` if a number of workers is given where one worker asks servers instead."""
-    for option, count in counts.items():
-        if endpoint_source and count is not None:
-            raise SettingsError(f"{option} {count} has no effect with {endpoint_source}: leave one of them out")
+def choose_workers(counts: Mapping[str, int | None], endpoint_source: str) -> dict[str, int]:
+    """Return how many workers of each kind to start: the numbers that are given, else one that does all.
+
+    Raise `SettingsError` if a number is given where one worker asks servers instead.
+    """
+    given = {kind: count for kind, count in counts.items() if count is not None}
+    for kind, count in given.items():
+        if endpoint_source:
+            raise SettingsError(f"--{kind} {count} has no effect with {endpoint_source}: leave one of them out")
+    usual = {"endpoint": 1} if endpoint_source else {"auto": 1}
+    return dict.fromkeys(counts, 0) | (given or usual)
 
 
 def refuse_idle_ports(port: int | None, redis_source: str, gateway_port: int | None, gateway: int | None) -> None:
@@ -135,10 +141,11 @@ def up(
     port: Annotated[
         int | None, typer.Option(help=f"Port of the Redis server that is started, {DEFAULT_REDIS_PORT} by default.")
     ] = None,
-    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers, 1 by default.")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers, 1 by default.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Workers that only compute prompts.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Workers that only decode.")] = None,
     auto: Annotated[
-        int | None, typer.Option(min=0, help="Workers that do both. With them the other two numbers are 0 by default.")
+        int | None,
+        typer.Option(min=0, help="Workers that do both: one, unless any of the three numbers is given."),
     ] = None,
     engine_kind: Annotated[
         Literal["own", "openai"] | None,
@@ -148,7 +155,7 @@ def up(
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
-    """Start Redis (where none is given), a prefill and a decode worker, or one that asks servers, and a gateway."""
+    """Start Redis (where none is given), an auto worker, others, or one that asks servers, and a gateway."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis_source = "--redis" if redis else "PENSTOCK_STREAM_URL"
@@ -156,18 +163,12 @@ def up(
     directory, gateway = data or default_data_directory(), choose_gateway_port(gateway_port)
     endpoint_source = find_endpoint_source(url, engine_kind)
     refuse_idle_ports(port, redis_source if redis else "", gateway_port, gateway)
-    refuse_idle_options({"--prefill": prefill, "--decode": decode, "--auto": auto}, endpoint_source)
+    workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
     if asks_endpoints:
-        workers = {"prefill": 0, "decode": 0, "auto": 0, "endpoint": 1}
         environment = build_endpoint_environment(url or [])
     else:
-        usual = 0 if auto else 1
-        workers = {
-            "prefill": usual if prefill is None else prefill, "decode": usual if decode is None else decode,
-            "auto": auto or 0,
-        }  # fmt: skip
         environment = build_kv_environment() | build_share_environment(sum(workers.values()))
     stack = Stack(
         directory,

@@ -124,8 +124,8 @@ class EngineSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
     kind: Literal["own", "vllm", "openai"] = "own"
-    """The source of the answers: `own`, Penstock's engine in prefill and decode workers; `vllm`, vLLM in the same
-    workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
+    """The source of the answers: `own`, Penstock's engine in `auto`, `prefill` and `decode` workers; `vllm`, vLLM in
+    the same workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
     (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
     """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
@@ -144,7 +144,8 @@ class EngineSettings(BaseSettings):
     their own: the same on all workers of a pipeline."""
     prefill_weights: Literal["", "auto", "bf16", "p12", "int8", "int4"] = ""
     """The same for the weights that compute prompts, where those of answers are in another form: the same on all
-    workers of a pipeline, too. Decode workers then have both in memory. Empty: as `PENSTOCK_ENGINE_WEIGHTS`."""
+    workers of a pipeline, too. `decode` and `auto` workers then have both in memory. Empty: as
+    `PENSTOCK_ENGINE_WEIGHTS`."""
     kv_dtype: Literal["auto", "int8"] = "auto"
     """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
     head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
@@ -247,7 +248,7 @@ class WorkerSettings(BaseSettings):
     """Stable name of this slot (its transactional id). Empty: host, process id and a random part. A name that a living
     process has is refused."""
     next_name: bool = False
-    """Take the next free name instead, `prefill-1` for `prefill-0`. `penstock up` sets it for its workers."""
+    """Take the next free name instead, `auto-1` for `auto-0`. `penstock up` sets it for its workers."""
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)

@@ -3,6 +3,7 @@
     request (client) ─ queue.wait ─ preprocess ─ prefill ────── hand_off ─ queue.wait ─ decode ──────── settle
                                                  └ kv.read, first_token, kv.write       └ kv.read, end
 
+An answer that is decoded where its request was read has neither `hand_off` nor a second `queue.wait`.
 What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
 says which one it is. Where traces are off the tracer does nothing and costs next to nothing.
 """
