@@ -186,7 +186,9 @@ class DoubleConsumer(Positions):
             raise make_failure(self.bus.commit_error)
         return [self.bus.commits.get((p.topic, p.partition), TopicPartition(p.topic, p.partition)) for p in places]
 
-    def get_watermark_offsets(self, place: TopicPartition, timeout: float) -> tuple[int, int] | None:
+    def get_watermark_offsets(
+        self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
+    ) -> tuple[int, int] | None:
         partition = place.topic, place.partition
         return None if partition in self.bus.leaderless else (0, len(self.bus.logs.get(partition, [])))
 
@@ -237,5 +239,5 @@ class DoubleTransactions:
         """Nothing is open."""
 
 
-def refusal(partition: Partition, code: int) -> Message:
-    return make_message(partition, 0, None, KafkaError(code))
+def refusal(partition: Partition, code: int, offset: int = 0) -> Message:
+    return make_message(partition, offset, None, KafkaError(code))

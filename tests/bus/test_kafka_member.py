@@ -569,6 +569,42 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
         assert bus.commits[ONE].leader_epoch == (None if ends_in_a_marker else LEADER_EPOCH)
 
 
+def test_a_commit_behind_a_message_that_cannot_be_unpacked_has_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epoch is not known, and may be later than that of the message before it."""
+    monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
+    bus = DoubleBus()
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.list_prefetched()) == 1, "what is before it is read")
+        assert bus.reader is not None
+        bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION, 1))
+        bus.publish(ONE, b"2")
+        bus.turn_until(member.count_held, "it is passed over")
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
+        bus.turn_until(lambda: ONE in bus.commits and bus.commits[ONE].offset == 2, "both are committed")
+        assert bus.commits[ONE].leader_epoch is None
+
+
+def test_nothing_is_passed_over_at_the_end_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that cannot be unpacked is behind the commit, which is at the log's end: the log was cut, and what comes
+    at its end is a message that nobody has read.
+    """
+    monkeypatch.setattr("penstock.bus.kafka.client.MAX_UNPACK_ATTEMPTS", 1)
+    bus = DoubleBus()
+    bus.commits[ONE] = TopicPartition(*ONE, 2)
+    bus.publish(ONE, b"1", b"2")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.list_partitions, "it is begun")
+        assert bus.reader is not None
+        bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION, 1))
+        bus.turn_until(member.count_held, "the batch is passed over")
+        bus.publish(ONE, b"3")
+        bus.turn_until(member.list_prefetched, "it is fetched")
+        assert [delivery.value for delivery in member.list_prefetched()] == [b"3"]
+
+
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
     with reading(b"1", b"2", b"3") as (bus, member):

@@ -112,6 +112,13 @@ class PrefetchBuffer:
             self._damaged.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1
 
+    def check_end(self, partition: Partition, offset: int, end: int) -> None:
+        """Compare the next offset of a partition with the log's end, where something at or before the next offset was
+        read: the log may have lost its tail. Then do, and raise, what `_read_from` does.
+        """
+        if self._offsets[partition].next_offset >= end:
+            self._read_from(partition, offset)
+
     def reach_end(self, partition: Partition, end: int) -> bool:
         """Note that the log has no more messages before `end`. Return whether it has markers of transactions instead.
 

@@ -452,7 +452,11 @@ class KafkaMember:
         with self._state:
             if partition not in self._holdings.partitions:
                 return
+            _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+            if end >= 0:
+                self._holdings.check_end(partition, batch, end)
             offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
+            self._epochs[partition] = NO_EPOCH  # it is not known, and may be later than that of the last message
             self._notify_poll()
         self._consumer.seek(TopicPartition(*partition, offset))
 
@@ -482,6 +486,7 @@ class KafkaMember:
                     self._holdings.add_damaged_message(
                         partition, unfetched, self._classes[partition[0]], why, "fetched"
                     )
+                    self._epochs[partition] = NO_EPOCH
                     self._notify_poll()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
