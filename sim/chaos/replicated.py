@@ -11,7 +11,7 @@ from typing import Self
 from confluent_kafka.admin import AdminClient
 
 from penstock.local.kafka import KafkaCluster, KafkaServer
-from penstock.local.valkey import ReplicatedValkey, ValkeyServer
+from penstock.local.valkey import ReplicatedValkey
 from sim.chaos.system import Servers
 from sim.waiting import PATIENCE_S, wait_for
 
@@ -57,13 +57,14 @@ class ReplicatedServers(Servers):
         os.kill(pid, signal.SIGCONT)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all servers but Sentinel.
+        """Send a signal to the brokers.
 
-        One that stood still while its master died takes no replica that was cut off for ten times
-        `down-after-milliseconds` longer than it knows of, and so none at all, for ever.
+        Redis' servers go on: Sentinel would have to stand still with them, and one that stood still while its master
+        died takes no replica that was cut off for ten times `down-after-milliseconds` longer than it knows of. One that
+        goes on makes the replica of a master that stands still the new master, and the old one takes writes until it is
+        told, ten seconds later: these are lost, as the documents say.
         """
-        servers: list[ValkeyServer | KafkaServer] = [*self.replicated.servers.values(), *self.cluster.servers.values()]
-        for pid in [server.pid for server in servers if server.pid is not None]:
+        for pid in [server.pid for server in self.cluster.servers.values() if server.pid is not None]:
             os.kill(pid, number)
 
     def _leading_broker(self) -> KafkaServer:
