@@ -119,6 +119,30 @@ def test_another_engine_goes_on_after_any_token(
     assert len(caller.sampled) == len(work) * (NUM_NEW - num_generated)
 
 
+@pytest.mark.parametrize("num_generated", [1, 9])
+def test_a_request_may_leave_in_the_middle_of_its_answer(
+    under_test: EngineUnderTest, caller: Caller, num_generated: int
+) -> None:
+    """An auto worker computes prompt and answer in one, until it hands off; the next one finds the full blocks."""
+    work = make_work()
+    add_all(caller, work, was_handed_off=False)
+
+    def let_go() -> bool:
+        for name in [name for name in caller.requests if len(caller.tokens[name]) >= num_generated]:
+            under_test.engine.finish_request(name)
+            del caller.requests[name]
+        return not caller.requests
+
+    caller.run_until(let_go, "all have left")
+    caller.run_to_end()
+    assert caller.count_used_blocks() == 0
+    under_test.empty_memory()
+    add_all(caller, work, num_generated)
+    assert caller.run_to_end() == expect(work)
+    for one in work:
+        assert caller.progress[one.id].num_cached_tokens >= len(prompt_of(one)) // BLOCK * BLOCK
+
+
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["in memory", "in the stores"])
 def test_a_prefix_is_found(under_test: EngineUnderTest, caller: Caller, is_emptied: bool) -> None:
     one, *_, longest = make_work()

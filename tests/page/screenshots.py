@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
     views = (("light", SHEET, "light", 1.0), ("dark", SHEET, "dark", 1.0), ("phone", PHONE, "light", 1.5))
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Stack(Path(scratch), pipeline="demo", decode=2, gateway=find_free_port()) as stack,
+        Stack(Path(scratch), pipeline="demo", decode=0, auto=1, gateway=find_free_port()) as stack,
     ):
         stack.wait_until_ready(PATIENCE_S)
         port = int(stack.gateway_url.rpartition(":")[2])

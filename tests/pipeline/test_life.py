@@ -3,17 +3,21 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from contextlib import closing
+from unittest import mock
 
 import pytest
 
 from penstock import names
 from penstock.client.sync import Client
-from penstock.config.settings import RecordSettings
+from penstock.config.settings import RecordSettings, StaySettings
 from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
+from penstock.prefill_worker.stay import StayPolicy
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline, core_of
 from sim.waiting import PATIENCE_S, wait_for
+from sim.workload import load_split_model
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -175,3 +179,20 @@ def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -
     assert core_of(prefill).num_free_blocks == core_of(prefill).pool.num_blocks
     assert (result.error and result.error.code, result.token_ids) == (how, [])
     assert 0 < result.usage.prompt_tokens < len(token_ids)
+
+
+@pytest.mark.in_memory
+def test_one_hop_changes_no_token_where_prompts_and_answers_have_weights_in_two_forms(
+    make_line: Callable[..., InProcessPipeline],
+) -> None:
+    """A worker of both stages has both forms. The second request finds no KV of the first one, whose tenant differs."""
+    with mock.patch("sim.line.load_native_demo_model", load_split_model):
+        line = make_line()
+        line.send_requests(ask("two-hops", max_tokens=12, tenant="one"))
+        (two_hops,) = line.run_until_results(1)
+        with closing(line.make_auto("auto-0", StayPolicy(StaySettings(), lambda: False))) as worker:
+            line.send_requests(ask("one-hop", max_tokens=12, tenant="two"))
+            run_until_idle(worker)
+    _, one_hop = line.read_results()
+    assert (two_hops.timings.handed_off > 0.0, one_hop.timings.handed_off) == (True, 0.0)
+    assert one_hop.token_ids == two_hops.token_ids

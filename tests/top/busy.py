@@ -22,11 +22,14 @@ PROMPTS = (
 
 
 @contextlib.contextmanager
-def start_pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2) -> Iterator[Stack]:
+def start_pipeline(
+    directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2, auto: int = 0
+) -> Iterator[Stack]:
     """Workers on a server that others may stop and start; nobody restarts a worker unless `restart_dead` is called."""
     with ForkedStack(
-        directory, pipeline="demo", redis=server.url, prefill=prefill, decode=decode, environment=ENVIRONMENT
-    ) as stack:
+        directory, pipeline="demo", redis=server.url,
+        prefill=prefill, decode=decode, auto=auto, environment=ENVIRONMENT,
+    ) as stack:  # fmt: skip
         stack.wait_until_ready(PATIENCE_S)
         yield stack
 

@@ -44,7 +44,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as scratch,
         ValkeyServer(Path(scratch, "server")) as server,
-        busy.start_pipeline(Path(scratch, "stack"), server, prefill=2) as stack,
+        busy.start_pipeline(Path(scratch, "stack"), server, decode=1, auto=1) as stack,
     ):
         svg = asyncio.run(picture(stack))
     file.parent.mkdir(parents=True, exist_ok=True)

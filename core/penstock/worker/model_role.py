@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.token_text import TokenTexts, get_token_texts
 from penstock.grammar.state import GrammarState
-from penstock.messages import TokenEvent
+from penstock.messages import Job, TokenEvent
 from penstock.names import Pipeline
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.load import WorkerLoad
+from penstock.worker.retry import is_suspect
 from penstock.worker.task import Task
 
 
@@ -36,6 +40,49 @@ class ModelRole:
         """The texts of the model's tokens."""
         return get_token_texts(self.engine.model.tokenizer)
 
+    def add_to_engine(
+        self, task: Task, seed: int, load: WorkerLoad, start: str = "", num_prompt_logprobs: int | None = None
+    ) -> bool:
+        """Have the engine go on with a request after all tokens so far; for a hand-off, compute the prompt and a token.
+
+        `start` is what the output begins with (`Detokenizer`). Return False where the log's last token ends the answer;
+        then the task has its `outcome`. Raise what `cut_max_tokens` and the engine's `add_request` raise.
+        """
+        message, model = task.message, self.engine.model
+        assert message is not None
+        # A job was cut to the capacity of the worker that read the request. A smaller pool here cuts it once more.
+        sampling = cut_max_tokens(message.sampling, len(task.token_ids), self.engine.limits.max_length)
+        task.message = message.model_copy(update={"sampling": sampling})
+        check_prompt_logprobs(sampling, len(task.token_ids))
+        task.blocks = self.engine.hash_prompt(task.tenant, task.token_ids)
+        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
+        logged = [] if task.hands_off else [event.token for event in task.log_events]
+        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
+        if logged and _replay_answer(task, grammar, logged):
+            return False
+        seq = EngineSequence(
+            task.id,
+            task.token_ids,
+            blocks=task.blocks,
+            sampling=sampling,
+            seed=seed,
+            max_new_tokens=1 if task.hands_off else sampling.max_tokens,
+            output_token_ids=logged,
+            klass=task.klass,
+            tenant=task.tenant,
+            weight=message.weight,
+            is_suspect=is_suspect(task.claim),
+            grammar=grammar,
+            num_prompt_logprobs=num_prompt_logprobs,
+            lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
+            was_handed_off=isinstance(message, Job),
+            context=task,
+        )
+        self.engine.add_request(seq)
+        task.seq = seq
+        load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
+        return True
+
     def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
         """Do nothing: the request is where it is to be."""
 
@@ -57,7 +104,7 @@ class ModelRole:
         return task.claim.next_event(item.token_id, text, logprobs, before)
 
 
-def replay_answer(task: Task, grammar: GrammarState | None, logged: Sequence[int]) -> bool:
+def _replay_answer(task: Task, grammar: GrammarState | None, logged: Sequence[int]) -> bool:
     """Give a task's output the tokens in its log. Return whether the last one ends the answer; then the task has its
     `outcome`.
     """

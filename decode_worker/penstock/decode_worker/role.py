@@ -17,11 +17,7 @@ from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
 from penstock.engine.contract import Outcome, SampledToken
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.limits import cut_max_tokens
-from penstock.engine.sequence import Sequence
 from penstock.errors import InternalError, RequestError
-from penstock.grammar.state import GrammarState
 from penstock.messages import (
     EndEvent,
     Job,
@@ -37,9 +33,9 @@ from penstock.telemetry.genai import read_operation
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.model_role import ModelRole, replay_answer
+from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_result_of_log
-from penstock.worker.retry import is_suspect, to_request_error
+from penstock.worker.retry import to_request_error
 from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
@@ -100,36 +96,11 @@ class DecodeRole(ModelRole):
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Have the engine go on after all tokens so far. Return False where the log's last token ends the answer."""
-        job, model = _job_of(task), self.engine.model
-        # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
-        sampling = cut_max_tokens(job.sampling, len(job.token_ids), self.engine.limits.max_length)
-        task.message = job.model_copy(update={"sampling": sampling})
-        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        logged = [event.token for event in task.log_events]
-        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
-        if replay_answer(task, grammar, logged):
+        job = _job_of(task)
+        if not self.add_to_engine(task, job.seed, load):
             return False
-        task.blocks = self.engine.hash_prompt(job.tenant, job.token_ids)
-        if task.blocks.last_hash != job.last_block:
+        if task.blocks is not None and task.blocks.last_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-        seq = Sequence(
-            job.id,
-            job.token_ids,
-            blocks=task.blocks,
-            sampling=sampling,
-            seed=job.seed,
-            max_new_tokens=sampling.max_tokens,
-            output_token_ids=logged,
-            klass=job.klass,
-            tenant=job.tenant,
-            weight=job.weight,
-            is_suspect=is_suspect(task.claim),
-            grammar=grammar,
-            context=task,
-        )
-        self.engine.add_request(seq)
-        task.seq = seq
-        load.mean_prompt_tokens[task.klass].add(len(seq.token_ids))
         return True
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:

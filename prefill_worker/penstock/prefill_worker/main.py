@@ -16,8 +16,8 @@ def run_auto_worker() -> None:
         stays = StayPolicy(process.settings.stay, lambda: process.beat.num_decoding > 0)
         role = PrefillRole(process.pipeline, engine, None, name, stays)
         job_role = DecodeRole(process.pipeline, engine, name)
+        job_role.grammars = role.grammars
         process.exits.callback(role.grammars.close)
-        process.exits.callback(job_role.grammars.close)
         process.serve(role, process.make_metrics(role.model_name), job_role, **role.describe_model())
 
 

@@ -24,11 +24,8 @@ from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.limits import check_prompt_logprobs, cut_max_tokens
 from penstock.engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, RequestError
-from penstock.grammar.state import GrammarState
 from penstock.grammar.tools import begin_in_answer
 from penstock.messages import (
     DEFAULT_MAX_TOKENS,
@@ -52,9 +49,9 @@ from penstock.telemetry.genai import get_operation
 from penstock.telemetry.stage import StageMetrics
 from penstock.worker.confine import UNWRITABLE, build_failed_result
 from penstock.worker.load import TaskLoad, WorkerLoad
-from penstock.worker.model_role import ModelRole, replay_answer
+from penstock.worker.model_role import ModelRole
 from penstock.worker.result import build_result_of_log
-from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
+from penstock.worker.retry import make_dead_letters, to_request_error
 from penstock.worker.task import StageOutput, Task
 
 log = logging.getLogger(__name__)
@@ -151,45 +148,19 @@ class PrefillRole(ModelRole):
 
         Return False where the log's last token ends the answer, and it is decoded here.
         """
-        request, model = task.message, self.engine.model
+        request = task.message
         assert isinstance(request, Request)
-        sampling = cut_max_tokens(request.sampling, len(task.token_ids), self.engine.limits.max_length)
-        task.message = request.model_copy(update={"sampling": sampling})
         # With a token in the log, an earlier attempt has computed them.
-        num_prompt_logprobs = sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
-        check_prompt_logprobs(sampling, len(task.token_ids))
-        task.blocks = self.engine.hash_prompt(request.tenant, task.token_ids)
-        start = self.prompt_reader.find_answer_start(task.token_ids) if sampling.special_text else ""
-        task.output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens, start)
-        logged = [] if task.hands_off else [event.token for event in task.log_events]
-        grammar = None if task.grammar is None else GrammarState(task.grammar, token_ids=logged)
-        if logged and replay_answer(task, grammar, logged):
+        num_prompt_logprobs = request.sampling.prompt_logprobs if task.claim.num_tokens == 0 else None
+        start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
+        if not self.add_to_engine(task, sampling_seed(request), load, start, num_prompt_logprobs):
             return False
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
-        seq = Sequence(
-            task.id,
-            task.token_ids,
-            blocks=task.blocks,
-            sampling=sampling,
-            seed=sampling_seed(request),
-            max_new_tokens=1 if task.hands_off else sampling.max_tokens,
-            output_token_ids=logged,
-            klass=task.klass,
-            tenant=request.tenant,
-            weight=request.weight,
-            is_suspect=is_suspect(task.claim),
-            grammar=grammar,
-            num_prompt_logprobs=num_prompt_logprobs,
-            lease_owner=self.pipeline.lease_owner(task.id) if task.hands_off else "",
-            was_handed_off=False,
-            context=task,
-        )
-        self.engine.add_request(seq)
-        task.seq = seq
-        load.mean_prompt_tokens[task.klass].add(len(task.token_ids))
         if task.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
+            assert task.message is not None
+            sampling = task.message.sampling
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
             load.mean_output_tokens[task.klass].add(expected)
         return True
