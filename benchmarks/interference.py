@@ -45,6 +45,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.errors import PenstockError
+from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
 
@@ -56,7 +57,8 @@ BATCH_ANSWER_TOKENS = (16, 96)
 PERCENTILES = (50, 99)
 STACK_STREAMS, LONG_PROMPT_TOKENS, LONG_NEW = 8, 1024, 16
 """With `--stack`: interactive streams, and the tokens of a long prompt and of the answer to it."""
-FORMS = {"two_stages": {"prefill": 1, "decode": 1}, "auto": {"prefill": 0, "decode": 0, "auto": 2}}
+FORMS = {"two_stages": (1, 1, 0), "auto": (0, 0, 2)}
+"""With `--stack`: how many prefill, decode and auto workers each form has."""
 LOADS = {"half": 0.5, "full": 1.0}
 """The share of one worker's time that the long prompts take."""
 _TIMEOUT_S = 120.0
@@ -300,14 +302,14 @@ def measure_stream_gaps(
 def run_stacks(given: Options) -> dict[str, float]:
     """Compare the forms of a pipeline, and print; return the figures."""
     rounds, seconds = given.choose_size((8, 8.0), (2, 4.0), (1, 0.2))
-    figures, causes = {}, Counter[str]()
+    figures, causes = dict[str, float](), Counter[str]()
     with contextlib.ExitStack() as exits:
-        stacks, sides = {}, dict[str, StackSide]()
-        for name, numbers in FORMS.items():
+        stacks, sides = dict[str, Stack](), dict[str, StackSide]()
+        environment = _ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"}
+        for name, (prefill, decode, auto) in FORMS.items():
             directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-            stacks[name] = exits.enter_context(
-                given.choose_stack()(directory, **numbers, environment=_ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"})
-            )
+            stack = given.choose_stack()(directory, prefill=prefill, decode=decode, auto=auto, environment=environment)
+            stacks[name] = exits.enter_context(stack)
         for name, stack in stacks.items():
             stack.wait_until_ready(300)
             sides[name] = StackSide(exits.enter_context(Client(stack.addresses)), 0)
