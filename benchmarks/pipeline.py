@@ -1,6 +1,6 @@
 """What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
-python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--before FOLDER]
+python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--before FOLDER | --mixed]
 
 The sides take turns in one run: the bare engine with a worker's settings (one thread), and on Redis Streams and on
 Kafka each of these pipelines: one prefill and one decode worker; one worker that serves both stages (one hop, with one
@@ -18,9 +18,14 @@ alone, once they have answered all that.
 The pipeline of two stages has two workers, so its throughput is also compared with one engine on two threads. That
 engine runs before the pipelines are started and after they have ended: its spinning threads lose most of their speed
 beside anything else.
+
+With `--mixed` a mixed load is measured in place of all that, with random weights of 134 million parameters in bfloat16:
+requests sent at once whose prompts and answers have log-normal lengths, answered by two `auto` workers with a thread
+each, on Redis Streams, and by the bare engine on two threads with a pool and a batch as large as those of both.
 """
 
 import contextlib
+import math
 import os
 import random
 import statistics
@@ -35,7 +40,19 @@ import redis
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, describe_machine, format_spread, make_parser, report_figures, save_plot
+from benchmarks.common import (
+    Arguments,
+    count_hand_offs,
+    describe_machine,
+    format_shares,
+    format_spread,
+    make_parser,
+    report_figures,
+    save_plot,
+)
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.write import make_model_directory
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers, read_proportional_bytes
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
@@ -57,14 +74,21 @@ SHORT_ANSWER_TOKENS = 4
 """Tokens of an answer whose cost is that of the request, not that of its tokens."""
 FEW_ANSWER_TOKENS = 16
 """Tokens of an answer where what Redis and the broker do for a request is measured."""
+MIXED_PROMPT_TOKENS, MIXED_ANSWER_TOKENS = (1020, 1155), (129, 211)
+"""Median and mean of the lengths in the mixed load."""
+MIXED_MAX_TOKENS = 2000
+"""Neither a prompt nor an answer of it is longer."""
+MIXED_POOL_MB, MIXED_BATCH = 512, 32
+"""Of each of the two workers."""
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks, and a checkout to compare with."""
+    """The arguments of all benchmarks, and a checkout to compare with, or whether the mixed load is measured."""
 
     before: Path | None = None
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,32 +121,31 @@ FORMS = {"": Form(prefill=1, decode=1), "one_hop_": Form(auto=1), "two_one_hop_"
 class EngineSide:
     """The engine in this process, with nothing around it but tokens and text."""
 
-    def __init__(self, threads: int) -> None:
-        self._settings = SETTINGS.model_copy(update={"threads": threads})
-        self._engine = open_engine(self._settings)
+    def __init__(self, threads: int, settings: EngineSettings = SETTINGS) -> None:
+        self._engine = open_engine(settings.model_copy(update={"threads": threads}))
         self._engine.pool_mapping.wait_until_done()
         self._threads = threads
 
     def measure_first_token_s(self, prompt: list[int]) -> float:
         """Return the seconds from the prompt to its first token's text."""
         begun_s = time.perf_counter()
-        self._run_prompts([prompt], max_new=1)
+        self._run_prompts([prompt], [1])
         return time.perf_counter() - begun_s
 
-    def measure_tokens_per_s(self, make_prompts: Prompts, max_new: int) -> float:
+    def measure_tokens_per_s(self, prompts: Prompts, max_new: int | list[int]) -> float:
         """Return the output tokens per second over all prompts at once."""
-        begun_s = time.perf_counter()
-        self._run_prompts(make_prompts, max_new)
-        return len(make_prompts) * max_new / (time.perf_counter() - begun_s)
+        begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
+        self._run_prompts(prompts, num_new)
+        return sum(num_new) / (time.perf_counter() - begun_s)
 
-    def _run_prompts(self, make_prompts: Prompts, max_new: int) -> None:
+    def _run_prompts(self, prompts: Prompts, num_new: list[int]) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
-        sampling = Sampling(temperature=0, max_tokens=max_new, ignore_eos=True)
         model, engine = self._engine.model, self._engine
         states = {}
-        for number, prompt in enumerate(make_prompts):
+        for number, (prompt, max_new) in enumerate(zip(prompts, num_new, strict=True)):
+            sampling = Sampling(temperature=0, max_tokens=max_new, ignore_eos=True)
             seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
             engine.add_sequence(seq)
             states[seq.id] = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, max_new)
@@ -136,10 +159,11 @@ class PipelineSide:
     """The pipeline, as a client sees it."""
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self._client, self.num_requests = client, 0
 
     def measure_first_token_s(self, prompt: list[int]) -> float:
         """Return the seconds from the prompt to its first token's text, at the client."""
+        self.num_requests += 1
         begun_s = time.perf_counter()
         events = self._client.generate(token_ids=prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
         next(events)
@@ -148,16 +172,22 @@ class PipelineSide:
             pass
         return taken_s
 
-    def measure_tokens_per_s(self, make_prompts: Prompts, max_new: int) -> float:
+    def measure_tokens_per_s(self, prompts: Prompts, max_new: int | list[int]) -> float:
         """Return the output tokens per second over all prompts at once, until every end was read."""
-        begun_s = time.perf_counter()
+        self.num_requests += len(prompts)
+        begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
         ids = [
-            self._client.submit(token_ids=prompt, max_tokens=max_new, temperature=0.0, ignore_eos=True)
-            for prompt in make_prompts
+            self._client.submit(token_ids=prompt, max_tokens=num, temperature=0.0, ignore_eos=True)
+            for prompt, num in zip(prompts, num_new, strict=True)
         ]
-        tokens = sum(len(self._client.result(request_id, timeout_s=300).token_ids) for request_id in ids)
-        assert tokens == len(make_prompts) * max_new
+        tokens = sum(len(self._client.result(request_id, timeout_s=1800).token_ids) for request_id in ids)
+        assert tokens == sum(num_new)
         return tokens / (time.perf_counter() - begun_s)
+
+
+def count_new_tokens(prompts: Prompts, max_new: int | list[int]) -> list[int]:
+    """Return how many tokens each answer has: all equally many, or each its own number."""
+    return max_new if isinstance(max_new, list) else [max_new] * len(prompts)
 
 
 def make_prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
@@ -173,6 +203,7 @@ class Side:
     meter: Meter
     workers: list[int]
     """The pids of its workers."""
+    stack: Stack | None = None
 
 
 @contextlib.contextmanager
@@ -205,7 +236,7 @@ def open_sides(given: Options) -> Iterator[dict[str, Side]]:
             reader = exits.enter_context(redis_client(servers[name].url))
             brokers = find_brokers() if stack.addresses.kafka else ()
             made[name] = Side(
-                piped, Meter([os.getpid(), pid, *workers], brokers, partial(_count_reads, reader)), workers
+                piped, Meter([os.getpid(), pid, *workers], brokers, partial(_count_reads, reader)), workers, stack
             )
         yield made
 
@@ -239,8 +270,63 @@ def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
     ][1:]
 
 
+def draw_length(chance: random.Random, median: float, mean: float) -> int:
+    """Return a length of a log-normal distribution, or the longest one of the mixed load."""
+    drawn = chance.lognormvariate(math.log(median), math.sqrt(2 * math.log(mean / median)))
+    return min(MIXED_MAX_TOKENS, max(1, round(drawn)))
+
+
+def run_mixed(given: Options) -> dict[str, float]:
+    """Measure the mixed load and print; return its figure."""
+    rounds, load = given.choose_size((3, 48), (1, 8), (1, 2))
+    shape = SHAPES[given.choose_size("small", "small", "smoke")]
+    model = str(make_model_directory(shape, DIRECTORY / "models"))
+    settings = EngineSettings.model_validate(
+        {
+            "model": model,
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "pool_mb": 2 * MIXED_POOL_MB,
+            "max_batch": 2 * MIXED_BATCH,
+        }
+    )
+    environment = Form(auto=2).make_environment() | {
+        "PENSTOCK_ENGINE_MODEL": model, "PENSTOCK_ENGINE_DTYPE": "bfloat16", "PENSTOCK_ENGINE_THREADS": "1",
+        "PENSTOCK_ENGINE_POOL_MB": str(MIXED_POOL_MB), "PENSTOCK_ENGINE_MAX_BATCH": str(MIXED_BATCH),
+    }  # fmt: skip
+
+    def measure(side: EngineSide | PipelineSide, first: int) -> list[float]:
+        """Return the rates of the rounds from a first one on, each with prompts of its own."""
+        rates = []
+        for number in range(first, first + rounds):
+            chance = random.Random(f"{number} mixed")
+            lengths = [draw_length(chance, *MIXED_PROMPT_TOKENS) for _ in range(load)]
+            prompts = [make_prompts(chance, 1, length, length)[0] for length in lengths]
+            num_new = [draw_length(chance, *MIXED_ANSWER_TOKENS) for _ in prompts]
+            rates.append(side.measure_tokens_per_s(prompts, num_new))
+        return rates
+
+    bare = measure(EngineSide(2, settings), 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        given.choose_stack()(Path(directory), prefill=0, decode=0, auto=2, environment=environment) as stack,
+    ):
+        stack.wait_until_ready(300)
+        with Client(stack.addresses) as client:
+            piped = measure(PipelineSide(client), 0) + measure(PipelineSide(client), rounds)
+        causes = count_hand_offs(stack)
+    bare += measure(EngineSide(2, settings), rounds)
+    print(f"{describe_machine()}; {shape.name} shape, bfloat16, {load} requests at once")
+    for name, rates in ((TWO_THREADS, bare), ("two auto workers", piped)):
+        print(f"{name:20} throughput {format_spread(rates):28} tokens/s")
+    print(format_shares(causes, 2 * rounds * load))
+    return {"throughput_ratio_mixed": statistics.median(own / other for own, other in zip(piped, bare, strict=True))}
+
+
 def run(given: Options) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
+    if given.mixed:
+        return run_mixed(given)
     rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
     wide = measure_two_threads(max(1, rounds // 3), load, max_new)
     with open_sides(given) as all_sides:
@@ -257,6 +343,9 @@ def run(given: Options) -> dict[str, float]:
         firsts = run_in_turns(rounds, names, "time to first token", first)
         rates, loads = measure_throughput(all_sides, max(1, rounds * 3 // 4), load, max_new)
         measure_few(all_sides, max(1, rounds // 3), given.choose_size((16, 64), (8, 64), (1, 2)), loads)
+        for name, side in all_sides.items():
+            if side.stack is not None and isinstance(side.engine, PipelineSide):
+                print(f"{name:20} {format_shares(count_hand_offs(side.stack), side.engine.num_requests)}")
         memory = {name: read_proportional_bytes(all_sides[name].workers) for name in names if all_sides[name].workers}
     wide += measure_two_threads(max(1, rounds // 3), load, max_new)
     print(f"{describe_machine()}; demo model, float32")
@@ -345,7 +434,9 @@ def draw_plot(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--before", type=Path, help="compare with the workers of this checkout")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--before", type=Path, help="compare with the workers of this checkout")
+    what.add_argument("--mixed", action="store_true", help="measure the mixed load in place of all else")
     given = Options(**vars(parser.parse_args()))
     report_figures(run(given), given)
 

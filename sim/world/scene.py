@@ -365,7 +365,7 @@ class Scene:
             endpoints = Endpoints(parse_urls("http://one:1,http://other:1", 8))
             asked = EndpointSettings(model="formula", silence_s=SILENCE_S)
             return EndpointRole(self.pipeline, "formula", EndpointEngine(endpoints, asked, settings)), None
-        engine: Any = FormulaEngine(chance, self._delay_step)
+        engine: Any = FormulaEngine(chance, self._delay_step, num_blocks=chance.choice([2, 1000]))
         if kind == "decode":
             return DecodeRole(self.pipeline, engine), None
         if kind == "auto":

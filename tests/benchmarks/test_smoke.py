@@ -27,7 +27,11 @@ NAMES = sorted(
     if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
 )
 ARGUMENTS = {"gpu": "--part 4 --device cpu"}
-RUNS = [f"{name} {ARGUMENTS.get(name, '--smoke')}" for name in NAMES] + ["chaos --smoke --one-kill"]
+RUNS = [f"{name} {ARGUMENTS.get(name, '--smoke')}" for name in NAMES] + [
+    "chaos --smoke --one-kill",
+    "interference --smoke --stack",
+    "pipeline --smoke --mixed",
+]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -215,3 +215,10 @@ def test_room_for_batch_beside_interactive_is_what_would_not_pause(demo: LoadedM
     assert engine.free_capacity("batch") == 1 + int(MAX_BATCH_SHARE * 21)
     engine.add_sequence(sequence([8, 9], 9, klass="batch"))
     assert engine.free_capacity("batch") == int(MAX_BATCH_SHARE * 21)
+
+
+def test_a_prompt_costs_its_chunks_its_tokens_and_what_each_reads() -> None:
+    cost = StepCost(20.0, 1.0, context_s=0.01, chunk_s=5.0, token_s=0.5)
+    assert cost.prompt_seconds(10, 0, max_step_tokens=4) == pytest.approx(3 * 5.0 + 10 * 0.5 + 45 * 0.01)
+    assert cost.prompt_seconds(2, 100, max_step_tokens=4) == pytest.approx(5.0 + 2 * 0.5 + 201 * 0.01)
+    assert cost.prompt_seconds(0, 100, max_step_tokens=4) == 0.0

@@ -148,6 +148,17 @@ def turn_past_time(worker: Worker) -> None:
     run_until_idle(worker)
 
 
+def turn_without_blocks(worker: Worker) -> None:
+    """Turn a worker that finds no block any more for its request, which has two tokens and is preempted."""
+    run_until_running(worker)
+    (task,), core = worker.running.values(), core_of(worker)
+    while len(task.log_events) < 2:
+        worker.run_once()
+    core.scheduler.preempt_sequence(core.scheduler.running[0])
+    core.pool.allocate_blocks(core.num_free_blocks)
+    run_until_idle(worker)
+
+
 class Exits:
     """The exits, each a method of its row's name, on a pipeline on doubles of the servers."""
 
@@ -282,9 +293,10 @@ class Exits:
         self._check_stays("prompt", settings=StaySettings(max_prompt_tokens=1))
 
     def handed_off_later(self) -> None:
-        """Its answer became long, or lasts for long."""
+        """Its answer became long, or lasts for long, or its blocks went to others."""
         self._check_stays("long", settings=StaySettings(max_answer_tokens=3))
         self._check_stays("lasting", turn_past_time)
+        self._check_stays("preempted", turn_without_blocks)
 
     def handed_off_without_its_message(self) -> None:
         self._check_taken_over("prefill")

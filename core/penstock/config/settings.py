@@ -268,7 +268,8 @@ class StaySettings(BaseSettings):
     max_prompt_tokens: int = Field(default=512, ge=0)
     """A request of whose prompt more tokens had to be computed is handed off to another worker that decodes."""
     max_added_itl_ms: float = Field(default=50.0, ge=0)
-    """So is one whose prompt took longer, while other answers were decoded beside it."""
+    """So is one whose prompt takes longer, by the measured cost of steps, while other answers are decoded beside it;
+    and an answer whose tokens prompts have kept for longer, on the mean."""
     max_answer_tokens: int = Field(default=2000, ge=1)
     """An answer that gets as long goes on in another worker that decodes."""
     max_s: float = Field(default=60.0, gt=0)

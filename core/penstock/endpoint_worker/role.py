@@ -101,6 +101,10 @@ class EndpointRole:
     def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
         """Do nothing: there is no KV here."""
 
+    def leaves_preempted(self, task: Task) -> bool:
+        """Return False: there is no KV here."""
+        return False
+
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
         """Have the endpoints asked. Return False where the text so far is as long as the answer may be.
 

@@ -283,6 +283,11 @@ class InferenceEngine(TokenSource, Protocol):
         Raises `PromptTooLong` for one that can never run, and `InvalidRequest` for unknown token ids.
         """
 
+    def lease_request(self, request_id: str, owner: str) -> None:
+        """Lease the blocks of a request to a job, those that are stored and those that will be: another worker goes on
+        with it.
+        """
+
     def finish_request(self, request_id: str) -> "Future[float] | None":
         """Remove a request that is through, and store what is not stored of it.
 
@@ -291,7 +296,12 @@ class InferenceEngine(TokenSource, Protocol):
         """
 
     def release_leases(self, owner: str, blocks: "PromptBlocks") -> None:
-        """End a job's leases on the blocks of its prompt."""
+        """End a job's leases on the blocks that were handed over with it."""
 
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """

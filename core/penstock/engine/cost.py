@@ -62,6 +62,14 @@ class StepCost:
         """Return how much `num_tokens` of the sequence's tokens add, without the constant for a step's first chunk."""
         return self.row_seconds(seq) if seq.num_pending_tokens == 1 else num_tokens * self.token_seconds(seq)
 
+    def prompt_seconds(self, num_tokens: int, num_before: int, max_step_tokens: int) -> float:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to the steps that compute
+        them, each at most `max_step_tokens`.
+        """
+        num_contexts = num_tokens * num_before + num_tokens * (num_tokens - 1) // 2
+        num_chunks = -(-num_tokens // max_step_tokens)
+        return num_chunks * self.chunk_s + num_tokens * self.token_s + num_contexts * self.context_s
+
     def record_outside(self, seconds: float, num_tokens: int) -> None:
         """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)

@@ -257,6 +257,15 @@ class Engine:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """
+        if (cost := self.scheduler.cost) is not None:
+            return cost.prompt_seconds(num_tokens, num_before, self.settings.max_step_tokens)
+        rate = self._rate.tokens_per_s
+        return None if rate is None else num_tokens / rate
+
     def measure_speed(self) -> None:
         """Measure the speed of prefill and the cost of steps with a few prompts and steps.
 

@@ -98,6 +98,11 @@ class EngineCore(Pool, Protocol):
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
 
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """
+
 
 class ServingEngine:
     """An engine's core over a KV store. All methods but those that say so are called by one thread."""
@@ -163,6 +168,7 @@ class ServingEngine:
         seq.block_keys = [key.hash for key in blocks.hasher.keys]
         num_loadable = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
         seq.num_named_blocks = len(blocks.hasher.keys)
+        blocks.num_handed_blocks = seq.num_named_blocks if seq.was_handed_off else 0
         self._seqs[seq.id] = seq
         keys = blocks.hasher.keys[:num_loadable]
         load = LoadOperation(seq, keys, klass=seq.klass, lease_owner=seq.lease_owner)
@@ -179,21 +185,36 @@ class ServingEngine:
         if (seq := self._seqs.pop(request_id, None)) is not None:
             self.core.remove_sequence(seq)
 
+    def lease_request(self, request_id: str, owner: str) -> None:
+        """Lease the blocks of a request to a job, those that are stored and those that will be."""
+        seq = self._seqs[request_id]
+        self._name_full_blocks(seq)
+        seq.lease_owner, blocks, missing_tiers = owner, seq.blocks, seq.missing_tiers
+        is_here = self.store.is_in_hand_off_tier
+        stored = [key for index, key in enumerate(blocks.hasher.keys) if is_here(missing_tiers.get(index, 0))]
+        if seq.num_output_tokens == 0 and blocks.tail_key is not None:
+            missing_tiers[blocks.num_full_blocks] = self.store.all_tiers
+        if stored:
+            self._transfers.submit_store(seq, StoreOperation(seq, (), owner, seq.klass, leased=stored))
+
     def finish_request(self, request_id: str) -> "Future[float] | None":
         """Write all blocks of a request that are not written yet, and remove it.
 
-        Of a prompt that is computed for a job that is also its partial block; the future tells when the job may go out.
+        Where it is handed off the future tells when the job may go out, and at its first token the prompt's partial
+        block is among them.
         """
         seq = self._seqs[request_id]
         if seq.lease_owner:
-            store = self._submit_store(seq, len(seq.blocks.prompt_keys()), always=True)
+            is_at_first_token = seq.num_computed_tokens == seq.num_prompt_tokens
+            end = len(seq.blocks.prompt_keys()) if is_at_first_token else self.core.count_completed_blocks(seq)
+            store = self._submit_store(seq, end, always=True)
         else:
             store = self._store_full_blocks_of(seq)
         self.remove_request(request_id)
         return None if store is None else store.is_written
 
     def release_leases(self, owner: str, blocks: PromptBlocks) -> None:
-        """End a job's leases on the blocks of its prompt."""
+        """End a job's leases on the blocks that were handed over with it."""
         self._transfers.submit_release(owner, blocks.handed_keys())
 
     # The step
@@ -240,7 +261,7 @@ class ServingEngine:
     def _submit_store(self, seq: Sequence, end: int, *, always: bool = False) -> StoreOperation | None:
         """Write the blocks before index `end` to the tiers that miss them. None if there are none, unless `always`."""
         blocks, owner = seq.blocks, seq.lease_owner
-        keys = blocks.prompt_keys() if owner else blocks.hasher.keys
+        keys = blocks.prompt_keys() if seq.num_computed_tokens == seq.num_prompt_tokens else blocks.hasher.keys
         indices = [index for index in seq.missing_tiers if index < end]
         to_write = [(index, keys[index], seq.missing_tiers.pop(index)) for index in indices]
         states = self._pin_new_states(seq)
@@ -314,6 +335,12 @@ class ServingEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self.core.prefill_tokens_per_s()
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how much `num_tokens` tokens of a prompt, behind `num_before` others, add to steps in which answers
+        are decoded too; None where that is not known.
+        """
+        return self.core.prompt_seconds(num_tokens, num_before)
 
     def report_state(self) -> dict[str, object]:
         """Return fields of the heartbeat. Any thread may call it."""

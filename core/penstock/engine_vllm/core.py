@@ -403,6 +403,11 @@ class VllmCore:
         """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return how long `num_tokens` tokens of a prompt take by the rate of late; None where that is not known."""
+        rate = self._rate.tokens_per_s
+        return None if rate is None else num_tokens / rate
+
 
 def _make_block_hasher(seq: Sequence) -> Callable[[Any], list[Any]]:
     """Return what names the blocks of a request of vLLM: it is asked again after each token."""

@@ -1,6 +1,7 @@
 """An engine that answers by a formula: any worker that goes on with a request gives the same tokens.
 
-It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV.
+It keeps the contract of `penstock.engine.contract.InferenceEngine`, takes time for each step, and has no KV. Its blocks
+are numbers: where they are too few for all requests, the last ones wait.
 """
 
 import hashlib
@@ -82,6 +83,8 @@ class FormulaEngine:
     model: FormulaModel = field(default_factory=FormulaModel)
     choose_token: Callable[[Sequence[int], int, int], int] = compute_token
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
+    num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
+    """How many blocks its requests may have together."""
     is_asynchronous = False
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
@@ -121,8 +124,12 @@ class FormulaEngine:
         if (seq := self._seqs.pop(request_id, None)) is not None and seq.state is not State.DONE:
             seq.move_to(State.DONE)
 
+    def lease_request(self, request_id: str, owner: str) -> None:
+        """Note the lease: the job waits until the blocks are stored."""
+        self._seqs[request_id].lease_owner = owner
+
     def finish_request(self, request_id: str) -> "Future[float] | None":
-        """Store the blocks of a prompt for a while."""
+        """Store the blocks of a request that is handed off for a while."""
         seq = self._seqs[request_id]
         self.remove_request(request_id)
         if not seq.lease_owner:
@@ -139,7 +146,17 @@ class FormulaEngine:
         return any(seq.state is State.RUNNING for seq in self._seqs.values())
 
     def begin_step(self) -> bool:
-        """Return whether there is anything to compute."""
+        """Let requests wait for which no blocks are left, and return whether there is anything to compute."""
+        num_free, is_first = self.num_blocks, True
+        for seq in self._seqs.values():
+            num_needed = len(seq.token_ids) // BLOCK_SIZE + 1
+            fits = is_first or num_needed <= num_free
+            if seq.state is State.RUNNING and not fits:
+                seq.preempt()
+            elif seq.is_waiting and seq.num_preemptions and fits:
+                seq.move_to(State.RUNNING)
+            if seq.state is State.RUNNING:
+                num_free, is_first = num_free - num_needed, False
         return self.has_work()
 
     def finish_step(self) -> list[FormulaToken]:
@@ -199,6 +216,10 @@ class FormulaEngine:
     def prefill_tokens_per_s(self) -> float | None:
         """Return None."""
         return None
+
+    def prompt_seconds(self, num_tokens: int, num_before: int) -> float | None:
+        """Return half a millisecond for each token."""
+        return num_tokens / 2000
 
     def close(self) -> None:
         """Write what jobs wait for, and drop everything else."""

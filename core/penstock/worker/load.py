@@ -4,6 +4,7 @@ The heartbeat carries it (`penstock.ops.lag` reads it there), and roles use it t
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -64,6 +65,8 @@ class WorkerLoad:
         """Output tokens of a message: in prefill the request's limit, in decode what was generated."""
         self.throughput = Throughput()
         """Tokens per second of this stage's work: of prompts that are done, or of answers."""
+        self.hand_offs = Counter[str]()
+        """How many requests were handed off, by cause."""
         self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         """How many more requests of each class the worker could run when the loop last polled."""
 
@@ -78,9 +81,11 @@ class WorkerLoad:
     def summarize_load(
         self, tasks: Iterable[TaskLoad], held: Mapping[tuple[PriorityClass, Stage], int]
     ) -> dict[str, object]:
-        """Return the load by class for the heartbeat. `held`: how many messages of a class and stage are here."""
+        """Return the load by class, and the hand-offs, for the heartbeat. `held`: how many messages of a class and
+        stage are here.
+        """
         tasks = list(tasks)
-        return {
+        return {"hand_offs": dict(self.hand_offs)} | {
             klass: self._summarize_class(
                 klass, [task for task in tasks if task.klass == klass], held[klass, "prefill"], held[klass, "decode"]
             )

@@ -86,6 +86,10 @@ class ModelRole:
     def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
         """Do nothing: the request is where it is to be."""
 
+    def leaves_preempted(self, task: Task) -> bool:
+        """Return False: the request waits here."""
+        return False
+
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """Return how fast prompts are computed and answers decoded, for the heartbeat."""
         return {

@@ -80,6 +80,8 @@ class Task:
     """When it came to this worker, by the monotonic clock."""
     read_s: float = 0.0
     """When its message was read, where that takes time; else 0."""
+    kept_before_s: float = 0.0
+    """How long prompts had kept answers in its worker, all in all, before its first token there."""
     is_prompt_counted: bool = False
     """Whether its prompt's tokens are in the metrics of the worker that computed it."""
     first_token_s: float = 0.0
@@ -232,7 +234,7 @@ class Role(Protocol):
 
     def note_loaded(self, task: Task, loaded: Loaded, *, are_others_here: bool) -> None:
         """Note that the blocks of a request that were found are loaded, before the rest is computed: set `leaving_for`
-        where it is better decoded elsewhere. `are_others_here`: the worker has other requests.
+        where it is better decoded elsewhere. `are_others_here`: the worker decodes others.
         """
 
     def begin_request(self, task: Task, load: WorkerLoad) -> bool:
@@ -240,6 +242,11 @@ class Role(Protocol):
         already, and the task has its `outcome`.
 
         Raises a `RequestError` where the request cannot be computed.
+        """
+
+    def leaves_preempted(self, task: Task) -> bool:
+        """Return whether a request with tokens, whose blocks went to others, is better decoded elsewhere; then it has
+        `leaving_for`. Else it waits for blocks here.
         """
 
     # 4 and 7. Append.

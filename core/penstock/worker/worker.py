@@ -170,6 +170,8 @@ class Worker:
         self._has_begun = False
         """Whether the engine's next step is begun."""
         self._step_begun_s = 0.0
+        self._preempted: list[Task] = []
+        """Requests with tokens that wait since the step was begun: their blocks went to others."""
 
     def run_once(self, *, accept: bool = True) -> bool:
         """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
@@ -178,6 +180,7 @@ class Worker:
         has_run, sampled, failed = self._compute()
         # All that follows is done while a device computes, if there is one.
         self._confirm_tokens()
+        self._hand_off_preempted()
         self._end(failed)
         self._append(sampled)
         if not has_run:
@@ -510,7 +513,8 @@ class Worker:
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
         if self.running.get(task.id) is task:
-            task.role.note_loaded(task, loaded, are_others_here=len(self.running) > 1)
+            are_others_here = any(one.last_written_s is not None for one in self.running.values() if one is not task)
+            task.role.note_loaded(task, loaded, are_others_here=are_others_here)
 
     # 3 and 7. Step.
 
@@ -534,7 +538,14 @@ class Worker:
     def _begin_step(self) -> bool:
         """Begin the engine's next step. Returns whether there is one."""
         self._step_begun_s = time.monotonic()
-        return self.engine.begin_step()
+        has_begun = self.engine.begin_step()
+        # Here, and not after the step: one that failed may have taken blocks, too, which the next step gives back.
+        self._preempted = [
+            task
+            for task in self.running.values()
+            if task.last_written_s is not None and task.seq is not None and task.seq.is_waiting
+        ]
+        return has_begun
 
     def _fail_task(self, failed: SequenceFailed) -> None:
         """Retry or end the request that makes engine steps fail. Tokens of the last step are in its log by now."""
@@ -723,6 +734,13 @@ class Worker:
         self._remove_task(task)
         self._complete_task(task, begun_s)
 
+    def _hand_off_preempted(self) -> None:
+        """Hand off what leaves between two tokens, as its blocks went to others."""
+        preempted, self._preempted = self._preempted, []
+        for task in preempted:
+            if task is self.running.get(task.id) and task.role.leaves_preempted(task):
+                self._hand_off(task)
+
     def _complete_task(self, task: Task, begun_s: float) -> None:
         """Publish a request's job or result and settle its delivery.
 
@@ -785,6 +803,7 @@ class Worker:
             handed.append(task.claim)
             if task.outcome is None and not task.claim.is_ended:
                 self.metrics.count_hand_off(task.klass)
+                self.load.hand_offs[task.leaving_for] += 1
         self.record.note_all_handed_off(handed)
         if handed:
             failpoint("prefill.5.handed")

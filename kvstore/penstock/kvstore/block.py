@@ -254,6 +254,9 @@ class PromptBlocks:
     num_state_parts: int = 0
     """Parts, as large as blocks, in which a state is stored that layers without KV keep; 0 if there are none."""
 
+    num_handed_blocks: int = 0
+    """Full blocks of prompt and answer that a job came with; 0 if it is none."""
+
     def prompt_keys(self) -> list[BlockKey]:
         """Return the keys of the prompt's blocks, a partial last one included."""
         keys = self.hasher.keys[: self.num_full_blocks]
@@ -272,8 +275,11 @@ class PromptBlocks:
         ]
 
     def handed_keys(self) -> list[BlockKey]:
-        """Return the keys of all that a job needs of its prompt: its blocks, and the state at its end."""
-        return self.prompt_keys() + self.make_state_keys(self.hasher.num_prompt_tokens)
+        """Return the keys of all that a job may have a lease on: its prompt's blocks, the state at their end, and the
+        full blocks behind them that it came with.
+        """
+        answer_keys = self.hasher.keys[self.num_full_blocks : self.num_handed_blocks]
+        return self.prompt_keys() + answer_keys + self.make_state_keys(self.hasher.num_prompt_tokens)
 
     @property
     def last_hash(self) -> str:

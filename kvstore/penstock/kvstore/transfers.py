@@ -122,6 +122,8 @@ class StoreOperation:
     klass: PriorityClass = "interactive"
     states: Sequence["StateWrite"] = ()
     """Parts of states to write to all tiers."""
+    leased: Sequence[BlockKey] = ()
+    """Blocks that the hand-off tier has, and that are leased as those are that are written."""
     is_written: "Future[float]" = field(default_factory=Future)
     """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
@@ -348,7 +350,8 @@ class Transfers:
             if is_wanted:
                 self._store.store_blocks([write.make_block() for write in writes], below=False)
             if is_wanted and store.lease_owner:
-                self._store.lease_blocks(store.lease_owner, [write.key for write in writes if write.is_leased])
+                written = [write.key for write in writes if write.is_leased]
+                self._store.lease_blocks(store.lease_owner, [*store.leased, *written])
         finally:
             store.finished_s = now_s()
             writes_below = [write for write in writes if write.is_below]

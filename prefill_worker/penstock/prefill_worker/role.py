@@ -87,6 +87,8 @@ class PrefillRole(ModelRole):
         """
         super().__init__(pipeline, engine, served_name)
         self._stays = stays
+        self._kept_s = 0.0
+        """How long prompts have kept answers that were decoded beside them, since the start."""
         self.hands_off_for = "prefill" if stays is None else ""
         self.backpressure, self.prompt_reader = backpressure, PromptTokenizer(engine.model, self.model_name)
 
@@ -187,11 +189,19 @@ class PrefillRole(ModelRole):
         """Decide whether a request is decoded here, now that it is known how much of its prompt is to be computed."""
         if self._stays is None or task.blocks is None or not isinstance(task.seq, Sequence):
             return
-        num_found = (loaded.num_pool_blocks + loaded.num_tier_blocks) * task.blocks.hasher.block_size
-        rate, num_computed = self.engine.prefill_tokens_per_s(), max(0, len(task.token_ids) - num_found)
-        task.leaving_for = self._stays.judge_prompt(num_computed, rate, are_others_here=are_others_here)
+        num_prompt, num_blocks = len(task.token_ids), loaded.num_pool_blocks + loaded.num_tier_blocks
+        num_found = min(num_prompt, num_blocks * task.blocks.hasher.block_size)
+        delay_s = self.engine.prompt_seconds(num_prompt - num_found, num_found) if are_others_here else None
+        self._kept_s += delay_s or 0.0
+        task.leaving_for = self._stays.judge_prompt(num_prompt - num_found, delay_s or 0.0)
         if task.hands_off:
-            task.seq.lease_owner = self.pipeline.lease_owner(task.id)
+            self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
+
+    def leaves_preempted(self, task: Task) -> bool:
+        """Return whether a request leaves whose blocks went to others: where another worker decodes."""
+        if self._stays is not None:
+            self._leave(task, self._stays.judge_preempted())
+        return task.hands_off
 
     # 4. Append.
 
@@ -223,10 +233,18 @@ class PrefillRole(ModelRole):
         if task.outcome is not None:
             return self.engine.finish_request(task.id) is not None
         if self._stays is not None:
-            task.leaving_for = self._stays.judge_answer(len(task.log_events), task.begun_s)
-        if task.leaving_for:
-            task.blocks_stored = self.engine.finish_request(task.id)
+            if task.last_written_s is None:
+                task.kept_before_s = self._kept_s
+            num_here, kept_s = len(task.log_events) - task.claim.num_found_tokens, self._kept_s - task.kept_before_s
+            self._leave(task, self._stays.judge_answer(len(task.log_events), task.begun_s, num_here, kept_s))
         return False
+
+    def _leave(self, task: Task, cause: str) -> None:
+        """Have a request go on in another worker, if there is a cause: its blocks are stored for that one."""
+        task.leaving_for = cause
+        if cause:
+            self.engine.lease_request(task.id, self.pipeline.lease_owner(task.id))
+            task.blocks_stored = self.engine.finish_request(task.id)
 
     def record_token(self, task: Task, sent_s: float, written_s: float, metrics: StageMetrics) -> None:
         """Record that a token is in the log."""

@@ -6,6 +6,8 @@ long as it lasts. So where another worker decodes, a request leaves for one of t
     prompt   at its first token: more of its prompt had to be computed than may be, or that took longer than the tokens
              of the answers that are decoded here may wait for it
     length   later: its answer has become long, or has lasted for long
+    itl      later: prompts that were computed here have kept its tokens for longer than they may, on the mean
+    blocks   at any time: its blocks went to others, so that it would wait for blocks and be computed again
 
 Where no other worker decodes, all requests stay: a worker hands nothing to itself.
 """
@@ -15,6 +17,9 @@ from collections.abc import Callable
 
 from penstock.config.settings import StaySettings
 
+MIN_JUDGED_TOKENS = 16
+"""How many tokens of an answer a worker gives before it judges what prompts add to each."""
+
 
 class StayPolicy:
     """Decides for one worker. `has_others` returns whether another worker decodes, as far as is known."""
@@ -22,19 +27,27 @@ class StayPolicy:
     def __init__(self, settings: StaySettings, has_others: Callable[[], bool]) -> None:
         self._settings, self._has_others = settings, has_others
 
-    def judge_prompt(self, num_computed: int, tokens_per_s: float | None, *, are_others_here: bool) -> str:
+    def judge_prompt(self, num_computed: int, delay_s: float) -> str:
         """Return why a request leaves with its first token, of whose prompt `num_computed` tokens are not found but
-        computed, at this rate; an empty string where it stays. `are_others_here`: other answers are decoded here.
+        computed; an empty string where it stays. `delay_s`: how long that keeps answers that are decoded here.
         """
         if not self._has_others():
             return ""
-        delay_ms = 0.0 if tokens_per_s is None or not are_others_here else 1000 * num_computed / tokens_per_s
-        is_long = num_computed > self._settings.max_prompt_tokens or delay_ms > self._settings.max_added_itl_ms
+        is_long = num_computed > self._settings.max_prompt_tokens or delay_s * 1000 > self._settings.max_added_itl_ms
         return "prompt" if is_long else ""
 
-    def judge_answer(self, num_tokens: int, begun_s: float) -> str:
+    def judge_answer(self, num_tokens: int, begun_s: float, num_here: int, kept_s: float) -> str:
         """Return why a request leaves that has `num_tokens` tokens, and was begun at `begun_s` by the monotonic clock;
-        an empty string where it stays.
+        an empty string where it stays. `kept_s`: how long prompts have kept the `num_here` tokens that it got here.
         """
+        # Each answer is judged by what itself has borne. So none has to be chosen, the youngest or that with most left:
+        # those leave that gain from it, and an answer that has had an easy time stays through a prompt or two.
+        is_kept = num_here >= MIN_JUDGED_TOKENS and kept_s * 1000 > num_here * self._settings.max_added_itl_ms
         is_long = num_tokens >= self._settings.max_answer_tokens or time.monotonic() > begun_s + self._settings.max_s
-        return "length" if is_long and self._has_others() else ""
+        if not (is_long or is_kept) or not self._has_others():
+            return ""
+        return "length" if is_long else "itl"
+
+    def judge_preempted(self) -> str:
+        """Return why a request leaves whose blocks went to others; an empty string where it waits for blocks here."""
+        return "blocks" if self._has_others() else ""

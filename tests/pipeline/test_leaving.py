@@ -1,0 +1,147 @@
+"""A worker that reads requests and jobs hands off what it decodes for each of its causes, and no token is another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from penstock.bus.joined import JoinedMember
+from penstock.config.settings import StaySettings
+from penstock.engine.contract import Loaded, Stored
+from penstock.messages import Request, Sampling
+from penstock.prefill_worker.stay import MIN_JUDGED_TOKENS, StayPolicy
+from penstock.telemetry import tracing
+from penstock.worker.loop import run_until_idle
+from penstock.worker.worker import Worker
+from sim.line import InProcessPipeline, core_of, run_until_running, serving_engine
+from sim.workload import compute_answers
+
+pytestmark = pytest.mark.in_memory
+
+NUM_PROMPT, NUM_NEW = 40, 60
+
+
+@pytest.fixture
+def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line()
+
+
+@pytest.fixture
+def causes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The causes of the hand-offs, as their spans have them."""
+    found, record_span = list[str](), tracing.record_span
+
+    def note_span(name: str, *given: Any, **attributes: Any) -> None:
+        if name == "hand_off":
+            found.append(attributes["cause"])
+        record_span(name, *given, **attributes)
+
+    monkeypatch.setattr(tracing, "record_span", note_span)
+    return found
+
+
+def ask(key: str = "r") -> Request:
+    sampling = Sampling(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
+    return Request(id=key, token_ids=list(range(300, 300 + NUM_PROMPT)), sampling=sampling)
+
+
+def turn_until_tokens(worker: Worker, key: str, count: int) -> None:
+    while key not in worker.running or len(worker.running[key].log_events) < count:
+        worker.run_once()
+
+
+def take_blocks(worker: Worker) -> list[int]:
+    """Take the blocks of the request that runs, and all others, as requests before it do that grow. Return them."""
+    turn_until_tokens(worker, "r", 30)
+    core = core_of(worker)
+    core.scheduler.preempt_sequence(core.scheduler.running[0])
+    return core.pool.allocate_blocks(core.num_free_blocks)
+
+
+def let_time_pass(worker: Worker) -> None:
+    turn_until_tokens(worker, "r", 30)
+    worker.running["r"].begun_s -= 3600
+
+
+def without_jobs(worker: Worker) -> Any:
+    """Return a context in which a worker is given no jobs: it could take its own."""
+    assert isinstance(worker.member, JoinedMember)
+    return patch.object(worker.member._jobs, "poll", return_value=[])
+
+
+def note_loaded(worker: Worker) -> list[Loaded]:
+    """Return a list to which what the worker's engine has loaded is added."""
+    loaded, engine = list[Loaded](), serving_engine(worker)
+    collect = engine.collect_events
+
+    def noted() -> Iterator[Loaded | Stored]:
+        for event in collect():
+            loaded.extend([event] if isinstance(event, Loaded) else [])
+            yield event
+
+    engine.collect_events = noted  # type: ignore[method-assign]
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("cause", "settings", "act", "num_blocks"),
+    [
+        pytest.param("prompt", {"max_prompt_tokens": 1}, run_until_running, 3, id="a long prompt"),
+        pytest.param("length", {"max_answer_tokens": 30}, run_until_running, 4, id="a long answer"),
+        pytest.param("length", {}, let_time_pass, 4, id="an answer that lasts"),
+        pytest.param("blocks", {}, take_blocks, 4, id="no blocks"),
+    ],
+)
+def test_what_leaves_goes_on_with_the_kv_that_it_has(
+    line: InProcessPipeline,
+    causes: list[str],
+    cause: str,
+    settings: dict[str, int],
+    act: Callable[[Worker], object],
+    num_blocks: int,
+) -> None:
+    """Its blocks are leased until the answer is complete, those of the answer too."""
+    line.send_requests(request := ask())
+    stays = StayPolicy(StaySettings(**settings), has_others=lambda: True)
+    loaded, (shared,) = note_loaded(line.decode), serving_engine(line.decode).store.tiers
+    with closing(line.make_auto("auto", stays)) as worker, without_jobs(worker):
+        act(worker)
+        run_until_idle(worker)
+    assert causes == [cause]
+    assert shared.read_usage().leased == num_blocks
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == compute_answers([request])["r"].token_ids
+    assert [one.num_tier_blocks for one in loaded] == [num_blocks]
+    line.decode.engine.close()
+    assert shared.read_usage().leased == 0
+
+
+def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline, causes: list[str]) -> None:
+    line.send_requests(request := ask())
+    with closing(line.make_auto("auto", StayPolicy(StaySettings(), has_others=lambda: False))) as worker:
+        taken = take_blocks(worker)
+        worker.run_once()
+        assert not worker.running["r"].is_running
+        core_of(worker).pool.free_blocks(taken)
+        run_until_idle(worker)
+    (result,) = line.read_results()
+    assert result.token_ids == compute_answers([request])["r"].token_ids
+    assert causes == []
+
+
+def test_what_a_prompt_keeps_too_long_leaves_and_so_does_the_prompt(line: InProcessPipeline, causes: list[str]) -> None:
+    work = [ask("r"), ask("other").model_copy(update={"token_ids": list(range(500, 560))})]
+    line.send_requests(work[0])
+    with (
+        closing(line.make_auto("auto", StayPolicy(StaySettings(), has_others=lambda: True))) as worker,
+        without_jobs(worker),
+        patch.object(worker.engine, "prompt_seconds", return_value=3.0),
+    ):
+        turn_until_tokens(worker, "r", MIN_JUDGED_TOKENS)
+        line.send_requests(work[1])
+        run_until_idle(worker)
+    assert sorted(causes) == ["itl", "prompt"]
+    found = {result.id: result.token_ids for result in line.run_until_results(2)}
+    assert found == {key: answer.token_ids for key, answer in compute_answers(work).items()}
