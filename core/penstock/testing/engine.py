@@ -82,7 +82,6 @@ class FormulaEngine:
     model: FormulaModel = field(default_factory=FormulaModel)
     choose_token: Callable[[Sequence[int], int, int], int] = compute_token
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
-    is_asynchronous = False
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:
