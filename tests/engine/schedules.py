@@ -7,7 +7,6 @@ from penstock.engine.pool import BlockPool
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, StagedPoolBlocks
-from penstock.engine.storage import BlockCopy
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
 
@@ -38,15 +37,14 @@ class Blocks:
     def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], None]:
         return [self[block] for block in blocks], None
 
-    def commit_views(self, blocks: list[int], staged: None) -> None:
+    def commit_views(self, blocks: list[int], upload_buffer: None) -> None:
         """Do nothing: the views are the blocks themselves."""
 
     def view_block(self, block: int) -> memoryview:
         return self[block].toreadonly()
 
-    def begin_copy(self, block: int, num_rows: int) -> BlockCopy:
-        payload = memoryview(bytes(self[block][: num_rows * _ROW.size]).ljust(SIZE * _ROW.size, b"\0"))
-        return BlockCopy(lambda: payload, None)
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
+        return memoryview(bytes(self[block][: num_rows * _ROW.size]).ljust(SIZE * _ROW.size, b"\0"))
 
     def __getitem__(self, block: int) -> memoryview:
         return self._data[block * SIZE * _ROW.size : (block + 1) * SIZE * _ROW.size]

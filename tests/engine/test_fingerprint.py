@@ -19,6 +19,7 @@ from penstock.engine import accelerate, loading
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
+from penstock.engine.model import TorchBackend
 
 PRINT = """
 import sys
@@ -129,15 +130,10 @@ def test_instruction_sets_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyP
     assert len({whole for whole, _ in prints}) == 1
 
 
-def test_a_gpu_and_its_attention_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate, "fuse_model", lambda model: 0)  # it would compute there
-    monkeypatch.setattr(accelerate, "describe_device", str)
-    prints = []
-    for windows in ({}, {0: 0, 1: 0}):
-        model = replace(load_model(_settings(tiny_dir, dtype="bfloat16")), device=torch.device("cuda"))
-        monkeypatch.setattr(accelerate, "find_varlen_windows", lambda model, windows=windows: windows)
-        prints.append(accelerate_model(model).fingerprint)
-    assert len({*prints, _by(tiny_dir, "bfloat16")}) == 3
+def test_the_gpu_that_computes_in_16_bits(tiny_dir: Path) -> None:
+    model = load_model(_settings(tiny_dir, dtype="bfloat16"))
+    names = ("", "one GPU", "another GPU")
+    assert len({replace(model, backend=TorchBackend(name)).fingerprint for name in names}) == 3
 
 
 def test_what_codecs_know_of_a_block(tiny_dir: Path) -> None:

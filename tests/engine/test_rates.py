@@ -10,34 +10,23 @@ from tests.engine.helpers import run_sequences, sequence
 def test_unknown_until_a_prompt_was_computed() -> None:
     rate = PrefillRate()
     assert rate.tokens_per_s is None
-    rate.record_step(0, 8, 1.0, is_done=True)
-    rate.record_step(4, 8, 1.0, is_done=True)  # half of it decoded
+    rate.record_step(0, 8, 1.0)
+    rate.record_step(4, 8, 1.0)  # half of it decoded
     assert rate.tokens_per_s is None
-    rate.record_step(100, 104, 0.5, is_done=True)
+    rate.record_step(100, 104, 0.5)
     assert rate.tokens_per_s == pytest.approx(200)
 
 
 @pytest.mark.parametrize("rate", [PrefillRate(), measure_prefill_rate(lambda num_tokens: num_tokens / 100, 256)])
 def test_it_follows_and_small_steps_weigh_little(rate: PrefillRate) -> None:
     for _ in range(20):
-        rate.record_step(1024, 1024, 1.0, is_done=True)
+        rate.record_step(1024, 1024, 1.0)
     assert rate.tokens_per_s == pytest.approx(1024, rel=0.02)
-    rate.record_step(3, 3, 0.01, is_done=True)  # 300 tokens a second, of three tokens
+    rate.record_step(3, 3, 0.01)  # 300 tokens a second, of three tokens
     assert rate.tokens_per_s == pytest.approx(1024, rel=0.02)
     for _ in range(10 * HALF_LIFE_TOKENS // 1024):
-        rate.record_step(1024, 1024, 0.5, is_done=True)
+        rate.record_step(1024, 1024, 0.5)
     assert rate.tokens_per_s == pytest.approx(2048, rel=0.01)
-
-
-def test_what_the_device_has_not_done_yet_counts_with_the_step_that_waits_for_it() -> None:
-    rate = PrefillRate()
-    rate.record_step(1000, 1000, 0.001, is_done=False)  # only launched
-    assert rate.tokens_per_s is None
-    rate.record_step(1000, 1000, 1.999, is_done=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
-    rate.record_step(1000, 1000, 0.001, is_done=False)
-    rate.record_step(0, 8, 1.0, is_done=True)  # who knows when it was done
-    assert rate.tokens_per_s == pytest.approx(1000)
 
 
 def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:

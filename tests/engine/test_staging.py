@@ -15,7 +15,6 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import drain, make_block_keys, run_sequences, sequence, stage_blocks
-from tests.engine.no_gpu import model_on, recording, varlen_attn
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 NUM_NEW = 40
@@ -73,7 +72,7 @@ def test_views_are_the_pools_own_memory_and_sequences_find_committed_blocks(demo
     assert second.num_free_blocks == second.pool.num_blocks - 4
     for block, view, payload in zip(staged.new_blocks, staged.views, payloads, strict=False):
         view[:] = payload
-        assert bytes(second.storage.begin_copy(block, 16).read()) == payload
+        assert bytes(second.storage.copy_block(block, 16)) == payload
     assert second.count_cached_blocks(again.block_keys) == 0  # not before they are committed
     assert staged.is_valid()
     second.commit_staged_blocks(staged, 3)
@@ -203,7 +202,7 @@ def test_a_pinned_block_stays_after_its_sequence(demo: LoadedModel) -> None:
     assert [engine.pool.count_pins(block) for block in seq.block_table] == [2, 2, 2, 2, 1]  # the last is a copy
     address = engine.storage.data[block].data_ptr()
     assert memoryview(pinned[0].payload).readonly
-    assert bytes(pinned[0].payload) == bytes(engine.storage.begin_copy(block, 16).read())
+    assert bytes(pinned[0].payload) == bytes(engine.storage.copy_block(block, 16))
     before = [bytes(each.payload) for each in pinned]
     engine.remove_sequence(seq)
     others = [sequence([n + 300] * 60, 20, name=str(n)) for n in range(3)]
@@ -256,10 +255,10 @@ class Watch:
         pool, storage = self._engine.pool, self._engine.storage
         for seq in self._seqs:
             for block in seq.block_table[: seq.num_computed_tokens // 16]:
-                self._seen.setdefault((block, pool.page_tags[block]), bytes(storage.begin_copy(block, 16).read()))
+                self._seen.setdefault((block, pool.page_tags[block]), bytes(storage.copy_block(block, 16)))
         for (block, tag), content in self._seen.items():
             if pool.page_tags[block] == tag:
-                assert bytes(storage.begin_copy(block, 16).read()) == content, "a full block was written"
+                assert bytes(storage.copy_block(block, 16)) == content, "a full block was written"
 
     @property
     def num_seen(self) -> int:
@@ -290,11 +289,18 @@ def test_full_blocks_are_never_written_again(model: LoadedModel) -> None:
     _watched(Engine(model, SMALL))
 
 
-@pytest.mark.full
-def test_recorded_steps_write_no_full_block_again(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
-    _watched(engine, rounds=1)
-    assert recorder.num_replayed > 20
+def test_blocks_outside_of_host_memory_are_copied(model: LoadedModel) -> None:
+    """As on a GPU, whose memory is not at hand here: the pool's own bytes are neither read nor written in place."""
+    first, second = Engine(model, SMALL), Engine(model, SMALL)
+    second.storage.is_host_memory = False
+    seqs = _seqs()
+    expected = run_sequences(first, seqs, remove=False)
+    for seq in seqs:
+        copy, num_full = _resumed(seq, 0), seq.num_prompt_tokens // 16
+        payloads = export_blocks(first, seq, num_full)
+        assert import_blocks(second, copy, payloads) == num_full
+        assert run_sequences(second, [copy], remove=False)[0] == expected[seqs.index(seq)]
+        assert export_blocks(second, copy, num_full) == payloads
 
 
 # Generated blocks
@@ -319,7 +325,7 @@ def test_resumed_from_the_blocks_of_prompt_and_answer(model: LoadedModel, num_gi
 def _prompt_tail(engine: Engine, seq: Sequence) -> bytes:
     """The prompt's partial block as a prefill worker stores it."""
     index, num_rows = divmod(seq.num_prompt_tokens, 16)
-    return bytes(engine.storage.begin_copy(seq.block_table[index], num_rows).read())
+    return bytes(engine.storage.copy_block(seq.block_table[index], num_rows))
 
 
 def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:

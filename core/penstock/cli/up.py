@@ -61,12 +61,6 @@ def free_shared_memory(pipeline: str) -> Iterator[None]:
                 remove_arena(arena.path)
 
 
-def build_share_environment(num_workers: int) -> dict[str, str]:
-    """Return the variable by which workers that may be on one GPU divide its memory."""
-    share = load_settings(EngineSettings).gpu_share
-    return {"PENSTOCK_ENGINE_GPU_SHARE": f"{share / num_workers:.3f}"} if num_workers > 1 else {}
-
-
 def choose_gateway_port(given: int | None) -> int | None:
     """Return the port of the gateway to start; None where its packages are not installed."""
     return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
@@ -169,7 +163,7 @@ def up(
     if asks_endpoints:
         environment = build_endpoint_environment(url or [])
     else:
-        environment = build_kv_environment() | build_share_environment(sum(workers.values()))
+        environment = build_kv_environment()
     stack = Stack(
         directory,
         pipeline=given.pipeline,

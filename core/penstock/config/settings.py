@@ -136,7 +136,8 @@ class EngineSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one."""
+    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one. On a GPU torch computes, rightly and slowly: there
+    `kind=vllm` is the engine to choose."""
     weights: Literal["auto", "bf16", "p12", "int8", "int4"] = "auto"
     """How the weights of linear layers are kept on a CPU. `bf16`: as they are. `p12`: bfloat16 in 12 bits, without
     loss. `auto`: one of these two, whichever is faster. `int8`: in 8 bits with a scale for each output. `int4`: in 4
@@ -165,16 +166,11 @@ class EngineSettings(BaseSettings):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=256, ge=1)
-    """Memory for KV blocks, mapped in the background from the start on. On a GPU, if it is not set: `gpu_share` less
-    weights and the largest step."""
-    gpu_share: float = Field(default=0.9, gt=0, le=1)
-    """The part of a GPU's memory for this worker, where `pool_mb` is not set. `penstock up` divides it by its
-    workers."""
+    """Memory for KV blocks, mapped in the background from the start on."""
     max_batch: int = Field(default=32, ge=1)
-    """Sequences that run at the same time, at most; no more than a step has tokens. On a GPU, if it is not set:
-    256."""
+    """Sequences that run at the same time, at most; no more than a step has tokens."""
     max_step_tokens: int = Field(default=256, ge=1)
-    """Token budget of one step; longer prompts are prefilled in chunks. On a GPU, if it is not set: 2048."""
+    """Token budget of one step; longer prompts are prefilled in chunks."""
     speculate: bool = True
     """Whether a step may give a sequence several tokens, where its next tokens can be guessed. Its tokens are the same
     either way."""

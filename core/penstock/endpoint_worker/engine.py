@@ -98,8 +98,6 @@ class SampledPiece:
 class EndpointEngine:
     """Asks endpoints for the answers of requests."""
 
-    is_asynchronous = False
-
     def __init__(
         self,
         endpoints: Endpoints,

@@ -20,10 +20,6 @@ from torch.nn.functional import gelu, silu
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
-from penstock.engine.cuda.backend import CudaBackend, describe_device
-from penstock.engine.cuda.fuse import fuse_parts
-from penstock.engine.cuda.trial import DTYPES as FUSED_DTYPES
-from penstock.engine.cuda.trial import find_varlen_windows
 from penstock.engine.experts import (
     NativeExperts,
     find_experts_parts,
@@ -104,7 +100,7 @@ class _ForwardRecord:
 
 @torch.inference_mode()
 def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
-    """Return the model with the fastest backend that computes it here: a GPU, the native kernels, or torch.
+    """Return the model with the fastest backend that computes it here: the native kernels, or torch.
 
     For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
     is the setting. Raises `ModelLoadError` where the weights cannot have that form.
@@ -118,11 +114,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
         raise ModelLoadError(
             "PENSTOCK_ENGINE_KV_DTYPE=int8 needs the native kernels, a CPU, and float32 or bfloat16: set `auto`"
         )
-    if model.device.type == "cuda":
-        num_fused = fuse_model(model) if model.dtype in FUSED_DTYPES else 0
-        return replace(model, backend=CudaBackend(find_varlen_windows(model), describe_device(model.device), num_fused))
     native = load_library()
-    if native is None or model.dtype not in DTYPES:
+    if native is None or not is_native:
         return model
     if not model.layout.attends_internally:
         _absorb_projections(model)
@@ -150,17 +143,6 @@ def _absorb_projections(model: LoadedModel) -> None:
         right, mine = attend_twice(part, heads, NUM_PROBE_TOKENS)
         if _is_close(mine, right, get_relative_tolerance(model.dtype)):
             set_latent_heads(part, heads)
-
-
-def fuse_model(model: LoadedModel) -> int:
-    """Fuse norms and linear layers of a model on a GPU, in place. Return how many parts were replaced."""
-    record = _record_forward(model)
-    norms = {
-        name: (_input_of(call), call.output)
-        for name, call in record.calls.items()
-        if _is_norm(model.module.get_submodule(name))
-    }
-    return fuse_parts(model.module, norms, record.inputs.values())
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -198,14 +198,6 @@ class TokenSource(Protocol):
 
     # The step
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a device computes the step from `begin_step` on, and the caller may do other things meanwhile.
-
-        Then it is best begun before the tokens of the last one are handled. Requests that end with those are removed
-        before it is finished, and were computed once more for nothing.
-        """
-
     def begin_step(self) -> bool:
         """Begin a step. Return whether there is anything to compute: if not, nothing is to be finished.
 

@@ -125,8 +125,6 @@ class Engine:
         self._rate = PrefillRate()
         self._plan: Plan = []
         """The step that was begun."""
-        self._launched: tuple[StepBatch, Tensor] | Exception | None = None
-        """The begun step's logits, which a device computes, or what went wrong; None if it is computed at its end."""
         self._step_begun_s = 0.0
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step ended, and how many tokens it sampled."""
@@ -225,8 +223,6 @@ class Engine:
         may_wait = self.staging.has_open or self.scheduler.runs_only(rank)
         if len(keys) - num_cached > num_available and may_wait:
             return None
-        if self.staging.has_open and self.storage.must_wait_for_views(len(keys) - num_cached):
-            return None
         return self.staging.stage_blocks(keys, num_reserved)
 
     def commit_staged_blocks(self, staged: StagedPoolBlocks, num_filled: int) -> None:
@@ -295,7 +291,7 @@ class Engine:
         """Take what `measure_speed` found before. The rate is corrected as prompts are computed."""
         self._rate = PrefillRate()
         seconds = WARM_UP_TOKENS / speed["tokens_per_s"]
-        self._rate.record_step(WARM_UP_TOKENS, WARM_UP_TOKENS, seconds, is_done=True)
+        self._rate.record_step(WARM_UP_TOKENS, WARM_UP_TOKENS, seconds)
         if speed["cost"] is not None:
             self.scheduler.cost = StepCost(**{**speed["cost"], "outside_s": math.inf})
 
@@ -313,12 +309,10 @@ class Engine:
     def _time_step(self, tokens: list[int], trial: TrialStep) -> float:
         """Return the seconds for a trial step over blocks of arbitrary content.
 
-        Without a device beside the process this is processor time, so that other processes do not matter.
+        On a CPU this is processor time, so that other processes do not matter.
         """
-        if self.runner.is_asynchronous:
-            clock, threads = time.perf_counter, 1
-        else:
-            clock, threads = time.process_time, self.settings.threads
+        on_cpu = self.model.device.type == "cpu"
+        clock, threads = (time.process_time, self.settings.threads) if on_cpu else (time.perf_counter, 1)
         plan: Plan = []
         for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [(0, trial.prompt_tokens)] * (
             trial.prompt_tokens > 0
@@ -350,7 +344,7 @@ class Engine:
         return self.finish_step() if self.begin_step() else []
 
     def begin_step(self) -> bool:
-        """Plan one batch: a token for each decoding sequence or several, and parts of prompts. A device begins with it.
+        """Plan one batch: a token for each decoding sequence or several, and parts of prompts.
 
         Returns whether there is anything to compute. If not, there is no work, or it waits for blocks. Sequences may be
         removed before the step is finished.
@@ -358,26 +352,11 @@ class Engine:
         self._step_begun_s = time.perf_counter()
         self._plan = self.scheduler.schedule(self._max_step_tokens, self.settings.max_batch)
         self._record_time_outside()
-        self._launched = self._launch_step(self._plan) if self._plan and self.is_asynchronous else None
         return bool(self._plan)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a device computes the step from `begin_step` on."""
-        return self.runner.is_asynchronous
-
-    @torch.inference_mode()
-    def _launch_step(self, plan: Plan) -> tuple[StepBatch, Tensor] | Exception:
-        """Let the device compute a batch. Returns it with its logits, or what went wrong."""
-        try:
-            self._write_tails(plan)
-            return self._compute_plan(plan, self.runner)
-        except Exception as error:
-            return error
 
     @torch.inference_mode()
     def finish_step(self) -> list[Sampled]:
-        """Compute the batch that was planned, or wait for the device that does, and sample.
+        """Compute the batch that was planned, and sample.
 
         Returns the sampled tokens, those of a sequence in their order. There are none if no prompt was finished, or if
         the step failed: then the next steps look for the sequence at fault, and all sequences are as before the failed
@@ -386,7 +365,6 @@ class Engine:
         plan = [(seq, num) for seq, num in self._plan if seq.state is State.RUNNING]
         self._plan = []
         if not plan:
-            self._launched = None
             return []
         quarantine = self._quarantine
         if self.speculates:
@@ -417,7 +395,6 @@ class Engine:
             sum(num for _, num in plan if num > 1),
             sum(num for _, num in plan),
             time.perf_counter() - self._step_begun_s,
-            is_done=bool(sampled) or not self.runner.is_asynchronous,
         )
         return sampled
 
@@ -455,10 +432,7 @@ class Engine:
 
     def _run_batch(self, plan: Plan, runner: ModelRunner) -> list[Drawn]:
         """Compute the tokens of a plan and the drafts with the weights of one runner, and sample."""
-        launched, self._launched = self._launched, None
-        if isinstance(launched, Exception):
-            raise launched
-        batch, logits = launched or self._compute_plan(plan, runner)
+        batch, logits = self._compute_plan(plan, runner)
         for seq, num_tokens in plan:
             seq.num_computed_tokens += num_tokens
         self._collect_prompt_logprobs(batch, logits)
@@ -509,10 +483,8 @@ class Engine:
         Every position of a draft is drawn as if the tokens before it had come. The draws count as far as they have.
         Raises `SequenceFailed` if a sequence cannot go on in its grammar, or its logits are no numbers.
         """
-        # Some may have been removed while a device computed them.
-        seqs = [seq for seq in batch.sampled_sequences if seq.state is not State.DONE]
+        seqs = batch.sampled_sequences
         masks = dict(zip(seqs, self._compute_batch_masks(seqs), strict=True))
-        self.runner.prepare_next_step(seqs)
         params: list[SamplingParams] = []
         rows: list[int] = []
         row = 0

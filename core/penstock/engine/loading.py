@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model, can_pack
-from penstock.engine.cuda.backend import CudaBackend, describe_device
-from penstock.engine.cuda.sizing import size_for_device
+from penstock.engine.device import describe_device
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
@@ -78,10 +76,7 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
     begun_s = time.perf_counter()
-    settings = size_for_device(model, settings)
     engine = Engine(model, settings)
-    with torch.inference_mode():
-        engine.runner.record_steps(partial(progress or _ignore_progress, "recording steps"))
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
     if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
         engine.use_measured_speed(speed)
@@ -263,8 +258,7 @@ def _select_isa(isa: str) -> None:
 def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
     """Load the model's own weights."""
     report, skeleton = found.report, found.skeleton
-    is_sized_later = found.device.type == "cuda" and "pool_mb" not in found.settings.model_fields_set
-    check_memory(count_bytes(skeleton), 0 if is_sized_later else found.settings.pool_mb, found.device)
+    check_memory(count_bytes(skeleton), found.settings.pool_mb, found.device)
     weights = MappedWeights(found.files)
     unpack_weights(weights, found.quantization, found.dtype)
     check_weight_sizes(skeleton, weights)
@@ -280,12 +274,11 @@ def _load_checkpoint(found: _Description, phases: Phases) -> LoadedModel:
                 found.settings.model,
             )
         weights.drop_pages()
-    on_gpu = found.device.type == "cuda"
     return found.build_model(
         module, layout, hashes,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-        backend=CudaBackend(device_name=describe_device(found.device)) if on_gpu else TorchBackend(),
+        backend=TorchBackend(describe_device(found.device)),
         weights=weights,
     )  # fmt: skip
 

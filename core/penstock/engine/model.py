@@ -32,12 +32,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class TorchBackend:
-    """torch's operators on a CPU."""
+    """torch's operators, on a CPU or a GPU. On a GPU they are right and slow: vLLM is the engine for GPUs."""
+
+    device_name: str = ""
+    """What a GPU is, and the versions of its libraries, as rounding depends on all of that; empty for a CPU."""
 
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return f"torch {torch.backends.cpu.get_cpu_capability()}"
+        return f"torch {self.device_name or torch.backends.cpu.get_cpu_capability()}"
 
     def create_runner(
         self, model: "LoadedModel", settings: EngineSettings, num_blocks: int, num_states: int = 1

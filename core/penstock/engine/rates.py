@@ -19,24 +19,13 @@ class PrefillRate:
         self.tokens_per_s: float | None = None
         """Prompt tokens per second; None until a step was measured. Any thread may read it."""
         self._mean_tokens_per_s = RunningMean()
-        self._pending_tokens, self._pending_seconds = 0, 0.0
 
-    def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float, *, is_done: bool) -> None:
-        """Record a step of `num_tokens` tokens, `num_prompt_tokens` of them prompt tokens.
-
-        `is_done`: the device has finished it. If not, its time is part of the time of later steps.
-        """
-        if 2 * num_prompt_tokens <= num_tokens:
-            self._pending_tokens, self._pending_seconds = 0, 0.0
-            return
-        self._pending_tokens += num_prompt_tokens
-        self._pending_seconds += seconds
-        if not is_done:
-            return
-        kept = 0.5 ** (self._pending_tokens / HALF_LIFE_TOKENS)
-        self._mean_tokens_per_s.add(self._pending_tokens, max(self._pending_seconds, 1e-9), kept=kept)
-        self._pending_tokens, self._pending_seconds = 0, 0.0
-        self.tokens_per_s = self._mean_tokens_per_s.value
+    def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Record a step of `num_tokens` tokens, `num_prompt_tokens` of them prompt tokens."""
+        if 2 * num_prompt_tokens > num_tokens:
+            kept = 0.5 ** (num_prompt_tokens / HALF_LIFE_TOKENS)
+            self._mean_tokens_per_s.add(num_prompt_tokens, max(seconds, 1e-9), kept=kept)
+            self.tokens_per_s = self._mean_tokens_per_s.value
 
 
 def measure_prefill_rate(compute: Callable[[int], float], max_tokens: int) -> PrefillRate:
@@ -55,5 +44,5 @@ def measure_prefill_rate(compute: Callable[[int], float], max_tokens: int) -> Pr
         spent_s += measurements[-1][1]
     rate = PrefillRate()
     num_tokens, seconds = max(measurements, key=lambda pair: pair[0] / max(pair[1], 1e-9))
-    rate.record_step(num_tokens, num_tokens, seconds, is_done=True)
+    rate.record_step(num_tokens, num_tokens, seconds)
     return rate

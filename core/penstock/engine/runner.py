@@ -1,14 +1,12 @@
 """A model over one pool of KV blocks: it computes the steps of an engine."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine import hooks
-from penstock.engine.sequence import Sequence
 from penstock.engine.step import SingleSequenceStep, Step, current_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
@@ -17,8 +15,6 @@ from penstock.engine.storage import KVStorage
 class ModelRunner:
     """Computes steps with torch, over rows gathered from the pool. One thread calls its methods."""
 
-    is_asynchronous = False
-    """Whether a device still computes when `run_step` returns. If not, the process's own threads have computed."""
     is_row_exact = False
     """Whether a token's logits are the same to the last bit whatever else is in the batch."""
 
@@ -55,12 +51,6 @@ class ModelRunner:
             prompts.append(logits[part.num_sampled_rows : part.num_kept_rows])
         return torch.cat(sampled + prompts)
 
-    def record_steps(self, report: Callable[[float], None]) -> None:
-        """Do once, before any block is in use, what would hold up the first steps. `report` gets the share done."""
-
-    def prepare_next_step(self, seqs: list[Sequence]) -> None:
-        """Do what can be done for the next step before its tokens are known, in case the same sequences go on."""
-
     def compute_sampled_logits(self, step: Step) -> Tensor:
         """Run the model's forward pass and return the logits of the batch's sampled rows: [rows, vocabulary]."""
         if not self._keeps_logits:
@@ -81,4 +71,6 @@ class ModelRunner:
         finally:
             current_step.reset(token)
         logits: Tensor = output.logits[0]
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)  # else the step's time would count as that of a later one
         return logits

@@ -83,10 +83,6 @@ class EngineCore(Pool, Protocol):
     def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
         """Give the next full blocks of the sequence, those without a key, their keys."""
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a device computes the step from `begin_step` on."""
-
     def begin_step(self) -> bool:
         """Begin a step. Return whether there is anything to compute."""
 
@@ -218,11 +214,6 @@ class ServingEngine:
         self._transfers.submit_release(owner, blocks.handed_keys())
 
     # The step
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a device computes the step from `begin_step` on."""
-        return self.core.is_asynchronous
 
     def begin_step(self) -> bool:
         """Begin a step. Returns whether there is anything to compute."""

@@ -11,7 +11,7 @@ Steps 1 and 3 belong to the engine's thread alone; the bytes (step 2) may be mov
 process: if it dies the pool dies with it, so nothing has to be cleaned up.
 
 On a GPU, views and payloads are host memory: views are copied to the device when the blocks are committed, payloads are
-copied from it from when the block is pinned; who reads one waits for it.
+copied from it when the block is pinned.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from penstock.engine.pool import BlockPool
-from penstock.engine.storage import BlockCopy
 
 
 class BlockMemory(Protocol):
@@ -34,10 +33,8 @@ class BlockMemory(Protocol):
     def view_block(self, block: int) -> memoryview | None:
         """Return a read-only view of a block's own bytes, or None if they are not in host memory."""
 
-    def begin_copy(self, block: int, num_rows: int) -> BlockCopy:
-        """Begin to copy a block's bytes; the rows (tokens) from `num_rows` on are zero. Until the copy is released, the
-        block may not be written.
-        """
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
+        """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
 
 
 class StagedPoolBlocks:
@@ -66,20 +63,13 @@ class StagedPoolBlocks:
 class PinnedPoolBlock:
     """A pinned block: `payload` is a read-only view of its `block_bytes` bytes."""
 
-    def __init__(self, pool: BlockPool, payload: memoryview | None, block: int | None, copy: BlockCopy | None) -> None:
-        self._payload, self.copy = payload, copy
+    def __init__(self, pool: BlockPool, payload: memoryview, block: int | None) -> None:
+        self.payload = payload
+        """The bytes. Any thread may read them, until the block is unpinned."""
         self.block = block
-        """The block that is pinned; None if the payload is a copy that is done."""
+        """The block that is pinned; None if the payload is a copy."""
         self.is_pinned = True
         self._pool, self._page_tag = pool, 0 if block is None else pool.page_tags[block]
-
-    @property
-    def payload(self) -> memoryview:
-        """The bytes. Any thread may read them, and waits for them, until the block is unpinned."""
-        if self._payload is not None:
-            return self._payload
-        assert self.copy is not None
-        return self.copy.read()
 
     def is_valid(self) -> bool:
         """Return whether the payload is still this block's, by its page tag. Any thread may call this."""
@@ -135,11 +125,10 @@ class BlockStaging:
         The payload is the block itself if it is full and in host memory, otherwise a copy.
         """
         payload = self._memory.view_block(block) if num_rows == self._pool.block_size else None
-        copy = self._memory.begin_copy(block, num_rows) if payload is None else None
-        if copy is not None and copy.release is None:
-            return PinnedPoolBlock(self._pool, copy.read(), None, None)
+        if payload is None:
+            return PinnedPoolBlock(self._pool, self._memory.copy_block(block, num_rows), None)
         self._pool.pin_block(block)
-        pinned = PinnedPoolBlock(self._pool, payload, block, copy)
+        pinned = PinnedPoolBlock(self._pool, payload, block)
         self._pinned.add(pinned)
         return pinned
 
@@ -147,8 +136,6 @@ class BlockStaging:
         """Unpin a block that is not read any more. A second call does nothing."""
         if pinned.is_pinned and pinned.block is not None:
             self._pinned.remove(pinned)
-            if pinned.copy is not None and pinned.copy.release is not None:
-                pinned.copy.release()
             self._pool.free_blocks([pinned.block])
         pinned.is_pinned = False
 

@@ -182,7 +182,7 @@ class StateRows:
             if payload.nbytes < part_bytes:
                 payload = memoryview(bytes(payload) + bytes(part_bytes - payload.nbytes))
             self.pool.pin_block(pinned.block)
-            parts.append(PinnedState(self.pool, payload, pinned.block, None))
+            parts.append(PinnedState(self.pool, payload, pinned.block))
         self.unpin_snapshot(pinned)
         return parts
 
@@ -191,7 +191,7 @@ class StateRows:
         if not self.has_snapshot(seq, position):
             return None
         (row,) = self.pool.pin_cached_prefix([self._find_key(seq, position) or b""], counted=False)
-        return PinnedState(self.pool, self._storage.view_row(row), row, None)
+        return PinnedState(self.pool, self._storage.view_row(row), row)
 
     def unpin_snapshot(self, pinned: "PinnedState") -> None:
         """Unpin a snapshot. A second call does nothing."""

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from penstock.engine.cuda.copies import to_device
+from penstock.engine.device import to_device
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 

@@ -8,28 +8,18 @@ K and V may be int8: then each K, and each V, is followed by a scale for each of
 float32. A vector's numbers are its codes times its scale, and depend on nothing beside the vector.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.cuda.copies import to_device
+from penstock.engine.device import to_device
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.sequence import Payload
 from penstock.engine.states import StateLayout, StateStorage
-
-
-class BlockCopy(NamedTuple):
-    """A copy of a block's bytes in host memory."""
-
-    read: Callable[[], memoryview]
-    """Returns the bytes, once they are there. Any thread may call it, until the copy is released."""
-    release: Callable[[], None] | None
-    """Lets the memory be used again. None: the copy is done, and nothing has to be released."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +132,7 @@ class KVStorage:
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device, num_states: int = 1) -> None:
         self.layout = layout
+        self.is_host_memory = device.type == "cpu"
         self.states = None if layout.states is None else StateStorage(layout.states, num_states)
         num_elements, dtype = num_blocks * layout.block_elements, layout.stored_dtype
         flat = (map_zeros(num_elements, dtype) if device.type == "cpu"
@@ -178,32 +169,36 @@ class KVStorage:
 
     def write_block(self, block: int, payload: Payload) -> None:
         """Fill a block from `block_bytes` bytes."""
-        self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
+        content = np.frombuffer(payload, dtype=np.uint8)
+        if self.is_host_memory:
+            self._bytes[block][:] = content
+        else:
+            self.data[block].view(torch.uint8).copy_(torch.from_numpy(content.copy()))
 
-    def must_wait_for_views(self, num_blocks: int) -> bool:
-        """Return whether there will be memory for so many views only when others are committed. Here it is there."""
-        return False
-
-    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Any]:
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], list[Tensor]]:
         """Return a writable view of each block, and what `commit_views` needs.
 
-        Here the views are the blocks themselves, and nothing is needed.
+        On a CPU the views are the blocks themselves, and nothing is needed.
         """
-        return [memoryview(self._bytes[block]) for block in blocks], None
+        if self.is_host_memory:
+            return [memoryview(self._bytes[block]) for block in blocks], []
+        staged = [torch.empty_like(self.data[block], device="cpu") for block in blocks]
+        return [_view_bytes(row) for row in staged], staged
 
-    def commit_views(self, blocks: list[int], staged: Any) -> None:
+    def commit_views(self, blocks: list[int], staged: list[Tensor]) -> None:
         """Make what was written to the first views the content of these blocks, from the next step on."""
+        for block, row in zip(blocks, staged, strict=False):
+            self.data[block].copy_(row)
 
     def view_block(self, block: int) -> memoryview | None:
         """Return a read-only view of a block's own bytes, or None if they are not in host memory."""
-        return memoryview(self._bytes[block]).toreadonly()
+        return memoryview(self._bytes[block]).toreadonly() if self.is_host_memory else None
 
-    def begin_copy(self, block: int, num_rows: int) -> BlockCopy:
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
         """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
-        copy = self.data[block].clone()
+        copy = self.data[block].to("cpu", copy=True)
         self.zero_rows(copy, num_rows)
-        payload = memoryview(copy.view(torch.uint8).numpy()).toreadonly()  # type: ignore[arg-type, unused-ignore]
-        return BlockCopy(lambda: payload, None)
+        return _view_bytes(copy).toreadonly()
 
     def zero_rows(self, content: Tensor, num_rows: int) -> None:
         """Zero the rows (tokens) from `num_rows` on in a block's content in host memory, [block elements]."""
@@ -211,3 +206,8 @@ class KVStorage:
             for offset, heads, size in self.layout.parts:
                 part = content[offset : offset + heads * self.layout.block_size * size]
                 part.view(heads, self.layout.block_size, size)[:, num_rows:] = 0
+
+
+def _view_bytes(row: Tensor) -> memoryview:
+    """Return the bytes of a row in host memory."""
+    return memoryview(row.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

@@ -294,9 +294,6 @@ class VllmCore:
 
     # The step
 
-    is_asynchronous = False
-    """Whether a device computes the step from `begin_step` on: here `finish_step` computes it."""
-
     def begin_step(self) -> bool:
         """Schedule a step. Returns whether there is anything to compute."""
         if self._failed:
@@ -382,7 +379,7 @@ class VllmCore:
                 seq.append_token(token_id)
                 step.sampled.append(Sampled(seq, token_id, logprobs, seq.is_grammar_ended))
         num_tokens = step.output.total_num_scheduled_tokens
-        self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s, is_done=True)
+        self._rate.record_step(step.num_prompt_tokens, num_tokens, time.perf_counter() - step.begun_s)
 
     def _make_draw(self, seq: Sequence) -> SamplingParams:
         """Return how the sequence's next token is chosen. Raises `SequenceFailed` where its grammar has no way on."""

@@ -85,7 +85,6 @@ class FormulaEngine:
     """Returns the token that follows a prompt, by the request's seed, at a position of the answer."""
     num_blocks: int = MAX_BATCH * MAX_LENGTH // BLOCK_SIZE
     """How many blocks its requests may have together."""
-    is_asynchronous = False
     limits = EngineLimits(MAX_BATCH, MAX_STEP_TOKENS, MAX_LENGTH)
 
     def __post_init__(self) -> None:

@@ -167,9 +167,6 @@ class Worker:
         self._tasks_in_flight: list[Task] = []
         """The request of each token that is on its way to the log."""
         self._sent_s = 0.0
-        self._has_begun = False
-        """Whether the engine's next step is begun."""
-        self._step_begun_s = 0.0
         self._preempted: list[Task] = []
         """Requests with tokens that wait since the step was begun: their blocks went to others."""
 
@@ -178,7 +175,6 @@ class Worker:
         self.watch.note_turn()
         num_polled = self._claim(accept=accept)
         has_run, sampled, failed = self._compute()
-        # All that follows is done while a device computes, if there is one.
         self._confirm_tokens()
         self._hand_off_preempted()
         self._end(failed)
@@ -519,25 +515,11 @@ class Worker:
     # 3 and 7. Step.
 
     def _compute(self) -> tuple[bool, list[SampledToken], SequenceFailed | None]:
-        """Run the engine's next step, and begin the one after it where a device computes that meanwhile.
+        """Run the engine's next step.
 
         Return whether there was a step, the tokens that it sampled, and the sequence that made it fail.
         """
-        if not self._has_begun and not self._begin_step():
-            return False, [], None
-        sampled, failed = list[SampledToken](), None
-        try:
-            sampled += self.engine.finish_step()
-        except SequenceFailed as error:
-            failed = error
-        self.watch.note_step(self._step_begun_s)
-        stage_failpoint(self.role.kind, "prefill.3.stepped", "decode.7.stepped")
-        self._has_begun = failed is None and self.engine.is_asynchronous and self._begin_step()
-        return True, sampled, failed
-
-    def _begin_step(self) -> bool:
-        """Begin the engine's next step. Returns whether there is one."""
-        self._step_begun_s = time.monotonic()
+        begun_s = time.monotonic()
         has_begun = self.engine.begin_step()
         # Here, and not after the step: one that failed may have taken blocks, too, which the next step gives back.
         self._preempted = [
@@ -545,7 +527,16 @@ class Worker:
             for task in self.running.values()
             if task.last_written_s is not None and task.seq is not None and task.seq.is_waiting
         ]
-        return has_begun
+        if not has_begun:
+            return False, [], None
+        sampled, failed = list[SampledToken](), None
+        try:
+            sampled += self.engine.finish_step()
+        except SequenceFailed as error:
+            failed = error
+        self.watch.note_step(begun_s)
+        stage_failpoint(self.role.kind, "prefill.3.stepped", "decode.7.stepped")
+        return True, sampled, failed
 
     def _fail_task(self, failed: SequenceFailed) -> None:
         """Retry or end the request that makes engine steps fail. Tokens of the last step are in its log by now."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.cuda.copies import to_device
+from penstock.engine.device import to_device
 from penstock.engine.sampling.draw import SamplingParams, draw_uniform
 from penstock.engine.sampling.ranking import MAX_BLOCKWISE_TOKENS, top_tokens
 from penstock.engine.sampling.shares import (
