@@ -1,0 +1,96 @@
+"""What several benchmarks start: a stack, an engine of one of the shapes, and a request to an engine over a store."""
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.peers.write import make_model_directory
+from penstock.config.settings import EngineSettings
+from penstock.engine.engine import Engine
+from penstock.engine.loading import open_engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.serving import ServingEngine
+from penstock.local.stack import Stack
+from penstock.messages import Sampling
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+"""Of workers that have the demo model."""
+
+
+@contextmanager
+def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -> Iterator[Stack]:
+    """Start a stack in a directory of its own; it is ready when this yields."""
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        how(Path(directory), environment=environment, **given) as stack,
+    ):
+        stack.wait_until_ready(300)
+        yield stack
+
+
+def write_shape(shape: Shape | str) -> Path:
+    """Return the directory of a shape's model with random weights, which is written if it is not there."""
+    return make_model_directory(SHAPES[shape] if isinstance(shape, str) else shape, DIRECTORY / "models")
+
+
+def open_shape(shape: Shape | str, **settings: Any) -> Engine:
+    """Open an engine on a shape's model in bfloat16."""
+    given = {"model": str(write_shape(shape)), "dtype": "bfloat16", "device": "cpu"}
+    return open_engine(EngineSettings.model_validate(given | settings))
+
+
+def run_sequences(engine: Engine, seqs: Iterable[Sequence]) -> None:
+    """Add sequences and step until all have their tokens; they stay in the engine."""
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while engine.has_work():
+        engine.step()
+
+
+def count_same_tokens(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two answers have in common before the first that differs, or one of them ends."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
+
+
+def answer_prompt(
+    engine: ServingEngine, prompt: list[int], name: str, *, stores: bool = True
+) -> tuple[float, float, int]:
+    """Return the seconds until a prompt's first token, those until its blocks are stored where they are to be, and how
+    many of its tokens were found. Without `stores` nothing is stored.
+    """
+    begun_s = time.perf_counter()
+    blocks, owner = engine.hash_prompt("bench", prompt), f"job {name}" if stores else ""
+    request = Sequence(
+        name, prompt, blocks=blocks, sampling=GREEDY, seed=0, max_new_tokens=1, lease_owner=owner, tenant="bench"
+    )
+    engine.add_request(request)
+    is_sampled = False
+    while not is_sampled:
+        list(engine.collect_events())
+        if not engine.begin_step():
+            engine.wait_for_event()
+            continue
+        is_sampled = bool(engine.finish_step())
+        if stores:
+            engine.store_full_blocks()
+    first_s = time.perf_counter() - begun_s
+    if not stores:
+        engine.remove_request(name)
+        return first_s, first_s, request.num_cached_tokens
+    stored = engine.finish_request(name)
+    assert stored is not None
+    stored.result(60)
+    stored_s = time.perf_counter() - begun_s
+    while engine.is_moving_blocks():
+        list(engine.collect_events())
+        engine.wait_for_event()
+    list(engine.collect_events())
+    engine.release_leases(owner, blocks)
+    return first_s, stored_s, request.num_cached_tokens
