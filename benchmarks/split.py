@@ -15,7 +15,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -27,7 +26,7 @@ from benchmarks.common import Arguments, run_benchmark, save_plot
 from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
-from benchmarks.systems import write_shape
+from benchmarks.systems import PipedProcess, write_shape
 
 SPLIT_CHUNK = 512
 NUM_STREAMS = 8
@@ -37,7 +36,6 @@ Context = SpawnContext | ForkServerContext
 _SPAWN = mp.get_context("spawn")
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
 _MIN_TAKEN_SHARE = 0.9
-_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -62,38 +60,6 @@ QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
 SMOKE = Extent("smoke", 64, 0.3, 0.2, 1, chunk_sizes=(512,), context=mp.get_context("forkserver"), lead_s=0.3)
 
 
-class WorkerProcess:
-    """One process and the pipe to it."""
-
-    def __init__(self, context: Context, role: str, settings: dict[str, Any], cores: list[int],
-                 jobs: Connection | None = None, memory: SharedMemory | None = None) -> None:  # fmt: skip
-        self._commands, theirs = context.Pipe()
-        name = memory.name if memory else None
-        self._process = context.Process(
-            target=run_process, args=(role, settings, cores, theirs, jobs, name), name=role, daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self.block_bytes: int = self.receive_answer()
-
-    def send_window(self, window: Window | None) -> None:
-        """Give it a window to run; None ends it."""
-        self._commands.send(window)
-
-    def receive_answer(self) -> Any:
-        """Return its next answer."""
-        if not self._commands.poll(_TIMEOUT_S):
-            raise TimeoutError(f"{self._process.name} says nothing")
-        return self._commands.recv()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.is_alive():
-            self.send_window(None)
-        self._process.join(10)
-        self._process.kill()
-
-
 class BothSystems:
     """Both systems, loaded; they run windows in turn."""
 
@@ -103,12 +69,16 @@ class BothSystems:
         # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
                  "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
-        self._undivided_worker = WorkerProcess(extent.context, "undivided", {**given, "threads": 2}, [0, 1])
-        slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
+
+        def start(role: str, threads: int, cores: list[int], *handing: Any) -> PipedProcess:
+            return PipedProcess(extent.context, run_process, role, {**given, "threads": threads}, cores, *handing)
+
+        self._undivided_worker = start("undivided", 2, [0, 1])
+        slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.first_answer
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
         ours, theirs = _SPAWN.Pipe()
-        self._prefill = WorkerProcess(extent.context, "prefill", {**given, "threads": 1}, [0], ours, self._memory)
-        self._decode = WorkerProcess(extent.context, "decode", {**given, "threads": 1}, [1], theirs, self._memory)
+        self._prefill = start("prefill", 1, [0], ours, self._memory.name)
+        self._decode = start("decode", 1, [1], theirs, self._memory.name)
 
     def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
         """Return a window that begins as soon as the streams run."""
@@ -117,16 +87,15 @@ class BothSystems:
 
     def run_undivided(self, window: Window) -> WindowResult:
         """Run a window undivided."""
-        self._undivided_worker.send_window(window)
-        seen: WindowResult = self._undivided_worker.receive_answer()
+        seen: WindowResult = self._undivided_worker.ask(window)
         return seen
 
     def run_split(self, window: Window) -> WindowResult:
         """Run a window split: gaps are decode's, first tokens prefill's, output is both's."""
         window = replace(window, chunk_tokens=SPLIT_CHUNK)
-        self._prefill.send_window(window)
-        self._decode.send_window(window)
-        first, then = self._prefill.receive_answer(), self._decode.receive_answer()
+        self._prefill.send(window)
+        self._decode.send(window)
+        first, then = self._prefill.receive(), self._decode.receive()
         return WindowResult(then.gaps_s, first.num_output + then.num_output, first.first_tokens_s)
 
     def close(self) -> None:

@@ -224,8 +224,8 @@ def _sleep_until(at_s: float) -> None:
     time.sleep(max(0.0, at_s - time.monotonic()))
 
 
-def run_process(role: str, settings: dict[str, Any], cores: list[int], commands: Connection, jobs: Connection | None,
-         memory_name: str | None) -> None:  # fmt: skip
+def run_process(commands: Connection, role: str, settings: dict[str, Any], cores: list[int],
+                jobs: Connection | None = None, memory_name: str = "") -> None:  # fmt: skip
     """Run a process: open the engine on its cores, then answer each window with its result. None ends it."""
     os.sched_setaffinity(0, cores)
     engine = open_engine(EngineSettings.model_validate(settings))

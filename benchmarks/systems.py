@@ -1,9 +1,10 @@
-"""What several benchmarks start: a stack, an engine of one of the shapes, and a request to an engine over a store."""
+"""What several benchmarks start: a stack, a process at a pipe, an engine of a shape, a request to an engine."""
 
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,42 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
     ):
         stack.wait_until_ready(300)
         yield stack
+
+
+class PipedProcess:
+    """A process that answers what it is sent through a pipe; None ends it."""
+
+    def __init__(self, context: BaseContext, call: Callable[..., None], *given: Any, timeout_s: float = 900.0) -> None:
+        """Start it with `call(pipe, *given)`, and wait for its first answer. An answer takes `timeout_s` at most."""
+        self._pipe, theirs = context.Pipe()
+        self._timeout_s = timeout_s
+        process: Any = context.Process  # type: ignore[attr-defined]
+        self._process = process(target=call, args=(theirs, *given), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.first_answer = self.receive()
+
+    def send(self, what: object) -> None:
+        """Send it something to answer."""
+        self._pipe.send(what)
+
+    def receive(self) -> Any:
+        """Return its next answer. Raises `TimeoutError` if there is none."""
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"{self._process.name} says nothing")
+        return self._pipe.recv()
+
+    def ask(self, what: object) -> Any:
+        """Send it something, and return the answer."""
+        self.send(what)
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(10)
+        self._process.kill()
 
 
 def write_shape(shape: Shape | str) -> Path:

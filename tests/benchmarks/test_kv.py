@@ -1,10 +1,11 @@
 """The arithmetic of the KV store's benchmarks: ratios, what an infinite cache finds, and what is a foreign hit."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kv_rounds import KVRounds
+from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns
 from benchmarks.kv_sides import RandomBlocks, put_blocks
 from benchmarks.prefix import compute_speedups
 from benchmarks.prefix_first import FirstToken
@@ -34,17 +35,18 @@ def seen(
 
 
 def test_ratios_are_formed_within_a_round_and_sides_take_turns() -> None:
-    rounds, order = KVRounds(), list[str]()
-    speeds = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 8.0])}
+    order = list[tuple[str, int]]()
+    given = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 16.0])}
 
-    def side(name: str) -> float:
-        order.append(name)
-        return next(speeds[name])
+    def side(name: str, number: int) -> float:
+        order.append((name, number))
+        return next(given[name])
 
-    rounds.run_rounds(3, 10**9, "test", {name: lambda _, name=name: side(name) for name in speeds})  # type: ignore[misc]
-    assert rounds.compute_ratio("ours", "theirs") == 2.0
-    assert rounds.compute_speeds("theirs") == [0.5, 0.25, 0.125]
-    assert order[:4] == ["ours", "theirs", "theirs", "ours"]
+    values = measure_in_turns({name: partial(side, name) for name in given}, 3, num_warm=2)
+    assert values == {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 4.0, 16.0]}
+    assert compute_ratios(values, "theirs", "ours") == [2.0, 2.0, 4.0]
+    assert compute_ratio(values, "theirs", "ours") == 2.0
+    assert order[:5] == [("ours", 0), ("theirs", 0), ("theirs", 1), ("ours", 1), ("ours", 2)]
 
 
 def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
