@@ -3,7 +3,7 @@
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,17 +51,6 @@ class ConstrainedAnswer:
     finish_reason: FinishReason
 
 
-@dataclass
-class _RunningAnswer:
-    schema: Schema
-    grammar: CompiledGrammar
-    seq: Sequence
-    output: Detokenizer
-    state: GrammarState
-    """Its own one, which is asked whether the answer has ended."""
-    text: str = ""
-
-
 def load_random_model(demo: LoadedModel, seed: int = 0) -> LoadedModel:
     """Return a model of the smallest shape of a model's architecture, with its tokenizer and random weights."""
     config = shrink_config(demo.config, {"vocab_size": demo.vocab_size})
@@ -78,62 +67,56 @@ def open_grammar_tokenizer(model: LoadedModel) -> GrammarTokenizer:
 
 
 def generate_answers(
-    model: LoadedModel,
-    asked: list[tuple[Schema, GrammarSpec]],
-    num_answers: int,
-    check_answer: Callable[[ConstrainedAnswer], None],
-    temperatures: tuple[float, ...] = TEMPERATURES,
-) -> None:
+    model: LoadedModel, asked: list[tuple[Schema, GrammarSpec]], num_answers: int,
+    check_answer: Callable[[ConstrainedAnswer], None], temperatures: tuple[float, ...] = TEMPERATURES,
+) -> None:  # fmt: skip
     """Generate answers to the grammars in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
     engine = Engine(model, EngineSettings(device="cpu", threads=2, pool_mb=64, max_batch=BATCH))
-    waiting, running = _begin_answers(model, asked, num_answers, temperatures), dict[str, _RunningAnswer]()
+    tokenizer = open_grammar_tokenizer(model)
+    grammars = [CompiledGrammar(spec, tokenizer) for _, spec in asked[:num_answers]]
+    waiting, running = iter(range(num_answers)), dict[str, _RunningAnswer]()
     while True:
-        while len(running) < BATCH and (answer := next(waiting, None)) is not None:
+        while len(running) < BATCH and (number := next(waiting, None)) is not None:
+            schema, spec = asked[number % len(asked)]
+            temperature = temperatures[number // len(asked) % len(temperatures)]
+            answer = _RunningAnswer(model, schema, grammars[number % len(asked)], number, temperature, spec.kind)
             running[answer.seq.id] = answer
             engine.add_sequence(answer.seq)
         if not running:
             return
         for item in engine.step():
             answer = running[item.seq.id]
-            answer.state.advance([item.token_id])
-            text, reason = answer.output.add_token(item.token_id, is_grammar_ended=answer.state.is_ended)
-            answer.text += text
-            if reason is not None:
+            if (ended := answer.add_token(item.token_id)) is not None:
                 engine.remove_sequence(item.seq)
                 del running[item.seq.id]
-                tokens = answer.state.token_ids
-                check_answer(ConstrainedAnswer(answer.schema, answer.grammar, tokens, answer.text, reason))
+                check_answer(ended)
 
 
-def _begin_answers(
-    model: LoadedModel, asked: list[tuple[Schema, GrammarSpec]], num_answers: int, temperatures: tuple[float, ...]
-) -> Iterator[_RunningAnswer]:
-    tokenizer = open_grammar_tokenizer(model)
-    grammars: dict[int, CompiledGrammar] = {}
-    for number in range(num_answers):
-        place = number % len(asked)
-        schema, spec = asked[place]
-        if place not in grammars:
-            grammars[place] = CompiledGrammar(spec, tokenizer)
-        grammar = grammars[place]
-        temperature = temperatures[number // len(asked) % len(temperatures)]
+class _RunningAnswer:
+    """An answer that is under way."""
+
+    def __init__(self, model: LoadedModel, schema: Schema, grammar: CompiledGrammar, number: int, temperature: float,
+                 kind: str) -> None:  # fmt: skip
+        self._schema, self._grammar, self._text = schema, grammar, ""
+        self._state = GrammarState(grammar)  # its own one, which is asked whether the answer has ended
         sampling = Sampling(
-            temperature=temperature,
-            seed=number,
-            max_tokens=MAX_TOKENS,
-            special_text=True if spec.kind == "tools" else None,
+            temperature=temperature, seed=number, max_tokens=MAX_TOKENS, special_text=True if kind == "tools" else None
         )
+        self._output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
         prompt = [2 + (number * 7 + place) % (model.vocab_size - 2) for place in range(1 + number % 9)]
-        seq = Sequence(
-            str(number),
-            prompt,
-            sampling=sampling,
-            seed=number,
-            max_new_tokens=MAX_TOKENS,
+        self.seq = Sequence(
+            str(number), prompt, sampling=sampling, seed=number, max_new_tokens=MAX_TOKENS,
             grammar=GrammarState(grammar),
-        )
-        output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
-        yield _RunningAnswer(schema, grammar, seq, output, GrammarState(grammar))
+        )  # fmt: skip
+
+    def add_token(self, token_id: int) -> ConstrainedAnswer | None:
+        """Add a token; return the answer once it has ended."""
+        self._state.advance([token_id])
+        text, reason = self._output.add_token(token_id, is_grammar_ended=self._state.is_ended)
+        self._text += text
+        if reason is None:
+            return None
+        return ConstrainedAnswer(self._schema, self._grammar, self._state.token_ids, self._text, reason)
 
 
 class AnswerChecker:
@@ -253,11 +236,8 @@ def count_refusals(count: int) -> dict[str, float]:
             except InvalidRequest as error:
                 num_refused, num_without_name = num_refused + 1, num_without_name + 1
                 print(f"schema {number} was refused without a name: {error}", flush=True)
-    return {
-        "refused_schemas": num_refused,
-        "not_refused": count - num_refused,
-        "refused_without_name": num_without_name,
-    }
+    refused = {"refused_schemas": num_refused, "not_refused": count - num_refused}
+    return refused | {"refused_without_name": num_without_name}
 
 
 def list_enforced_types() -> list[Schema]:
