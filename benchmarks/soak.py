@@ -15,14 +15,15 @@ second one, of the worker that grew most; the first quarter is left out as a war
 import contextlib
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.common import SHM, TIMEOUT_S, Arguments, describe_machine, parse_arguments, report_figures
+from benchmarks.common import SHM, TIMEOUT_S, Arguments, run_benchmark
+from benchmarks.processor import read_resident_bytes
+from benchmarks.systems import open_stack
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
 from penstock.kvstore.arena.layout import WRITING
@@ -67,18 +68,12 @@ def start_system(how: type[Stack]) -> Iterator[tuple[Stack, list[TierLocation], 
         server = exits.enter_context(ValkeyServer(directory / "kv", appendonly=False))
         disk = directory / "blocks"
         environment = {
-            "PENSTOCK_ENGINE_DEVICE": "cpu",
-            "PENSTOCK_ENGINE_POOL_MB": "48",
-            "PENSTOCK_RECORD_KEEP_S": "30",
-            "PENSTOCK_KV_URL": server.url,
-            "PENSTOCK_KV_STORE_SHARED_MB": str(BUDGET_MB),
-            "PENSTOCK_KV_STORE_SHARED_DIR": memory,
-            "PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB),
-            "PENSTOCK_KV_STORE_DISK_DIR": str(disk),
-            "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
-        }
-        stack = exits.enter_context(how(directory / "stack", pipeline="soak", environment=environment))
-        stack.wait_until_ready(300)
+            "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "48", "PENSTOCK_RECORD_KEEP_S": "30",
+            "PENSTOCK_KV_URL": server.url, "PENSTOCK_KV_STORE_SHARED_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_SHARED_DIR": memory, "PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_DISK_DIR": str(disk), "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
+        }  # fmt: skip
+        stack = exits.enter_context(open_stack(how, environment, pipeline="soak"))
         settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
         places = open_tiers(settings, [server.url], exits, None, print)
         if len(places) != 3:
@@ -122,11 +117,8 @@ class Load:
         return client.submit(token_ids=prompt, tenant=tenant, max_tokens=16, temperature=0.8, seed=1)
 
     def _take_sample(self) -> None:
-        command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, self._pids.values()))]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        found = {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
         for name, pid in self._pids.items():
-            self.memory_mb[name].append(found[pid])
+            self.memory_mb[name].append(read_resident_bytes([pid]) / 2**20)
         usages = [place.tier.read_usage() for place in self._places]
         self.used_shares.append(max(usage.bytes / max(1, usage.budget) for usage in usages))
 
@@ -148,7 +140,7 @@ def run(given: Arguments) -> dict[str, float]:
             load.run(client, minutes)
         stack.stop_workers()
         left = find_leaks(places, disk)
-    print("", *left, f"{describe_machine()}; {load.num_answered} requests", sep="\n")
+    print("", *left, f"{load.num_answered} requests", sep="\n")
     return {
         "soak_minutes": minutes,
         "soak_requests": load.num_answered,
@@ -158,10 +150,5 @@ def run(given: Arguments) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)
