@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from rich.progress import track
 
-from benchmarks.common import TIMEOUT_S
-from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
+from benchmarks.systems import DEMO_ENVIRONMENT, answer_requests, open_stack
 from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from penstock.messages import Timings
@@ -150,24 +149,15 @@ def generate_prompts(count: int, vocabulary: int = 1000) -> Iterator[SentPrompt]
 
 def send_prompts(client: Client, work: Sequence[SentPrompt]) -> list[AnsweredPrompt]:
     """Send all prompts, a few at a time; return them answered, in order."""
-    seen: list[AnsweredPrompt] = []
-    under_way: deque[tuple[str, SentPrompt]] = deque()
-
-    def take() -> None:
-        request_id, asked = under_way.popleft()
-        answer = client.result(request_id, timeout_s=TIMEOUT_S)
-        seen.append(AnsweredPrompt(asked, answer.usage.cached_tokens, answer.timings))
-
-    for asked in track(work, "hit rate", transient=True):
-        if len(under_way) == MAX_OPEN_REQUESTS:
-            take()
-        request_id = client.submit(
-            token_ids=asked.token_ids, tenant=asked.tenant, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True
-        )
-        under_way.append((request_id, asked))
-    while under_way:
-        take()
-    return seen
+    requests = [
+        {"token_ids": one.token_ids, "tenant": one.tenant, "max_tokens": ANSWER_TOKENS, "temperature": 0.0,
+         "ignore_eos": True} for one in work
+    ]  # fmt: skip
+    answers = track(answer_requests(client, requests, MAX_OPEN_REQUESTS), "hit rate", len(work), transient=True)
+    return [
+        AnsweredPrompt(asked, answer.usage.cached_tokens, answer.timings)
+        for asked, (_, answer) in zip(work, answers, strict=True)
+    ]
 
 
 def measure_hits(how: type[Stack], count: int) -> Hits:

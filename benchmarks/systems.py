@@ -2,15 +2,19 @@
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
+from penstock.client.core import Answer
+from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading import open_engine
@@ -33,6 +37,20 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
     ):
         stack.wait_until_ready(300)
         yield stack
+
+
+def answer_requests(
+    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int
+) -> Iterator[tuple[Mapping[str, Any], Answer]]:
+    """Submit requests, `max_open` of them under way at a time; yield each with its answer, in their order."""
+    under_way: deque[tuple[str, Mapping[str, Any]]] = deque()
+    for request in requests:
+        if len(under_way) == max_open:
+            request_id, asked = under_way.popleft()
+            yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+        under_way.append((client.submit(**request), request))
+    for request_id, asked in under_way:
+        yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
 
 
 class PipedProcess:

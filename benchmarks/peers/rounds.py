@@ -78,7 +78,7 @@ class Rounds:
         self._model = make_model_directory(shape, DIRECTORY / "models")
         self._logs = DIRECTORY / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._how = {"threads": threads, "pool_mb": pool_mb, "device": device}
+        self._how: dict[str, Any] = {"threads": threads, "pool_mb": pool_mb, "device": device}
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
 
@@ -94,7 +94,7 @@ class Rounds:
 
         `engine` is named where it has several sides; `form` says how this one has its weights.
         """
-        engine, pool_mb = engine or name, int(self._how["pool_mb"])
+        engine, pool_mb = engine or name, self._how["pool_mb"]
         missing_mb = _estimate_needed_mb(self.shape, pool_mb) - _read_free_mb()
         if not is_available(engine):
             self.say(f"{name}: left out, not installed; python -m benchmarks.peers.setup installs it")
@@ -117,7 +117,7 @@ class Rounds:
         """Start an engine's process and load the model in it; return it with what that cost. Raises `SideFailed`."""
         how = self._how | given
         log = self._logs / f"{self.shape.name}-{name.replace(' ', '-')}.log"
-        side = Side(engine, log, int(how["threads"]), int(how["pool_mb"]), is_forked=self._is_forked)
+        side = Side(engine, log, how["threads"], how["pool_mb"], is_forked=self._is_forked)
         try:
             return side, side.ask("load", _LOAD_TIMEOUT_S, model=str(self._model), **how)
         except SideFailed:
