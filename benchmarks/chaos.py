@@ -185,22 +185,16 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
         )  # fmt: skip
 
 
-def make_kills_table(toll: FaultCounts) -> Table:
-    """Return kills and stops by process and step, including steps that were never reached."""
-    made = Table("process", "step", "kills", "stops")
+def print_tables(toll: FaultCounts) -> None:
+    """Print kills and stops by process and step, steps that were never reached among them, and all other faults."""
+    kills, faults = Table("process", "step", "kills", "stops"), Table("to", "what", "times")
     kinds: tuple[WorkerKind, ...] = (*STAGES, "auto", "endpoint")
     steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
-        made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
-    return made
-
-
-def make_faults_table(toll: FaultCounts) -> Table:
-    """Return how often each other fault was injected."""
-    made = Table("to", "what", "times")
+        kills.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
     for (whose, what), count in sorted(toll.faults.items()):
-        made.add_row(whose, FAULT_NAMES[what], str(count))
-    return made
+        faults.add_row(whose, FAULT_NAMES[what], str(count))
+    Console().print(kills, faults)
 
 
 def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
@@ -231,7 +225,7 @@ def main() -> None:
             return
         run = ChaosRun(directory, given, fork_server)
         run_chaos(run)
-    Console().print(make_kills_table(run.counts), make_faults_table(run.counts))
+    print_tables(run.counts)
     for last_line, count in Counter(line.partition(": ")[2][:100] for line in run.counts.crashes).most_common():
         print(f"fell {count} times: {last_line}")
     report_figures(run.make_figures(), given)

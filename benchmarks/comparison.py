@@ -20,9 +20,11 @@ Rounds = Mapping[str, Sequence[float]]
 
 
 def take_turns(sides: Sequence[T], rounds: int, what: str = "") -> Iterator[tuple[int, T]]:
-    """Yield the number of the round and whose turn it is, and show a bar of the turns."""
+    """Yield the number of the round and whose turn it is. With `what` a bar of the turns is shown, which is not for
+    turns of milliseconds.
+    """
     # A bar that draws itself again and again takes processor time from whoever is measured.
-    with Progress(transient=True, auto_refresh=False) as progress:
+    with Progress(transient=True, auto_refresh=False, disable=not what) as progress:
         task = progress.add_task(what, total=rounds * len(sides))
         for number in range(rounds):
             for side in sides if number % 2 == 0 else reversed(sides):

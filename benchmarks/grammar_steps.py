@@ -152,7 +152,7 @@ def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> 
             return bench.run_step()
 
     sides = {"without": lambda _: run_step(is_whole=False), "whole": lambda _: run_step(is_whole=True)}
-    plain_s = measure_in_turns(sides, num_steps, "steps")
+    plain_s = measure_in_turns(sides, num_steps)
     return {
         "mask_share_b32_152k": compute_ratio(own, "mask", "step"),
         "joined_mask_share_b32_152k": compute_ratio(joined, "mask", "step"),

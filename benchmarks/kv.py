@@ -51,7 +51,7 @@ from benchmarks.kv_sides import (
     put_blocks,
     read_shared_blocks,
 )
-from benchmarks.peers.process import Side, SideFailed, is_available
+from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.systems import PipedProcess
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
@@ -192,20 +192,14 @@ class KVBench:
             exits.enter_context(contextlib.closing(tier))
             sides: dict[str, Callable[[int], Parts]] = {"ours": ours}
             for scheme, chunk in itertools.product(("redis", "resp"), CHUNKS_PER_ROUND):
-                name = f"LMCache {scheme}, chunks of {chunk}"
-                sides[name] = theirs(self._start_lmcache(exits, scheme, chunk))
+                side = start_lmcache(
+                    exits, self._logs, f"{scheme}://127.0.0.1:{self._server.port}", threads=2, layers=SHAPE.layers,
+                    kv_heads=SHAPE.kv_heads, head_size=SHAPE.head_size, chunk=chunk, chunks=CHUNKS_PER_ROUND[chunk],
+                )  # fmt: skip
+                sides[f"LMCache {scheme}, chunks of {chunk}"] = theirs(side)
             found = self._run("LMCache", sides, max(5, self._rounds // 2))
         self._redis.flushall()
         return found
-
-    def _start_lmcache(self, exits: contextlib.ExitStack, scheme: str, chunk: int) -> Side:
-        side = Side("lmcache", self._logs / f"{scheme}-{chunk}.log", threads=2, pool_mb=0)
-        exits.callback(side.close)
-        side.ask(
-            "load", model=str(self._logs), url=f"{scheme}://127.0.0.1:{self._server.port}", layers=SHAPE.layers,
-            kv_heads=SHAPE.kv_heads, head_size=SHAPE.head_size, chunk=chunk, chunks=CHUNKS_PER_ROUND[chunk],
-        )  # fmt: skip
-        return side
 
     def _open_tiers(self, size: int) -> Iterator[Tier]:
         """Yield each of `TIERS` with blocks of this size, one after the other."""
@@ -230,25 +224,17 @@ class KVBench:
         return figures
 
 
-def measure_lmcache(bench: KVBench) -> Seconds:
-    """Return the seconds of our tier and of LMCache's; nothing if LMCache does not run."""
-    if not is_available("lmcache"):
-        print("without LMCache: `python -m benchmarks.peers.setup` installs it")
-        return {}
-    try:
-        return bench.measure_lmcache()
-    except SideFailed as failed:
-        print(f"without LMCache: {failed}")
-        return {}
-
-
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     with contextlib.ExitStack() as exits:
         bench = KVBench(exits, *given.choose_size((25, 400), (7, 60), (1, 2)))
         read = bench.measure_shared_memory() | bench.measure_redis("unix") | bench.measure_redis("tcp")
         read |= bench.measure_disk()
-        moved = measure_lmcache(bench)
+        moved: Seconds = {}
+        try:
+            moved = bench.measure_lmcache()
+        except SideFailed as failed:
+            print(f"without LMCache: {failed}")
         latencies = bench.measure_latencies()
     speeds = [
         {side: [count * BLOCK_BYTES / 1e9 / one for one in seconds] for side, seconds in each.items()}

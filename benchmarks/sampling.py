@@ -69,7 +69,7 @@ def measure_penalties(num_rounds: int, vocabulary: int) -> float:
         "plain": lambda number: draw(Sampling(), [], number),
         "with": lambda number: draw(penalties, counts, number),
     }
-    times_s = measure_in_turns(sides, num_rounds, "penalties")
+    times_s = measure_in_turns(sides, num_rounds)
     return statistics.median(more - less for more, less in zip(times_s["with"], times_s["plain"], strict=True)) * 1e3
 
 

@@ -163,7 +163,7 @@ class Sides:
         """Return the median seconds of a step of one sequence by its number of rows; the numbers take turns."""
         chance = Random(3)
         steps = {rows: partial(self._time_step, chance, rows) for rows in VERIFIED_ROWS}
-        return {rows: statistics.median(found) for rows, found in measure_in_turns(steps, NUM_TRIALS, "rows").items()}
+        return {rows: statistics.median(found) for rows, found in measure_in_turns(steps, NUM_TRIALS).items()}
 
     @torch.inference_mode()
     def _time_step(self, chance: Random, rows: int, _: int) -> float:

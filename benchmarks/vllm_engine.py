@@ -35,14 +35,13 @@ from pathlib import Path
 
 from benchmarks.common import SHM, Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, print_table
-from benchmarks.peers.process import Side, SideFailed, is_available
+from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.pipeline import PipelineSide
 from benchmarks.systems import PipedProcess, answer_prompt, open_stack, write_shape
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.serving import ServingEngine, open_serving_engine
-from penstock.engine_vllm.blocks import VllmLayout
 from penstock.engine_vllm.core import VllmCore
 from penstock.engine_vllm.opening import ENVIRONMENT, open_vllm_core
 from penstock.local.kafka import find_or_start_kafka
@@ -111,7 +110,8 @@ class PrefixSides:
     bare: BareEngine
     near: ServingEngine
     far: ServingEngine
-    lmcache: Side | None
+    lmcache: Side | None = None
+    """With as many bytes as the prefix has, in chunks of 256 tokens, its own size."""
 
     def measure_round(self, number: int) -> dict[str, float]:
         """Return the seconds of each measurement, all with prompts that are new in this round."""
@@ -143,24 +143,6 @@ class PrefixSides:
         return answer_prompt(worker, prompt, uuid.uuid4().hex, stores=stores)[1]
 
 
-def start_lmcache(exits: ExitStack, url: str, layout: VllmLayout, directory: Path) -> Side | None:
-    """Start LMCache with as many bytes as the prefix has, in chunks of 256 tokens, its own size."""
-    if not is_available("lmcache"):
-        print("without LMCache: `python -m benchmarks.peers.setup` installs it")
-        return None
-    side = Side("lmcache", directory / "lmcache.log", threads=1, pool_mb=0)
-    exits.callback(side.close)
-    try:
-        side.ask(
-            "load", model=str(directory), url=url, layers=layout.num_layers, kv_heads=layout.num_heads,
-            head_size=layout.vector_size // 2, chunk=256, chunks=PREFIX_TOKENS // 256,
-        )  # fmt: skip
-    except SideFailed as failed:
-        print(f"without LMCache: {failed}")
-        return None
-    return side
-
-
 def measure_prefixes(model: Path, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each round, by what is measured. In this process, on one core."""
     cores = os.sched_getaffinity(0)
@@ -176,8 +158,15 @@ def measure_prefixes(model: Path, rounds: int) -> dict[str, list[float]]:
             core, BareEngine(model, 1),
             exits.enter_context(open_serving_engine(core, near, "", "bench")),
             exits.enter_context(open_serving_engine(core, far, server.url, "bench")),
-            start_lmcache(exits, server.url, core.model.layout, directory),
         )  # fmt: skip
+        layout = core.model.layout
+        try:
+            sides.lmcache = start_lmcache(
+                exits, directory, server.url, threads=1, layers=layout.num_layers, kv_heads=layout.num_heads,
+                head_size=layout.vector_size // 2, chunk=256, chunks=PREFIX_TOKENS // 256,
+            )  # fmt: skip
+        except SideFailed as failed:
+            print(f"without LMCache: {failed}")
         measured = [sides.measure_round(number) for number in range(1, rounds + 2)][1:]  # the first one warms up
     os.sched_setaffinity(0, cores)
     found = {name: [times[name] for times in measured] for name in measured[0]}

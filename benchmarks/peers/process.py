@@ -114,6 +114,19 @@ class Side:
             os.killpg(self._process.pid, number)
 
 
+def start_lmcache(exits: contextlib.ExitStack, directory: Path, url: str, *, threads: int, **shape: int) -> Side:
+    """Start LMCache on a Redis, until `exits` end. Its log lies in `directory`. Raises `SideFailed` if it does not run.
+
+    `shape` is what `benchmarks/peers/engines/lmcache.py` needs in its `load`, beside the address.
+    """
+    if not is_available("lmcache"):
+        raise SideFailed("not installed; `python -m benchmarks.peers.setup` installs it")
+    side = Side("lmcache", directory / f"lmcache-{url.partition(':')[0]}-{shape['chunk']}.log", threads, pool_mb=0)
+    exits.callback(side.close)
+    side.ask("load", model=str(directory), url=url, **shape)
+    return side
+
+
 def _variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:
     """What has to be in an engine's environment before it starts."""
     common = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
