@@ -120,11 +120,6 @@ class Readers:
                 reading.error, reading.is_over = f"HTTP {response.status_code}", True
 
 
-def make_count_prompt(number: int) -> str:
-    """Return the prompt of a request to the server that counts."""
-    return f"{number}|"
-
-
 def make_story_prompt(number: int) -> str:
     """Return the prompt of a request to a real server: one of a few."""
     return f"Once upon a time there were {number % NUM_PROMPTS + 2} little "
@@ -160,8 +155,7 @@ def run_requests(
     num_requests: int, num_endpoint_kills: int, num_gateway_kills: int, command: str, how: type[Stack]
 ) -> dict[str, float]:
     """Return the figures of a run."""
-    make_prompt = make_story_prompt if command else make_count_prompt
-    port = find_free_port()
+    make_prompt, port = make_story_prompt if command else "{}|".format, find_free_port()
     kills = sorted(
         [((n + 1) / (num_endpoint_kills + 1), "endpoint") for n in range(num_endpoint_kills)]
         + [((n + 0.7) / (num_gateway_kills + 1), "gateway") for n in range(num_gateway_kills)]

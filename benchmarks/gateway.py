@@ -14,14 +14,11 @@ an uploaded file (see `benchmarks.interference`).
 import http.client
 import io
 import json
-import os
-import re
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -40,6 +37,7 @@ from benchmarks.interference import (
     make_prompt,
     measure_stream_gaps,
 )
+from benchmarks.processor import read_processor_s, read_resident_bytes
 from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
@@ -63,7 +61,7 @@ class StreamsRound:
     """Streams that had all events published in Redis, in order, and the end."""
     added_ms: np.ndarray
     """For each event, the time from when it could be read from Redis to when it could be read from the gateway."""
-    rss_kb: int
+    rss_kb: float
     """The gateway's peak resident memory."""
 
 
@@ -75,7 +73,7 @@ def run(given: Arguments) -> dict[str, float]:
     how = given.choose_stack()
     with open_stack(how, _LARGE_ENVIRONMENT, gateway=find_free_port()) as stack:
         run_round(stack, warm_count, tokens)
-        rss_kb = read_resident_kb(stack)
+        rss_kb = read_resident_bytes([get_gateway_pid(stack)]) / 1024
         seen = [run_round(stack, count, tokens) for _ in range(rounds)]
     with open_stack(how, DEMO_ENVIRONMENT, gateway=find_free_port()) as stack:
         windows = alternate_windows("gateway", GatewaySide(stack.gateway_url, job_lines), pairs, seconds)
@@ -97,12 +95,13 @@ def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
     direct = ReaderProcess("redis", address.hostname, address.port, stack.addresses.pipeline)
     assert direct.receive() == "ready"
-    rss_kb, cpu_s = 0, read_gateway_cpu_s(stack)
+    gateway = [get_gateway_pid(stack)]
+    rss_bytes, cpu_s = 0, read_processor_s(gateway)
     reader = ReaderProcess("streams", port, bodies)
     while not reader.has_data(0.1):
-        rss_kb = max(rss_kb, read_resident_kb(stack))
+        rss_bytes = max(rss_bytes, read_resident_bytes(gateway))
     streams = StreamsRead(**reader.receive())
-    cpu_s = read_gateway_cpu_s(stack) - cpu_s
+    cpu_s = read_processor_s(gateway) - cpu_s
     direct.stop()
     published: ArrivalTimes = direct.receive()
     for process in (direct, reader):
@@ -113,7 +112,7 @@ def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
     num_ok = sum(not missed for missed in ids.values())
     added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.arrivals.items() if key in published])
     print_round(count, streams, num_ok, added_ms, cpu_s)
-    return StreamsRound(num_ok, added_ms, rss_kb)
+    return StreamsRound(num_ok, added_ms, rss_bytes / 1024)
 
 
 def make_body(text: str, tokens: int) -> bytes:
@@ -137,24 +136,11 @@ def print_round(count: int, streams: StreamsRead, num_ok: int, added_ms: np.ndar
         print(f"  {trouble}", flush=True)
 
 
-def read_of_gateway(stack: Stack, name: str) -> str:
-    """Return what the system says of the gateway's process: a file of `/proc`."""
+def get_gateway_pid(stack: Stack) -> int:
+    """Return the process id of the gateway."""
     assert stack.gateway is not None
     assert stack.gateway.child is not None
-    return Path(f"/proc/{stack.gateway.child.pid}/{name}").read_text()
-
-
-def read_resident_kb(stack: Stack) -> int:
-    """Return the gateway's resident memory."""
-    found = re.search(r"^VmRSS:\s+(\d+) kB", read_of_gateway(stack, "status"), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
-
-
-def read_gateway_cpu_s(stack: Stack) -> float:
-    """Return the processor time that the gateway has used."""
-    fields = read_of_gateway(stack, "stat").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return stack.gateway.child.pid
 
 
 class GatewaySide:

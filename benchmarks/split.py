@@ -19,11 +19,11 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, run_benchmark, save_plot
 from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
+from benchmarks.interference import compute_percentile_ms
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
 from benchmarks.systems import PipedProcess, write_shape
@@ -109,11 +109,6 @@ class BothSystems:
 def space_evenly(rate: float, length_s: float) -> tuple[float, ...]:
     """Return evenly spaced arrivals of a window."""
     return tuple(number / rate for number in range(int(rate * length_s)))
-
-
-def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
-    """Return a percentile, in milliseconds."""
-    return float(np.percentile(gaps_s, percent)) * 1000
 
 
 def measure_saturation(systems: BothSystems, length_s: float) -> float:
