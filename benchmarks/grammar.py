@@ -28,7 +28,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.common import Arguments, run_benchmark
-from benchmarks.grammar_answers import measure_answers
+from benchmarks.grammar_answers import list_allowed_tokens, measure_answers
 from benchmarks.grammar_steps import measure_steps
 from benchmarks.peers.shapes import SHAPES
 from penstock.engine.files import DEMO_MODEL
@@ -111,8 +111,8 @@ def measure_tokenizer(name: str, tokenizer: GrammarTokenizer, num_schemas: int) 
         state, draw = GrammarState(grammar), np.random.default_rng(number)
         while len(state.token_ids) < MAX_TOKENS and not state.is_ended:
             _time(masks, lambda: state.fill_mask(row))  # noqa: B023
-            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            token = int(allowed[draw.integers(len(allowed))])
+            allowed = list_allowed_tokens(row)
+            token = allowed[draw.integers(len(allowed))]
             if token in tokenizer.eos_token_ids:
                 break
             _time(advances, lambda: state.advance([token]))  # noqa: B023
