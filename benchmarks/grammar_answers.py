@@ -124,7 +124,7 @@ class AnswerChecker:
     """Counts the answers that break a promise."""
 
     def __init__(self, find: Callable[[Schema, str], object] = find_violation, *, completes_cut: bool = True) -> None:
-        """`find` returns what is wrong with a text, or None. Without `completes_cut` what `max_tokens` cut is not looked at."""
+        """`find` returns what is wrong with a text. Without `completes_cut` what `max_tokens` cut is not looked at."""
         self._find, self._completes_cut = find, completes_cut
         self.num_answers = self.num_ended = self.num_violations = self.num_not_prefixes = 0
 
