@@ -47,12 +47,12 @@ def measure_in_turns(
     return found
 
 
-def compute_ratios(values: Rounds, one: str, other: str) -> list[float]:
+def compute_ratios(values: Mapping[K, Sequence[float]], one: K, other: K) -> list[float]:
     """Return the ratio of one side to another in each round."""
     return [mine / theirs for mine, theirs in zip(values[one], values[other], strict=True)]
 
 
-def compute_ratio(values: Rounds, one: str, other: str) -> float:
+def compute_ratio(values: Mapping[K, Sequence[float]], one: K, other: K) -> float:
     """Return the median of the rounds' ratios of one side to another."""
     return statistics.median(compute_ratios(values, one, other))
 

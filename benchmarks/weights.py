@@ -130,8 +130,7 @@ def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) 
     for rows in row_counts:
         times, is_identical = time_linears(groups, rows, num_rounds)
         identical &= is_identical
-        own = {str(form): seconds for form, seconds in times.items()}
-        ratios = {name: compute_ratio(own, str(WeightForm.STORED), str(form)) for form, name in NAMES.items()}
+        ratios = {name: compute_ratio(times, WeightForm.STORED, form) for form, name in NAMES.items()}
         speed = bytes_of[WeightForm.STORED] / statistics.median(times[WeightForm.STORED]) / 1e9
         found = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
         print(f"{rows:3} rows: {found}; bf16 reads {speed:.1f} GB/s", flush=True)
