@@ -30,14 +30,11 @@ from dataclasses import dataclass, field
 import httpx
 
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
-from benchmarks.systems import open_stack
-from penstock.bus.connect import connect_bus
+from benchmarks.systems import open_stack, read_results
 from penstock.cli.up import build_endpoint_environment
-from penstock.config.settings import BusSettings
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Result
 from penstock.waiting import wait_until
 from sim.endpoint import MODEL, write_numbers
 
@@ -179,10 +176,7 @@ def run_requests(
                 stack.restart_dead()
                 time.sleep(0.05)
         stack.stop_workers()  # a stream ends a moment before its result is in the topic
-        messages = connect_bus(stack.addresses, BusSettings()).read_all(
-            Pipeline(stack.addresses.pipeline).results_topic
-        )
-        results = [decode_message(Result, message.value) for message in messages]
+        results = read_results(stack)
     endpoint.stop()
     readings = [one.result() for one in followed]
     ends = Counter(result.id for result in results)

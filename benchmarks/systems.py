@@ -13,15 +13,17 @@ from benchmarks.common import TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
+from penstock.bus.connect import connect_bus
 from penstock.client.core import Answer
 from penstock.client.sync import Client
-from penstock.config.settings import EngineSettings
+from penstock.config.settings import BusSettings, EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.local.stack import Stack
-from penstock.messages import Sampling
+from penstock.messages import Result, Sampling, decode_message
+from penstock.names import Pipeline
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
@@ -37,6 +39,12 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
     ):
         stack.wait_until_ready(300)
         yield stack
+
+
+def read_results(stack: Stack) -> list[Result]:
+    """Return all results that are in the topic of a stack's pipeline."""
+    messages = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
+    return [decode_message(Result, message.value) for message in messages]
 
 
 def answer_requests(

@@ -29,15 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from benchmarks.common import Arguments, run_benchmark
-from benchmarks.systems import open_stack
+from benchmarks.systems import open_stack, read_results
 from penstock import failpoints
-from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
-from penstock.messages import Request, Result, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Request, Result
 from penstock.waiting import wait_until
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
@@ -158,8 +155,7 @@ def run(given: Arguments) -> dict[str, float]:
         num_blocks, _ = ask_for_prefix(client, kinds[-1], "prefix-1")
         kill_workers(stack)
         _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
-        bus, pipeline = connect_bus(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline)
-        results = [decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic)]
+        results = read_results(stack)
     counts = Counter(result.id for result in results)
     of_load = [result for result in results if result.id in load.kind_of]
     return {
