@@ -129,8 +129,8 @@ class ChaosRun:
 
     def make_figures(self) -> dict[str, float]:
         """Return the figures for `--json`."""
-        counts, figures = self.counts, {"kills": self.counts.kills.total(), **count_by_kind(self.findings)}
-        by_fault = Counter[str]()
+        counts, by_fault = self.counts, Counter[str]()
+        figures: dict[str, float] = {"kills": counts.kills.total(), **count_by_kind(self.findings)}
         for (_, what), count in counts.faults.items():
             by_fault[what] += count
         for (stage, bus), found in self.recoveries.items():

@@ -224,7 +224,7 @@ def count_refusals(count: int) -> dict[str, float]:
             except InvalidRequest as error:
                 num_refused, num_without_name = num_refused + 1, num_without_name + 1
                 print(f"schema {number} was refused without a name: {error}", flush=True)
-    refused = {"refused_schemas": num_refused, "not_refused": count - num_refused}
+    refused: dict[str, float] = {"refused_schemas": num_refused, "not_refused": count - num_refused}
     return refused | {"refused_without_name": num_without_name}
 
 

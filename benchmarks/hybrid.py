@@ -99,7 +99,7 @@ def measure_snapshots(model: LoadedModel, settings: EngineSettings, prompts: Pro
     states = engines["without"].states
     assert states is not None
     states.reserve_snapshots = lambda seq, num_tokens: {}  # type: ignore[method-assign]
-    sides = {name: lambda _, engine=engine: measure_prefill(engine, prompts) for name, engine in engines.items()}  # type: ignore[misc]
+    sides = {name: lambda _, engine=engine: measure_prefill(engine, prompts) for name, engine in engines.items()}
     times = measure_in_turns(sides, rounds, "snapshots", num_warm=1)
     found = {f"prefill_{name}_s": statistics.median(some) for name, some in times.items()}
     return found | {"snapshot_share": statistics.median(compute_ratios(times, "with", "without")) - 1}

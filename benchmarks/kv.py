@@ -26,6 +26,7 @@ import multiprocessing
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -157,15 +158,16 @@ class KVBench:
             "preadv": plain.measure_reads,
         }
 
-        def cool(side: Callable[[], float]) -> float:
+        def read(side: Callable[[], float], _: int) -> Parts:
+            return (side(),)
+
+        def read_cold(side: Callable[[], float], _: int) -> Parts:
             plain.drop_page_cache()
-            return side()
+            return (side(),)
 
         with contextlib.closing(tier):
-            warm = self._run(
-                "disk, warm", {f"{name} warm": lambda _, side=side: (side(),) for name, side in both.items()}
-            )  # type: ignore[misc]
-            sides = {f"{name} cold": lambda _, side=side: (cool(side),) for name, side in both.items()}  # type: ignore[misc]
+            warm = self._run("disk, warm", {f"{name} warm": partial(read, side) for name, side in both.items()})
+            sides = {f"{name} cold": partial(read_cold, side) for name, side in both.items()}
             cold = self._run("disk, cold", sides, max(3, self._rounds // 3))
             blocks.check_content("the disk")
         return warm | cold
@@ -249,7 +251,7 @@ def run(given: Arguments) -> dict[str, float]:
     for each in speeds:
         print_table(each, "GB/s")
     if given.is_full:
-        draw_plot(*speeds, latencies)
+        draw_plot(speeds[0], speeds[1], latencies)
     return figures | latencies
 
 

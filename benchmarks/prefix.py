@@ -32,7 +32,7 @@ COLD_SIDE = "cold"
 
 def compute_speedups(seconds: Rounds) -> dict[str, float]:
     """Return cold to hit, within a round; the median of the rounds, and the smallest."""
-    figures = {}
+    figures: dict[str, float] = {}
     for tier in TIERS:
         ratios = compute_ratios(seconds, COLD_SIDE, tier)
         figures |= {f"ttft_speedup_{tier}": statistics.median(ratios), f"ttft_speedup_{tier}_min": min(ratios)}

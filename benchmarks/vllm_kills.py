@@ -100,7 +100,7 @@ class Load:
             self._client.result(request_id, PATIENCE_S)
 
 
-def run_kills(stack: KilledStack, num_kills: int) -> Counter[str]:
+def run_kills(stack: Stack, num_kills: int) -> Counter[str]:
     """Return how many workers of each stage were killed, at least `num_kills` in all."""
     killed, workers = Counter[str](), {worker.name: worker for worker in stack.workers}
     while killed.total() < num_kills:
