@@ -46,7 +46,7 @@ from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
 from sim.chaos.fork_server import ForkServer
 from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
-from sim.chaos.runner import ChaosRound, Outcome, Progress, run_round
+from sim.chaos.runner import ChaosRound, Progress, run_round
 from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
@@ -57,22 +57,13 @@ KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
 FAULT_NAMES = {
-    "cut": "connections cut",
-    "hang": "connections hung",
-    "slow": "connections slowed",
-    "refuse": "connections refused",
-    "full": "filled to the brim",
-    "clock": "clock put forward or back",
-    "freeze": "all workers and servers stopped for 4 to 8 s",
-    "stall": "stopped for 0.3 to 2 s",
-    "resize": "one more worker came and left",
-    "burst": "300 requests at once",
-    "header": "a header's name that is no UTF-8",
-    "bomb": "100 MB in 3 kB",
-    "leader": "the broker that leads most was killed",
-    "failover": "the master was killed",
+    "cut": "connections cut", "hang": "connections hung", "slow": "connections slowed", "refuse": "connections refused",
+    "full": "filled to the brim", "clock": "clock put forward or back", "stall": "stopped for 0.3 to 2 s",
+    "freeze": "all workers and servers stopped for 4 to 8 s", "resize": "one more worker came and left",
+    "burst": "300 requests at once", "header": "a header's name that is no UTF-8", "bomb": "100 MB in 3 kB",
+    "leader": "the broker that leads most was killed", "failover": "the master was killed",
     "reply": "failed at a question",
-}
+}  # fmt: skip
 FAULT_FIGURES = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
     "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
@@ -84,33 +75,64 @@ MAX_START_S = 52 * 60
 
 
 @dataclass
-class ChaosTotal:
-    """The outcome of all rounds."""
+class ChaosRun:
+    """A run: where its rounds write, and the outcome of those that are over."""
 
+    directory: Path
+    given: "Options"
+    fork_server: ForkServer
     counts: FaultCounts = field(default_factory=FaultCounts)
     findings: list[Finding] = field(default_factory=list)
     recoveries: dict[tuple[WorkerKind, Bus], Recovery] = field(default_factory=dict)
     num_requests: int = 0
     num_rounds: int = 0
 
-    @property
-    def num_kills(self) -> int:
-        """Kills of all processes, at any step."""
-        return self.counts.kills.total()
+    def measure_recoveries(self, waiting: contextlib.ExitStack) -> None:
+        """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
+        plans = self.given.choose_size(
+            (RecoveryPlan(3, 10), RecoveryPlan(3, 10, "auto"), make_prefill_plan(8)),
+            (RecoveryPlan(1, 2, length=240), RecoveryPlan(1, 2, "auto", length=240), make_prefill_plan(1)),
+            (),
+        )
+        for plan, bus in itertools.product(plans, reversed(BUSES)):
+            what = f"recovery of {plan.stage}, {bus}"
+            with self._show_progress(what) as tell, contextlib.ExitStack() as now:
+                # Others publish the jobs of a dead prefill worker: nothing waits for the brokers.
+                exits = now if plan.stage == "prefill" else waiting
+                folder = self.directory / f"recovery-{plan.stage}-{bus}"
+                found = exits.enter_context(measure_recovery(bus, folder, self.fork_server, plan, tell))
+            self.recoveries[plan.stage, bus] = found
+            print(f"{what}: {format_recovery(found)}", flush=True)
+            self.counts.kills[plan.stage, ANY_TIME] += found.kills
 
-    def add_round(self, outcome: Outcome) -> None:
-        """Add the outcome of a round."""
+    def run_round(self, this: ChaosRound) -> None:
+        """Run a round, and add its outcome."""
+        name = f"{this.bus}, seed {this.seed}"
+        with self._show_progress(name) as tell:
+            outcome = run_round(this, self.directory / f"{this.bus}-{this.seed}", self.fork_server, tell)
         self.counts.kills += outcome.counts.kills
         self.counts.pauses += outcome.counts.pauses
         self.counts.faults += outcome.counts.faults
         self.counts.crashes += outcome.counts.crashes
-        self.findings += outcome.findings
         self.num_requests += outcome.requests
         self.num_rounds += 1
+        self.add_findings(
+            f"{name}: {outcome.counts.kills.total()} kills, {outcome.requests} requests", outcome.findings
+        )
+
+    def add_findings(self, what: str, findings: list[Finding]) -> None:
+        """Add and print what the checker found."""
+        self.findings += findings
+        print(f"{what}: {len(findings)} findings", flush=True)
+        for finding in findings:
+            print(f"    {finding.kind}: {finding.id}: {finding.description}", flush=True)
 
     def make_figures(self) -> dict[str, float]:
         """Return the figures for `--json`."""
-        figures: dict[str, float] = {"kills": self.num_kills, **count_by_kind(self.findings)}
+        counts, by_fault = self.counts, Counter[str]()
+        figures: dict[str, float] = {"kills": counts.kills.total(), **count_by_kind(self.findings)}
+        for (_, what), count in counts.faults.items():
+            by_fault[what] += count
         for (stage, bus), found in self.recoveries.items():
             # Decode's are known by the shorter names, too.
             for whose in (f"{stage}_{bus}", *([bus] if stage == "decode" else [])):
@@ -118,118 +140,61 @@ class ChaosTotal:
                 figures[f"recovery_s_p99_{whose}"] = found.compute_quantile(0.99)
         return figures | {
             "requests": self.num_requests,
-            "pauses": self.counts.pauses.total(),
-            "clock_steps": sum(count for (_, what), count in self.counts.faults.items() if what == "clock"),
-            "disks_full": self.counts.faults["disk", "full"],
-            **{
-                name: sum(n for (_, what), n in self.counts.faults.items() if what == one)
-                for one, name in FAULT_FIGURES.items()
-            },
-            "fell": len(self.counts.crashes),
+            "pauses": counts.pauses.total(),
+            "clock_steps": by_fault["clock"],
+            "disks_full": counts.faults["disk", "full"],
+            **{name: by_fault[fault] for fault, name in FAULT_FIGURES.items()},
+            "fell": len(counts.crashes),
             "rounds": self.num_rounds,
         }
 
+    @contextlib.contextmanager
+    def _show_progress(self, what: str) -> Iterator[Progress]:
+        """Show a bar of all kills, and a line with the current state."""
+        before = self.counts.kills.total()
+        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
+        with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
+            task = bar.add_task(what, total=self.given.kills if self.given.is_full else None)
+            yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
 
-def run_chaos(directory: Path, given: "Options") -> ChaosTotal:
+
+def run_chaos(run: ChaosRun) -> None:
     """Measure recovery, then run rounds until there were enough kills."""
-    total, begun, fork_server = ChaosTotal(), time.monotonic(), ForkServer(directory)
-    plans = _plan_rounds(given)
-    try:
-        with contextlib.ExitStack() as waiting:
-            _measure_recoveries(total, directory, fork_server, given, waiting)
-            while total.num_rounds < given.choose_size(2, 1, 1):
-                _run_one_round(total, next(plans), directory, fork_server, given)
-        for (stage, bus), found in total.recoveries.items():
-            total.findings += found.findings
-            _print_findings(f"recovery of {stage}, {bus}", found.findings)
-        while given.is_full and total.num_kills < given.kills and time.monotonic() - begun < MAX_START_S:
-            _run_one_round(total, next(plans), directory, fork_server, given)
-    finally:
-        fork_server.close()
-    return total
-
-
-def _measure_recoveries(
-    total: ChaosTotal, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
-) -> None:
-    """Measure recovery of each stage on each bus. What is not settled yet is left to `waiting`."""
-    plans = given.choose_size(
-        (RecoveryPlan(3, 10), RecoveryPlan(3, 10, "auto"), make_prefill_plan(8)),
-        (RecoveryPlan(1, 2, length=240), RecoveryPlan(1, 2, "auto", length=240), make_prefill_plan(1)),
-        (),
-    )
-    for plan, bus in itertools.product(plans, reversed(BUSES)):
-        what = f"recovery of {plan.stage}, {bus}"
-        with show_progress(what, total, given) as tell:
-            made = measure_recovery(bus, directory / f"recovery-{plan.stage}-{bus}", fork_server, plan, tell)
-            if plan.stage != "prefill":
-                found = waiting.enter_context(made)
-            else:  # others publish the jobs of a dead prefill worker: nothing waits for the brokers
-                with made as found:
-                    pass
-        total.recoveries[plan.stage, bus] = found
-        print(f"{what}: {format_recovery(found)}", flush=True)
-        total.counts.kills[plan.stage, ANY_TIME] += found.kills
-
-
-def _run_one_round(
-    total: ChaosTotal, this: ChaosRound, directory: Path, fork_server: ForkServer, given: "Options"
-) -> None:
-    name = f"{this.bus}, seed {this.seed}"
-    with show_progress(name, total, given) as tell:
-        outcome = run_round(this, directory / f"{this.bus}-{this.seed}", fork_server, tell)
-    total.add_round(outcome)
-    _print_findings(f"{name}: {outcome.counts.kills.total()} kills, {outcome.requests} requests", outcome.findings)
-
-
-def _print_findings(what: str, findings: list[Finding]) -> None:
-    print(f"{what}: {len(findings)} findings", flush=True)
-    for finding in findings:
-        print(f"    {finding.kind}: {finding.id}: {finding.description}", flush=True)
+    given, begun_s, plans = run.given, time.monotonic(), _plan_rounds(run.given)
+    with contextlib.ExitStack() as waiting:
+        run.measure_recoveries(waiting)
+        while run.num_rounds < given.choose_size(2, 1, 1):
+            run.run_round(next(plans))
+    for (stage, bus), found in run.recoveries.items():
+        run.add_findings(f"recovery of {stage}, {bus}", found.findings)
+    while given.is_full and run.counts.kills.total() < given.kills and time.monotonic() - begun_s < MAX_START_S:
+        run.run_round(next(plans))
 
 
 def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
-    for number in itertools.count():
-        for place, bus in enumerate(BUSES):
-            drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
-            seconds, sizes = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2, 0)))
-            prefill, decode, auto = sizes
-            # Every third round on Kafka has servers with copies.
-            is_replicated = bus == "kafka" and number % 3 == 2
-            yield ChaosRound(
-                given.seed + number, bus, seconds, KILLS_PER_ROUND, prefill, decode, auto, is_replicated=is_replicated,
-                with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
-                answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS),
-            )  # fmt: skip
+    for number, (place, bus) in itertools.product(range(10**9), enumerate(BUSES)):
+        drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
+        seconds, (prefill, decode, auto) = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2, 0)))
+        # Every third round on Kafka has servers with copies.
+        is_replicated = bus == "kafka" and number % 3 == 2
+        yield ChaosRound(
+            given.seed + number, bus, seconds, KILLS_PER_ROUND, prefill, decode, auto, is_replicated=is_replicated,
+            with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
+            answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS),
+        )  # fmt: skip
 
 
-@contextlib.contextmanager
-def show_progress(what: str, total: ChaosTotal, given: "Options") -> Iterator[Progress]:
-    """Show a bar of all kills, and a line with the current state."""
-    before = total.num_kills
-    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
-    with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
-        task = bar.add_task(what, total=given.kills if given.is_full else None)
-        yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
-
-
-def make_kills_table(toll: FaultCounts) -> Table:
-    """Return kills and stops by process and step, including steps that were never reached."""
-    made = Table("process", "step", "kills", "stops")
+def print_tables(toll: FaultCounts) -> None:
+    """Print kills and stops by process and step, steps that were never reached among them, and all other faults."""
+    kills, faults = Table("process", "step", "kills", "stops"), Table("to", "what", "times")
     kinds: tuple[WorkerKind, ...] = (*STAGES, "auto", "endpoint")
     steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
-        made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
-    return made
-
-
-def make_faults_table(toll: FaultCounts) -> Table:
-    """Return how often each other fault was injected."""
-    made = Table("to", "what", "times")
+        kills.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
     for (whose, what), count in sorted(toll.faults.items()):
-        made.add_row(whose, FAULT_NAMES[what], str(count))
-    return made
+        faults.add_row(whose, FAULT_NAMES[what], str(count))
+    Console().print(kills, faults)
 
 
 def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
@@ -253,15 +218,17 @@ def main() -> None:
     parser.add_argument("--one-kill", action="store_true", help="instead: one stream, whose worker is killed")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
-    if given.one_kill:
-        report_figures(kill_one(directory, given), given)
-        return
-    total = run_chaos(directory, given)
-    print(f"\n{describe_machine()}; histories and logs: {directory}")
-    Console().print(make_kills_table(total.counts), make_faults_table(total.counts))
-    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.counts.crashes).most_common():
+    print(f"{describe_machine()}; histories and logs: {directory}")
+    with contextlib.closing(ForkServer(directory)) as fork_server:
+        if given.one_kill:
+            report_figures(kill_one(directory, fork_server, given), given)
+            return
+        run = ChaosRun(directory, given, fork_server)
+        run_chaos(run)
+    print_tables(run.counts)
+    for last_line, count in Counter(line.partition(": ")[2][:100] for line in run.counts.crashes).most_common():
         print(f"fell {count} times: {last_line}")
-    report_figures(total.make_figures(), given)
+    report_figures(run.make_figures(), given)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`benchmarks.chaos --one-kill`: one stream, through the kill of the decode worker that writes it, and its picture."""
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +34,13 @@ class KilledStream:
         return self.times_s[self.num_before]
 
 
-def kill_one(directory: Path, given: Arguments) -> dict[str, float]:
+def kill_one(directory: Path, fork_server: ForkServer, given: Arguments) -> dict[str, float]:
     """Kill the worker of one stream; draw what its reader saw, and return the figures.
 
     Raises `SystemExit` where the checker found anything: another token or text than an unbroken run gives, say.
     """
     plan = make_single_plan(given.choose_size(600, 600, 120))
-    with (
-        closing(ForkServer(directory)) as fork_server,
-        measure_recovery("embedded", directory / "one-kill", fork_server, plan) as found,
-    ):
+    with measure_recovery("embedded", directory / "one-kill", fork_server, plan) as found:
         pass  # what was found is complete once this is left
     if found.findings:
         raise SystemExit("\n".join(f"{one.kind}: {one.id}: {one.description}" for one in found.findings))

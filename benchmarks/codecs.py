@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from rich.progress import track
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.systems import count_same_tokens, run_sequences
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
@@ -32,14 +33,8 @@ from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT_BEGINNINGS = (
-    "and the king",
-    "go ye into",
-    "in the beginning",
-    "the shepherd",
-    "of wine and oil",
-    "Israel said",
-    "behold",
-)
+    "and the king", "go ye into", "in the beginning", "the shepherd", "of wine and oil", "Israel said", "behold",
+)  # fmt: skip
 ELEMENTS: tuple[Element, ...] = ("float32", "bfloat16")
 
 
@@ -64,14 +59,6 @@ def open_demo(element: Element) -> Engine:
     return open_engine(EngineSettings(dtype=element, pool_mb=256, max_batch=32))
 
 
-def run_sequences(engine: Engine, seqs: Items[Sequence]) -> None:
-    """Step until all have their tokens; they stay in the engine."""
-    for seq in seqs:
-        engine.add_sequence(seq)
-    while engine.has_work():
-        engine.step()
-
-
 def generate_prompts(engine: Engine, extent: Extent) -> list[list[int]]:
     """Return prompts of different lengths that the model generated itself."""
     rng, seqs = random.Random(20261121), list[Sequence]()
@@ -84,11 +71,6 @@ def generate_prompts(engine: Engine, extent: Extent) -> list[list[int]]:
     for seq in seqs:
         engine.remove_sequence(seq)
     return [seq.token_ids for seq in seqs]
-
-
-def make_keys(number: int, length: int, block_size: int) -> list[bytes]:
-    """Return keys for the full blocks of a prompt, which no other prompt has."""
-    return [number.to_bytes(16) + index.to_bytes(16) for index in range(length // block_size)]
 
 
 class PromptKV:
@@ -105,29 +87,27 @@ class PromptKV:
 
     def generate_answers(self, engine: Engine, max_new: int, codec: Codec | None) -> list[list[int]]:
         """Return another engine's answers, given the KV as it is, or encoded and decoded by a codec."""
-        seqs, at_once = list[Sequence](), engine.settings.max_batch
+        answers, at_once = list[list[int]](), engine.settings.max_batch
         for start in range(0, len(self.prompts), at_once):
-            batch = [
-                self._make_sequence(engine, number, max_new, codec)
-                for number in range(start, min(start + at_once, len(self.prompts)))
-            ]
+            numbers = range(start, min(start + at_once, len(self.prompts)))
+            batch = [self._make_sequence(engine, number, max_new, codec) for number in numbers]
             run_sequences(engine, batch)
             for seq in batch:
                 engine.remove_sequence(seq)
-            seqs += batch
-        return [seq.output_token_ids for seq in seqs]
+            answers += [seq.output_token_ids for seq in batch]
+        return answers
 
     def _make_sequence(self, engine: Engine, number: int, max_new: int, codec: Codec | None) -> Sequence:
-        """Return a sequence whose prompt's KV the engine has."""
-        prompt, size = self.prompts[number], engine.settings.block_size
-        names = make_keys(number if codec is None else number + len(self.prompts), len(prompt), size)
+        """Return a sequence whose prompt's KV the engine has, under keys that no other prompt has."""
+        prompt, own = self.prompts[number], number if codec is None else number + len(self.prompts)
+        keys = [own.to_bytes(16) + at.to_bytes(16) for at in range(len(prompt) // engine.settings.block_size)]
         seq = Sequence(
             f"answer {number}", prompt, max_new_tokens=max_new, sampling=GREEDY, seed=0,
-            output_token_ids=[self.first_tokens[number]], block_keys=names,
+            output_token_ids=[self.first_tokens[number]], block_keys=keys,
         )  # fmt: skip
         payloads = self.payloads[number]
         through = payloads if codec is None else [encode_and_decode(codec, payload) for payload in payloads]
-        assert import_blocks(engine, seq, through) == len(names), "no room for a prompt's KV"
+        assert import_blocks(engine, seq, through) == len(keys), "no room for a prompt's KV"
         return seq
 
 
@@ -161,11 +141,10 @@ def measure_codec(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str
 
 def compare_answers(raw: Items[list[int]], other: Items[list[int]]) -> dict[str, float]:
     """Return how often the first different token comes."""
-    num_flipped = num_compared = 0
-    for one, two in zip(raw, other, strict=True):
-        first = next((index for index, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
-        num_flipped += first is not None
-        num_compared += len(one) - 1 if first is None else first  # the first token comes from the prefill, without int8
+    same = [count_same_tokens(one, two) for one, two in zip(raw, other, strict=True)]
+    num_flipped = sum(count < len(one) for count, one in zip(same, raw, strict=True))
+    # The first token comes from the prefill, without int8.
+    num_compared = sum(len(one) - 1 if count == len(one) else count for count, one in zip(same, raw, strict=True))
     return {
         "int8_flips_per_1000_tokens": 1000 * num_flipped / num_compared,
         "int8_flipped_answers": num_flipped / len(raw),
@@ -175,7 +154,7 @@ def compare_answers(raw: Items[list[int]], other: Items[list[int]]) -> dict[str,
 def run(given: Arguments) -> dict[str, float]:
     """Measure; return all figures."""
     extent, figures = given.choose_size(FULL, QUICK, SMOKE), dict[str, float]()
-    print(f"{describe_machine()}; {extent.num_prompts} prompts of up to {extent.prompt_tokens} tokens")
+    print(f"{extent.num_prompts} prompts of up to {extent.prompt_tokens} tokens")
     for element in ELEMENTS:
         engine = open_demo(element)
         layout = engine.storage.layout
@@ -193,5 +172,4 @@ def run(given: Arguments) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    given = parse_arguments(__doc__)
-    report_figures(run(given), given)
+    run_benchmark(__doc__, run)

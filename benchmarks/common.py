@@ -1,12 +1,13 @@
-"""What all benchmarks share: their arguments, their figures, their plots."""
+"""What all benchmarks share: their arguments, their figures, their plots; `comparison` has the rounds."""
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -23,6 +24,8 @@ from sim.forked import ForkedStack
 
 mpl.use("agg")
 T = TypeVar("T")
+_INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+"""By what Linux calls them; the best one first."""
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A directory in memory, if the system has one."""
@@ -77,6 +80,13 @@ def parse_arguments(description: str, *, with_device: bool = False) -> Arguments
     return Arguments(**vars(parser.parse_args()))
 
 
+def run_benchmark(description: str | None, run: Callable[[Arguments], Mapping[str, float]], **how: bool) -> None:
+    """Run a benchmark as the main program; `how` is given to `parse_arguments`."""
+    given = parse_arguments(description or "", **how)
+    print(describe_machine())
+    report_figures(run(given), given)
+
+
 def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
     """Print the figures, and write them to the file of `--json`."""
     print()
@@ -106,8 +116,15 @@ def format_spread(values: Sequence[float]) -> str:
 
 
 def describe_machine() -> str:
-    """Return a line about the machine."""
-    return f"{platform.machine()}, Python {platform.python_version()}"
+    """Return a line about the machine: its processor and cores, and the best of its instruction sets."""
+    try:
+        lines = dict(line.split("\t", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if "\t" in line)
+    except OSError:  # not Linux
+        lines = {}
+    about = {name: value.strip(" \t:") for name, value in lines.items()}
+    best = next((name for name in _INSTRUCTION_SETS if name in about.get("flags", "").split()), "")
+    words = (about.get("model name", ""), f"{os.cpu_count()} cores", best, f"Python {platform.python_version()}")
+    return ", ".join(word for word in (platform.machine(), *words) if word)
 
 
 def save_plot(figure: Figure, name: str, kind: Literal["png", "svg"] = "png") -> None:

@@ -13,32 +13,28 @@ then if the reader has seen the text of the result; `other_text` counts those th
 undisturbed, to one request at a time.
 """
 
+import json
 import os
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import httpx
 
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
-from penstock.bus.connect import connect_bus
+from benchmarks.systems import open_stack, read_results
 from penstock.cli.up import build_endpoint_environment
-from penstock.config.settings import BusSettings
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Result
 from penstock.waiting import wait_until
 from sim.endpoint import MODEL, write_numbers
 
@@ -64,6 +60,17 @@ class Reading:
     is_over: bool = False
     error: str = ""
 
+    def add_event(self, event_id: str, data: str) -> None:
+        """Add an event of the stream."""
+        self.last_id = event_id or self.last_id
+        if data == "[DONE]":
+            self.is_over = True
+            return
+        found = json.loads(data)
+        if "error" in found:
+            self.error, self.is_over = str(found["error"]["code"]), True
+        self.text += "".join(choice.get("text", "") for choice in found.get("choices", ()))
+
 
 class Readers:
     """Sends requests over a gateway, and follows each stream to its end."""
@@ -74,6 +81,7 @@ class Readers:
         self._client = httpx.Client(base_url=url, timeout=20.0, limits=httpx.Limits(max_connections=NUM_READERS))
         self.num_over = 0
         self._lock = threading.Lock()
+        self.close = self._client.close
 
     def follow(self, number: int) -> Reading:
         """Return what was seen of a request, once it is over or the time is."""
@@ -92,8 +100,8 @@ class Readers:
         if reading.stream:
             answer = self._client.stream("GET", reading.stream, headers=headers)
         else:
-            body = {"model": MODEL, "prompt": self._prompts(reading.number), "max_tokens": NUM_PIECES}
-            body |= {"stream": True, "temperature": 0.0}
+            body = {"model": MODEL, "prompt": self._prompts(reading.number), "max_tokens": NUM_PIECES, "stream": True,
+                    "temperature": 0.0}  # fmt: skip
             answer = self._client.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": reading.key})
         with answer as response:
             if response.status_code == 200:
@@ -104,28 +112,9 @@ class Readers:
                     if name == "id":
                         event_id = value
                     elif name == "data":
-                        self._take(reading, event_id, value)
+                        reading.add_event(event_id, value)
             elif response.status_code not in (429, 502, 503):
                 reading.error, reading.is_over = f"HTTP {response.status_code}", True
-
-    def _take(self, reading: Reading, event_id: str, data: str) -> None:
-        reading.last_id = event_id or reading.last_id
-        if data == "[DONE]":
-            reading.is_over = True
-            return
-        found: dict[str, Any] = httpx.Response(200, text=data).json()
-        if "error" in found:
-            reading.error, reading.is_over = str(found["error"]["code"]), True
-        reading.text += "".join(choice.get("text", "") for choice in found.get("choices", ()))
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
-
-
-def make_count_prompt(number: int) -> str:
-    """Return the prompt of a request to the server that counts."""
-    return f"{number}|"
 
 
 def make_story_prompt(number: int) -> str:
@@ -163,47 +152,38 @@ def run_requests(
     num_requests: int, num_endpoint_kills: int, num_gateway_kills: int, command: str, how: type[Stack]
 ) -> dict[str, float]:
     """Return the figures of a run."""
-    make_prompt = make_story_prompt if command else make_count_prompt
-    port, gateway_port = find_free_port(), find_free_port()
+    make_prompt, port = make_story_prompt if command else "{}|".format, find_free_port()
     kills = sorted(
         [((n + 1) / (num_endpoint_kills + 1), "endpoint") for n in range(num_endpoint_kills)]
         + [((n + 0.7) / (num_gateway_kills + 1), "gateway") for n in range(num_gateway_kills)]
     )
     endpoint = start_endpoint(port, command)
     undisturbed = ask_undisturbed(endpoint, port) if command else {}
-    with tempfile.TemporaryDirectory() as folder:
-        environment = build_endpoint_environment([f"http://127.0.0.1:{port}"])
-        stack = how(
-            Path(folder), prefill=0, decode=0, endpoint=2, gateway=gateway_port, environment=environment, port=None
-        )
-        with stack:
-            stack.wait_until_ready(120.0)
-            readers, begun_s = Readers(stack.gateway_url, make_prompt), time.monotonic()
-            with ThreadPoolExecutor(NUM_READERS) as pool:
-                followed = [pool.submit(readers.follow, number) for number in range(num_requests)]
-                while not all(one.done() for one in followed):
-                    if kills and readers.num_over >= kills[0][0] * num_requests:
-                        _, whom = kills.pop(0)
-                        print(f"{time.monotonic() - begun_s:6.1f} s: {readers.num_over} are over, {whom} is killed")
-                        if whom == "endpoint":
-                            os.killpg(endpoint.pid, signal.SIGKILL)  # vLLM's engine outlives its server
-                            endpoint = start_endpoint(port, command)
-                        elif stack.gateway is not None and stack.gateway.child is not None:
-                            stack.gateway.child.kill()
-                    stack.restart_dead()
-                    time.sleep(0.05)
-            readers.close()
-            stack.stop_workers()  # a stream ends a moment before its result is in the topic
-            bus = connect_bus(stack.addresses, BusSettings())
-            messages = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
-            results = [decode_message(Result, message.value) for message in messages]
-        endpoint.stop()
+    workers = {"prefill": 0, "decode": 0, "endpoint": 2, "gateway": find_free_port()}
+    with open_stack(how, build_endpoint_environment([f"http://127.0.0.1:{port}"]), **workers) as stack:
+        begun_s = time.monotonic()
+        with closing(Readers(stack.gateway_url, make_prompt)) as readers, ThreadPoolExecutor(NUM_READERS) as pool:
+            followed = [pool.submit(readers.follow, number) for number in range(num_requests)]
+            while not all(one.done() for one in followed):
+                if kills and readers.num_over >= kills[0][0] * num_requests:
+                    _, whom = kills.pop(0)
+                    print(f"{time.monotonic() - begun_s:6.1f} s: {readers.num_over} are over, {whom} is killed")
+                    if whom == "endpoint":
+                        os.killpg(endpoint.pid, signal.SIGKILL)  # vLLM's engine outlives its server
+                        endpoint = start_endpoint(port, command)
+                    elif stack.gateway is not None and stack.gateway.child is not None:
+                        stack.gateway.child.kill()
+                stack.restart_dead()
+                time.sleep(0.05)
+        stack.stop_workers()  # a stream ends a moment before its result is in the topic
+        results = read_results(stack)
+    endpoint.stop()
     readings = [one.result() for one in followed]
     ends = Counter(result.id for result in results)
+    num_torn = count_torn(readings, results) if command else count_incomplete(readings, results)
     figures = {
         "requests": len(readings),
-        "lost": max(0, len(readings) - len(ends))
-        + (count_torn(readings, results) if command else count_incomplete(readings, results)),
+        "lost": max(0, len(readings) - len(ends)) + num_torn,
         "duplicated": sum(count - 1 for count in ends.values()),
         "stuck": sum(not reading.is_over for reading in readings),
         "ended_with_error": sum(result.error is not None for result in results),

@@ -16,21 +16,15 @@ while another is measured; they take turns, and ratios are formed within a round
 """
 
 import statistics
-import time
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
-from benchmarks.peers.process import Side, SideFailed, is_available
+from benchmarks.common import Arguments, run_benchmark, save_plot
+from benchmarks.peers.process import SideFailed
 from benchmarks.peers.rounds import LIMITS, OURS, Results, Rounds
-from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
-from benchmarks.peers.write import make_model_directory
 
 THREADS = 2
 PEERS = ("generate", "openvino", "llamacpp", "vllm")
@@ -44,7 +38,7 @@ _LOAD_POOL_MB = 64  # a pool as large as the weights would hide a peak
 class Extent:
     """How much is measured."""
 
-    shapes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
     others: tuple[str, ...]
     rounds: int
     rounds_s: float
@@ -57,40 +51,23 @@ class Extent:
     """Whether processes of ours are forked, as `Side` has it."""
 
 
-FULL = Extent(
-    ("small", "q06"), PEERS, rounds=5, rounds_s=480.0, num_loads=3, flip_prompts=48, flip_new=48,
-    cells=CELLS + DRAWN_CELLS,
-)  # fmt: skip
-QUICK = Extent(("small",), QUICK_PEERS, rounds=3, rounds_s=15.0, num_loads=1, flip_prompts=12, flip_new=32, cells=CELLS)
-SMOKE = Extent(("smoke",), (), rounds=1, rounds_s=0.0, num_loads=1, flip_prompts=2, flip_new=4, cells=CELLS[:1],
-               is_forked=True)  # fmt: skip
+FULL = Extent((SHAPES["small"], SHAPES["q06"]), PEERS, 5, 480.0, 3, 48, 48, CELLS + DRAWN_CELLS)
+QUICK = Extent((SHAPES["small"],), QUICK_PEERS, 3, 15.0, 1, 12, 32, CELLS)
+SMOKE = Extent((SHAPES["smoke"],), (), 1, 0.0, 1, 2, 4, CELLS[:1], is_forked=True)
 
 
-def measure_shape(shape: Shape, extent: Extent, device: str, logs: Path) -> tuple[Results, dict[str, float]]:
+def measure_shape(shape: Shape, extent: Extent, pool_mb: int, device: str = "cpu") -> tuple[Results, dict[str, float]]:
     """Measure one shape: all rounds, and the figures that only our engine has."""
-    model = make_model_directory(shape, DIRECTORY / "models")
-    how: dict[str, Any] = {"threads": THREADS, "pool_mb": POOL_MB[shape.name], "device": device}
-    figures = measure_loads(shape, model, extent.num_loads, logs, how, is_forked=extent.is_forked)
-    say = partial(print, shape.name, flush=True)
-    rounds = Rounds(shape, extent.cells, say, is_forked=extent.is_forked)
-    try:
+    with Rounds(shape, extent.cells, pool_mb, device=device, is_forked=extent.is_forked) as rounds:
+        figures = measure_loads(rounds, extent.num_loads)
         for name in ("limits", OURS, *extent.others):
             if device != "cpu" and name in PEERS and name not in GPU_PEERS:
                 rounds.say(f"{name}: left out, it is measured on a CPU only")
-            elif is_available(name):
-                rounds.load_side(name, model, logs / f"{shape.name}-{name}.log", **how)
             else:
-                rounds.say(f"{name}: left out, not installed; python -m benchmarks.peers.setup installs it")
+                rounds.load_side(name)
         rounds.check_tokens()
-        rounds.warm_up()
-        begun_s = time.monotonic()
-        for number in range(extent.rounds):
-            if number == 0 or time.monotonic() - begun_s < extent.rounds_s:
-                rounds.run_round(number)
-        figures |= measure_own_figures(rounds, extent)
-    finally:
-        rounds.close()
-    return rounds.results, figures
+        rounds.run_rounds(extent.rounds, extent.rounds_s)
+        return rounds.results, figures | measure_own_figures(rounds, extent)
 
 
 def measure_own_figures(rounds: Rounds, extent: Extent) -> dict[str, float]:
@@ -102,36 +79,28 @@ def measure_own_figures(rounds: Rounds, extent: Extent) -> dict[str, float]:
         figures[f"{shape.name}_scheduler_share_b32"] = statistics.median(shares)
     mixed = next(cell for cell in CELLS if cell.is_mixed).make_requests(shape.vocabulary, -3)
     prompts = [prompt for prompt, _ in mixed[: extent.flip_prompts]]
-    flips = rounds.ask_ours("flips", prompts=prompts, num_new=extent.flip_new)
-    if flips:
-        tokens = len(prompts) * extent.flip_new
-        rounds.say(
-            f"tokens that differ from those alone, of {tokens:,}: {', '.join(f'{w} {s:.2%}' for w, s in flips.items())}"
-        )
+    if flips := rounds.ask_ours("flips", prompts=prompts, num_new=extent.flip_new):
+        told = ", ".join(f"{way} {share:.2%}" for way, share in flips.items())
+        rounds.say(f"tokens that differ from those alone, of {len(prompts) * extent.flip_new:,}: {told}")
         figures["bf16_flip_share"] = max(flips.values())
     return figures
 
 
-def measure_loads(
-    shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any], *, is_forked: bool = False
-) -> dict[str, float]:
+def measure_loads(rounds: Rounds, times: int) -> dict[str, float]:
     """Measure our engine's start in fresh processes: its time to that of reading the file, and its memory."""
     found: list[dict[str, float]] = []
     for _ in range(times):
-        side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, how["pool_mb"], is_forked=is_forked)
         try:
-            found.append(side.ask("load", model=str(model), **{**how, "pool_mb": _LOAD_POOL_MB}))
+            side, one = rounds.start_side("load", OURS, pool_mb=_LOAD_POOL_MB)
         except SideFailed as error:
-            print(f"{shape.name}: no load figures, {error}")
+            rounds.say(f"no load figures, {error}")
             return {}
-        finally:
-            side.close()
-    for one in found:
-        print(
-            f"{shape.name} load: {one['load_s']:.2f} s, reading {one['read_s']:.2f} s; memory at most "
-            f"{one['peak_kib'] / 1024:,.0f} MiB, then {one['after_kib'] / 1024:,.0f} MiB, "
-            f"{one['mapped_kib'] / 1024:,.0f} MiB of it mapped files",
-            flush=True,
+        side.close()
+        found.append(one)
+        most, then, mapped = (one[name] / 1024 for name in ("peak_kib", "after_kib", "mapped_kib"))
+        rounds.say(
+            f"load: {one['load_s']:.2f} s, reading {one['read_s']:.2f} s; memory at most {most:,.0f} MiB, "
+            f"then {then:,.0f} MiB, {mapped:,.0f} MiB of it mapped files"
         )
     return {
         "load_memory_ratio": statistics.median(one["peak_kib"] / one["after_kib"] for one in found),
@@ -200,29 +169,18 @@ def draw_plot(all_results: list[Results]) -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     extent = given.choose_size(FULL, QUICK, SMOKE)
-    left_out = [name for name in PEERS if name not in extent.others]
-    if left_out:
-        print(f"this run leaves out {', '.join(left_out)}")
-    figures: dict[str, float] = {}
-    all_results = []
-    logs = DIRECTORY / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    for name in extent.shapes:
-        results, own = measure_shape(SHAPES[name], extent, given.device, logs)
+    print(f"this run leaves out {', '.join({*PEERS} - {*extent.others}) or 'nobody'}")
+    figures, all_results = dict[str, float](), list[Results]()
+    for shape in extent.shapes:
+        results, own = measure_shape(shape, extent, POOL_MB[shape.name], given.device)
         figures |= own | make_figures(results)
         all_results.append(results)
-    print(f"\n{describe_machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
-    for results in all_results:
-        print(format_table(results))
+    print(f"\n{THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
+    print(*map(format_table, all_results), sep="\n")
     if given.is_full:
         draw_plot(all_results)
     return figures
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "", with_device=True)
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run, with_device=True)

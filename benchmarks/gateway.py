@@ -14,22 +14,19 @@ an uploaded file (see `benchmarks.interference`).
 import http.client
 import io
 import json
-import os
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import openai
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark, save_plot
+from benchmarks.comparison import draw_tails
 from benchmarks.gateway_readers import ArrivalTimes, ReaderProcess, StreamsRead
 from benchmarks.interference import (
     STREAM_NEW,
@@ -40,20 +37,20 @@ from benchmarks.interference import (
     make_prompt,
     measure_stream_gaps,
 )
+from benchmarks.processor import read_processor_s, read_resident_bytes
+from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 
 MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
-_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
-_LARGE_ENVIRONMENT = {
+_LARGE_ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_ENGINE_MAX_BATCH": "1024", "PENSTOCK_ENGINE_POOL_MB": "512", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "2048",
     "PENSTOCK_GATEWAY_MAX_WAIT_S": "600",
 }  # fmt: skip
 _JOB_LINES = 4000
 """Lines of the batch job: more than a window can answer, even if all that are open have capacity."""
 _END_STATUSES = ("completed", "failed", "cancelled", "expired")
-_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -64,29 +61,23 @@ class StreamsRound:
     """Streams that had all events published in Redis, in order, and the end."""
     added_ms: np.ndarray
     """For each event, the time from when it could be read from Redis to when it could be read from the gateway."""
-    rss_kb: int
+    rss_kb: float
     """The gateway's peak resident memory."""
-
-
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
 
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (32, 1, 2, 3.0), (4, 1, 1, 0.2))
-    count, warm_count, job_lines = given.choose_size(
-        (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES), (8, 8, 400)
-    )
+    large = (NUM_STREAMS, NUM_WARM_STREAMS, _JOB_LINES)
+    count, warm_count, job_lines = given.choose_size(large, large, (8, 8, 400))
     how = given.choose_stack()
-    with run_stack(how, _LARGE_ENVIRONMENT) as stack:
+    with open_stack(how, _LARGE_ENVIRONMENT, gateway=find_free_port()) as stack:
         run_round(stack, warm_count, tokens)
-        rss_kb = read_resident_kb(stack)
+        rss_kb = read_resident_bytes([get_gateway_pid(stack)]) / 1024
         seen = [run_round(stack, count, tokens) for _ in range(rounds)]
-    with run_stack(how, {}) as stack:
+    with open_stack(how, DEMO_ENVIRONMENT, gateway=find_free_port()) as stack:
         windows = alternate_windows("gateway", GatewaySide(stack.gateway_url, job_lines), pairs, seconds)
-    print(f"\n{describe_machine()}; demo model, float32, {count} streams of {tokens} tokens")
+    print(f"\ndemo model, float32, {count} streams of {tokens} tokens")
     if given.is_full:
         draw_plot(seen, windows)
     return {
@@ -98,29 +89,19 @@ def run(given: Arguments) -> dict[str, float]:
     }
 
 
-@contextmanager
-def run_stack(how: type[Stack], environment: dict[str, str]) -> Iterator[Stack]:
-    """Run a pipeline with a gateway; it is ready when this yields."""
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        how(Path(directory), gateway=find_free_port(), environment=_ENVIRONMENT | environment) as stack,
-    ):
-        stack.wait_until_ready(300)
-        yield stack
-
-
 def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
     """Open `count` streams at once, and return what came of them."""
     bodies = [make_body(f"{number}: In the beginning", tokens) for number in range(count)]
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
     direct = ReaderProcess("redis", address.hostname, address.port, stack.addresses.pipeline)
     assert direct.receive() == "ready"
-    rss_kb, cpu_s = 0, read_gateway_cpu_s(stack)
+    gateway = [get_gateway_pid(stack)]
+    rss_bytes, cpu_s = 0, read_processor_s(gateway)
     reader = ReaderProcess("streams", port, bodies)
     while not reader.has_data(0.1):
-        rss_kb = max(rss_kb, read_resident_kb(stack))
+        rss_bytes = max(rss_bytes, read_resident_bytes(gateway))
     streams = StreamsRead(**reader.receive())
-    cpu_s = read_gateway_cpu_s(stack) - cpu_s
+    cpu_s = read_processor_s(gateway) - cpu_s
     direct.stop()
     published: ArrivalTimes = direct.receive()
     for process in (direct, reader):
@@ -131,7 +112,7 @@ def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
     num_ok = sum(not missed for missed in ids.values())
     added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.arrivals.items() if key in published])
     print_round(count, streams, num_ok, added_ms, cpu_s)
-    return StreamsRound(num_ok, added_ms, rss_kb)
+    return StreamsRound(num_ok, added_ms, rss_bytes / 1024)
 
 
 def make_body(text: str, tokens: int) -> bytes:
@@ -155,22 +136,11 @@ def print_round(count: int, streams: StreamsRead, num_ok: int, added_ms: np.ndar
         print(f"  {trouble}", flush=True)
 
 
-def read_resident_kb(stack: Stack) -> int:
-    """Return the gateway's resident memory."""
+def get_gateway_pid(stack: Stack) -> int:
+    """Return the process id of the gateway."""
     assert stack.gateway is not None
     assert stack.gateway.child is not None
-    status = Path(f"/proc/{stack.gateway.child.pid}/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1])
-
-
-def read_gateway_cpu_s(stack: Stack) -> float:
-    """Return the processor time that the gateway has used."""
-    assert stack.gateway is not None
-    assert stack.gateway.child is not None
-    fields = Path(f"/proc/{stack.gateway.child.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return stack.gateway.child.pid
 
 
 class GatewaySide:
@@ -178,7 +148,7 @@ class GatewaySide:
 
     def __init__(self, url: str, job_lines: int) -> None:
         self._job_lines, self._address = job_lines, urlsplit(url).netloc
-        self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S)
+        self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S)
 
     def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
         """Measure a window, as `benchmarks.interference.Side` says."""
@@ -203,13 +173,13 @@ class GatewaySide:
             counts = self._sdk.batches.retrieve(job.id).request_counts
             return counts is not None and counts.completed > 0
 
-        wait_until(has_begun, _TIMEOUT_S, "the first line is answered", every_s=0.1)
+        wait_until(has_begun, TIMEOUT_S, "the first line is answered", every_s=0.1)
         return job.id
 
     def _end_job(self, job: str) -> int:
         """Cancel the job; return how many tokens it generated."""
         self._sdk.batches.cancel(job)
-        wait_until(lambda: self._sdk.batches.retrieve(job).status in _END_STATUSES, _TIMEOUT_S, "its end", every_s=0.1)
+        wait_until(lambda: self._sdk.batches.retrieve(job).status in _END_STATUSES, TIMEOUT_S, "its end", every_s=0.1)
         output = self._sdk.batches.retrieve(job).output_file_id
         if output is None:
             return 0
@@ -218,7 +188,7 @@ class GatewaySide:
 
     def _stream_answer(self) -> Iterator[object]:
         headers = {"Content-Type": "application/json", "x-penstock-cancel-on-disconnect": "true"}
-        with closing(http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)) as connection:
+        with closing(http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)) as connection:
             asked = json.loads(make_body("", STREAM_NEW)) | {"prompt": make_prompt(), "temperature": 0}
             connection.request("POST", "/v1/completions", json.dumps(asked), headers)
             for line in connection.getresponse():
@@ -230,22 +200,16 @@ def draw_plot(rounds: list[StreamsRound], windows: SideResult) -> None:
     """Draw the time that the gateway added to each event, and gaps with and without a batch job."""
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2, sharey=True)
-    for number, one in enumerate(rounds, 1):
-        left.plot(np.sort(one.added_ms), 1 - np.arange(len(one.added_ms)) / len(one.added_ms), label=f"round {number}")
-    for label, seen in (("alone", windows.idle), ("beside a batch job", windows.busy)):
-        gaps = np.sort([gap * 1000 for window in seen for gap in window.gaps_s])
-        right.plot(gaps, 1 - np.arange(len(gaps)) / len(gaps), label=label)
-    left.set(
-        xlabel="added to reading from Redis, ms", title=f"{NUM_STREAMS} streams at once", ylabel="share of events above"
-    )
-    right.set(xlabel="inter-token latency, ms", title="four streams through the gateway")
-    for axis in (left, right):
-        axis.axhline(0.01, color="grey", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-        axis.legend()
+    added_ms = {f"round {number}": list(one.added_ms) for number, one in enumerate(rounds, 1)}
+    draw_tails(left, added_ms, f"{NUM_STREAMS} streams at once", "added to reading from Redis, ms")
+    gaps_ms = {
+        label: [gap * 1000 for window in seen for gap in window.gaps_s]
+        for label, seen in (("alone", windows.idle), ("beside a batch job", windows.busy))
+    }
+    draw_tails(right, gaps_ms, "four streams through the gateway", "inter-token latency, ms")
+    left.set_ylabel("share of events above")
     save_plot(figure, "gateway")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

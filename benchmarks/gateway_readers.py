@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,10 @@ class StreamsRead:
 class _Connection(asyncio.Protocol):
     """One stream, as it arrives."""
 
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.times: list[int] = []
         self.pieces: list[bytes] = []
-        self._ended = ended
+        self.over = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         """Note data and time, nothing else."""
@@ -62,7 +62,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The gateway closes after the answer."""
-        self._ended()
+        self.over.set_result(None)
 
 
 class ReaderProcess:
@@ -113,38 +113,35 @@ def send_to_parent(what: object) -> None:
 
 async def read_streams(port: int, bodies: Sequence[bytes]) -> StreamsRead:
     """POST all bodies to `/v1/completions` at once, and read until all have ended."""
-    loop, left, over = asyncio.get_running_loop(), itertools.count(len(bodies) - 1, -1), asyncio.Event()
-
-    def ended() -> None:
-        if next(left) == 0:
-            over.set()
-
-    pairs = [await loop.create_connection(lambda: _Connection(ended), "127.0.0.1", port) for _ in bodies]
-    begun, cpu = time.monotonic(), _read_cpu_s()
+    loop = asyncio.get_running_loop()
+    pairs = [await loop.create_connection(_Connection, "127.0.0.1", port) for _ in bodies]
+    begun_s, cpu_s = time.monotonic(), _read_cpu_s()
     for (transport, _), body in zip(pairs, bodies, strict=True):
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
         )
         transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-    await over.wait()
-    streams = StreamsRead(wall_s=time.monotonic() - begun, cpu_s=_read_cpu_s() - cpu)
-    spans = []
-    for _, one in pairs:
-        raw = b"".join(one.pieces)
-        ends = list(itertools.accumulate(map(len, one.pieces)))
-        found = _STREAM_ID.search(raw)
-        ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
-        positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
-        if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:
-            streams.problems.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
-            continue
-        streams.ended.add(found[1].decode())
-        spans.append((one.times[0], one.times[-1]))
-        for event_id, end in ids:
-            streams.arrivals[found[1].decode(), event_id] = one.times[bisect.bisect_left(ends, end)]
+    await asyncio.gather(*(connection.over for _, connection in pairs))
+    streams = StreamsRead(wall_s=time.monotonic() - begun_s, cpu_s=_read_cpu_s() - cpu_s)
+    spans = [span for _, connection in pairs if (span := _parse_stream(connection, streams)) is not None]
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     streams.num_at_once = max(itertools.accumulate(change for _, change in changes), default=0)
     return streams
+
+
+def _parse_stream(connection: _Connection, streams: StreamsRead) -> tuple[int, int] | None:
+    """Add a connection's events to what was read; return when its first and last bytes came, or None if it is torn."""
+    raw, ends = b"".join(connection.pieces), list(itertools.accumulate(map(len, connection.pieces)))
+    found = _STREAM_ID.search(raw)
+    ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
+    positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
+    if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:
+        streams.problems.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
+        return None
+    streams.ended.add(found[1].decode())
+    for event_id, end in ids:
+        streams.arrivals[found[1].decode(), event_id] = connection.times[bisect.bisect_left(ends, end)]
+    return connection.times[0], connection.times[-1]
 
 
 def read_redis(host: str, port: int, pipeline: str) -> None:

@@ -22,12 +22,13 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.common import describe_machine, parse_arguments, report_figures
-from benchmarks.grammar_answers import measure_answers
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.grammar_answers import list_allowed_tokens, measure_answers
 from benchmarks.grammar_steps import measure_steps
 from benchmarks.peers.shapes import SHAPES
 from penstock.engine.files import DEMO_MODEL
@@ -36,69 +37,54 @@ from penstock.grammar.spec import make_schema_spec
 from penstock.grammar.state import GrammarState
 from sim.schemas import make_schemas
 
+T = TypeVar("T")
 MAX_TOKENS = 200
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Those of the tool model's answers."""
-_RIGHT = {"word": "word", "capital": "word", "number": "number", "sign": "sign", "other": "other"}
-"""From which pieces the second half of a word is taken, by the kind of the first."""
+_KINDS = {
+    "word": (b"abcdefghijklmnopqrstuvwxyz", 70, 12),
+    "capital": (b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", 8, 12),
+    "number": (b"0123456789", 2, 3),
+    "sign": (b"\"':,.{}[]()/\\_-=<>#;!? \n\t", 5, 6),
+    "other": (bytes(range(128, 256)), 15, 9),
+}
+"""By kind of word: its bytes, how frequent it is, and the bytes of the longest."""
 
 
 def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
     """Return the text of a `tokenizer.json` with that many words; word 0 ends an answer, marks follow it."""
     draw = random.Random(seed)
     letters = _byte_letters()
-    words = ["<eos>", *MARKS, *letters.values()]
-    known = set(words)
+    words = dict.fromkeys(["<eos>", *MARKS, *letters.values()])
     merges: list[list[str]] = []
-    groups = {
-        "word": [letters[byte] for byte in b"abcdefghijklmnopqrstuvwxyz"],
-        "capital": [letters[byte] for byte in b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"],
-        "number": [letters[byte] for byte in b"0123456789"],
-        "sign": [letters[byte] for byte in b"\"':,.{}[]()/\\_-=<>#;!? \n\t"],
-        "other": [letters[byte] for byte in range(128, 256)],
-    }
-    weights = {"word": 70, "capital": 8, "number": 2, "sign": 5, "other": 15}
-    longest = {"word": 12, "capital": 12, "number": 3, "sign": 6, "other": 9}
-    blank = letters[0x20]
+    groups = {kind: [letters[byte] for byte in own] for kind, (own, _, _) in _KINDS.items()}
+    weights, blank = [weight for _, weight, _ in _KINDS.values()], letters[0x20]
     while len(words) < num_words:
-        kind = draw.choices(list(weights), list(weights.values()))[0]
-        # Mostly early, so short, pieces: most others would be too long together.
-        left, right = (group[int(len(group) * draw.random() ** 4)] for group in (groups[kind], groups[_RIGHT[kind]]))
+        kind = draw.choices(list(_KINDS), weights)[0]
+        # The second half of a capitalised word is in small letters. Mostly early, so short, pieces: most others would
+        # be too long together.
+        halves = (groups[kind], groups["word" if kind == "capital" else kind])
+        left, right = (group[int(len(group) * draw.random() ** 4)] for group in halves)
         if kind in {"word", "capital"} and draw.random() < 0.25:
             left = blank
         made = left + right
-        if len(made) > longest[kind] or made in known or (blank in right):
+        if len(made) > _KINDS[kind][2] or made in words or blank in right:
             continue
-        known.add(made)
-        words.append(made)
+        words[made] = None
         merges.append([left, right])
         groups[kind].append(made)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {word: number for number, word in enumerate(words)},
-        "merges": merges,
-    }
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "vocab": {word: number for number, word in enumerate(words)}, "merges": merges,
+    }  # fmt: skip
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": number, "content": mark, **flags} for number, mark in enumerate(("<eos>", *MARKS))]
     return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": number, "content": mark, **flags} for number, mark in enumerate(("<eos>", *MARKS))],
-            "normalizer": None,
-            "pre_tokenizer": level,
-            "post_processor": None,
-            "decoder": level,
-            "model": model,
-        }
-    )
+        {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+         "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
+    )  # fmt: skip
 
 
 def _byte_letters() -> dict[int, str]:
@@ -108,35 +94,31 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(unseen)}
 
 
+def _time(found: list[float], call: Callable[[], T], count: int = 1) -> T:
+    """Add the processor time of a call, or of one of the `count` things that it does; return what it returns."""
+    started_s = time.thread_time()
+    result = call()
+    found.append((time.thread_time() - started_s) / count)
+    return result
+
+
 def measure_tokenizer(name: str, tokenizer: GrammarTokenizer, num_schemas: int) -> dict[str, float]:
     """Return the times of one tokenizer, in the units that the figures' names say."""
-    compiles: list[float] = []
-    masks: list[float] = []
-    advances: list[float] = []
-    replays: list[float] = []
+    compiles, masks, advances, replays = (list[float]() for _ in range(4))
     row = np.zeros(tokenizer.num_mask_words, np.int32)
     for number, schema in enumerate(make_schemas(num_schemas, seed=5)):
-        started = time.thread_time()
-        grammar = CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer)
-        compiles.append(time.thread_time() - started)
-        state = GrammarState(grammar)
-        draw = np.random.default_rng(number)
+        grammar = _time(compiles, lambda: CompiledGrammar(make_schema_spec(schema, "schema"), tokenizer))  # noqa: B023
+        state, draw = GrammarState(grammar), np.random.default_rng(number)
         while len(state.token_ids) < MAX_TOKENS and not state.is_ended:
-            started = time.thread_time()
-            state.fill_mask(row)
-            masks.append(time.thread_time() - started)
-            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            token = int(allowed[draw.integers(len(allowed))])
+            _time(masks, lambda: state.fill_mask(row))  # noqa: B023
+            allowed = list_allowed_tokens(row)
+            token = allowed[draw.integers(len(allowed))]
             if token in tokenizer.eos_token_ids:
                 break
-            started = time.thread_time()
-            state.advance([token])
-            advances.append(time.thread_time() - started)
-        if len(state.token_ids) > 20:
+            _time(advances, lambda: state.advance([token]))  # noqa: B023
+        if (num_tokens := len(state.token_ids)) > 20:
             fresh = GrammarState(CompiledGrammar(grammar.spec, tokenizer))
-            started = time.thread_time()
-            fresh.advance(state.token_ids)
-            replays.append((time.thread_time() - started) / len(state.token_ids))
+            _time(replays, lambda: fresh.advance(state.token_ids), num_tokens)  # noqa: B023
     return {
         f"{name}_compile_ms_p50": statistics.median(compiles) * 1e3,
         f"{name}_compile_ms_p99": _find_quantile(compiles, 0.99) * 1e3,
@@ -153,24 +135,18 @@ def _find_quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    num_schemas = given.choose_size(500, 50, 5)
-    print(describe_machine())
+def run(given: Arguments) -> dict[str, float]:
+    """Measure; return the figures."""
+    num_schemas, shape = given.choose_size(500, 50, 5), SHAPES[given.choose_size("q06", "q06", "smoke")]
     figures = measure_answers(*given.choose_size((1000, 10_000, 200), (60, 300, 40), (5, 10, 5)))
     text = (DEMO_MODEL / "tokenizer.json").read_text()
-    figures |= measure_tokenizer(
-        "demo", GrammarTokenizer.from_json(text, vocab_size=1024, eos_token_ids=[1]), num_schemas
-    )
-    shape = SHAPES[given.choose_size("q06", "q06", "smoke")]
-    made = make_large_tokenizer(shape.vocabulary)
-    started = time.thread_time()
-    large = GrammarTokenizer.from_json(made, vocab_size=shape.vocabulary, eos_token_ids=[0])
-    figures["large_tokenizer_s"] = time.thread_time() - started
-    figures |= measure_tokenizer("large", large, num_schemas)
-    figures |= measure_steps(large, shape, given.choose_size(100, 20, 2))
-    report_figures(figures, given)
+    demo = GrammarTokenizer.from_json(text, vocab_size=1024, eos_token_ids=[1])
+    figures |= measure_tokenizer("demo", demo, num_schemas)
+    made, seconds = make_large_tokenizer(shape.vocabulary), list[float]()
+    large = _time(seconds, lambda: GrammarTokenizer.from_json(made, vocab_size=shape.vocabulary, eos_token_ids=[0]))
+    figures |= {"large_tokenizer_s": seconds[0]} | measure_tokenizer("large", large, num_schemas)
+    return figures | measure_steps(large, shape, given.choose_size(100, 20, 2))
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.config.settings import EngineSettings
@@ -43,23 +44,12 @@ class ConstrainedAnswer:
     """An answer that has ended."""
 
     schema: Schema
-    """Of a joined grammar what `JoinedSchemas.describe` returns."""
+    """Of a joined grammar what `make_joined_schemas` returns."""
     grammar: CompiledGrammar
     token_ids: list[int]
     text: str
     """What its reader saw."""
     finish_reason: FinishReason
-
-
-@dataclass
-class _RunningAnswer:
-    schema: Schema
-    grammar: CompiledGrammar
-    seq: Sequence
-    output: Detokenizer
-    state: GrammarState
-    """Its own one, which is asked whether the answer has ended."""
-    text: str = ""
 
 
 def load_random_model(demo: LoadedModel, seed: int = 0) -> LoadedModel:
@@ -78,70 +68,64 @@ def open_grammar_tokenizer(model: LoadedModel) -> GrammarTokenizer:
 
 
 def generate_answers(
-    model: LoadedModel,
-    asked: list[tuple[Schema, GrammarSpec]],
-    num_answers: int,
-    check_answer: Callable[[ConstrainedAnswer], None],
-    temperatures: tuple[float, ...] = TEMPERATURES,
-) -> None:
+    model: LoadedModel, asked: list[tuple[Schema, GrammarSpec]], num_answers: int,
+    check_answer: Callable[[ConstrainedAnswer], None], temperatures: tuple[float, ...] = TEMPERATURES,
+) -> None:  # fmt: skip
     """Generate answers to the grammars in turn, `BATCH` at a time, and call `check_answer` with each that has ended."""
     engine = Engine(model, EngineSettings(device="cpu", threads=2, pool_mb=64, max_batch=BATCH))
-    waiting, running = _begin_answers(model, asked, num_answers, temperatures), dict[str, _RunningAnswer]()
+    tokenizer = open_grammar_tokenizer(model)
+    grammars = [CompiledGrammar(spec, tokenizer) for _, spec in asked[:num_answers]]
+    waiting, running = iter(range(num_answers)), dict[str, _RunningAnswer]()
     while True:
-        while len(running) < BATCH and (answer := next(waiting, None)) is not None:
+        while len(running) < BATCH and (number := next(waiting, None)) is not None:
+            schema, spec = asked[number % len(asked)]
+            temperature = temperatures[number // len(asked) % len(temperatures)]
+            answer = _RunningAnswer(model, schema, grammars[number % len(asked)], number, temperature, spec.kind)
             running[answer.seq.id] = answer
             engine.add_sequence(answer.seq)
         if not running:
             return
         for item in engine.step():
             answer = running[item.seq.id]
-            answer.state.advance([item.token_id])
-            text, reason = answer.output.add_token(item.token_id, is_grammar_ended=answer.state.is_ended)
-            answer.text += text
-            if reason is not None:
+            if (ended := answer.add_token(item.token_id)) is not None:
                 engine.remove_sequence(item.seq)
                 del running[item.seq.id]
-                tokens = answer.state.token_ids
-                check_answer(ConstrainedAnswer(answer.schema, answer.grammar, tokens, answer.text, reason))
+                check_answer(ended)
 
 
-def _begin_answers(
-    model: LoadedModel, asked: list[tuple[Schema, GrammarSpec]], num_answers: int, temperatures: tuple[float, ...]
-) -> Iterator[_RunningAnswer]:
-    tokenizer = open_grammar_tokenizer(model)
-    grammars: dict[int, CompiledGrammar] = {}
-    for number in range(num_answers):
-        place = number % len(asked)
-        schema, spec = asked[place]
-        if place not in grammars:
-            grammars[place] = CompiledGrammar(spec, tokenizer)
-        grammar = grammars[place]
-        temperature = temperatures[number // len(asked) % len(temperatures)]
+class _RunningAnswer:
+    """An answer that is under way."""
+
+    def __init__(self, model: LoadedModel, schema: Schema, grammar: CompiledGrammar, number: int, temperature: float,
+                 kind: str) -> None:  # fmt: skip
+        self._schema, self._grammar, self._text = schema, grammar, ""
+        self._state = GrammarState(grammar)  # its own one, which is asked whether the answer has ended
         sampling = Sampling(
-            temperature=temperature,
-            seed=number,
-            max_tokens=MAX_TOKENS,
-            special_text=True if spec.kind == "tools" else None,
+            temperature=temperature, seed=number, max_tokens=MAX_TOKENS, special_text=True if kind == "tools" else None
         )
+        self._output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
         prompt = [2 + (number * 7 + place) % (model.vocab_size - 2) for place in range(1 + number % 9)]
-        seq = Sequence(
-            str(number),
-            prompt,
-            sampling=sampling,
-            seed=number,
-            max_new_tokens=MAX_TOKENS,
+        self.seq = Sequence(
+            str(number), prompt, sampling=sampling, seed=number, max_new_tokens=MAX_TOKENS,
             grammar=GrammarState(grammar),
-        )
-        output = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, MAX_TOKENS)
-        yield _RunningAnswer(schema, grammar, seq, output, GrammarState(grammar))
+        )  # fmt: skip
+
+    def add_token(self, token_id: int) -> ConstrainedAnswer | None:
+        """Add a token; return the answer once it has ended."""
+        self._state.advance([token_id])
+        text, reason = self._output.add_token(token_id, is_grammar_ended=self._state.is_ended)
+        self._text += text
+        if reason is None:
+            return None
+        return ConstrainedAnswer(self._schema, self._grammar, self._state.token_ids, self._text, reason)
 
 
 class AnswerChecker:
     """Counts the answers that break a promise."""
 
-    def __init__(self, *, completes_cut: bool = True) -> None:
-        """With `completes_cut` false what `max_tokens` cut is not looked at."""
-        self._completes_cut = completes_cut
+    def __init__(self, find: Callable[[Schema, str], object] = find_violation, *, completes_cut: bool = True) -> None:
+        """`find` returns what is wrong with a text. Without `completes_cut` what `max_tokens` cut is not looked at."""
+        self._find, self._completes_cut = find, completes_cut
         self.num_answers = self.num_ended = self.num_violations = self.num_not_prefixes = 0
 
     def check_answer(self, answer: ConstrainedAnswer) -> None:
@@ -149,7 +133,7 @@ class AnswerChecker:
         self.num_answers += 1
         if answer.finish_reason == "stop":
             self.num_ended += 1
-            if (found := find_violation(answer.schema, answer.text)) is not None:
+            if (found := self._find(answer.schema, answer.text)) is not None:
                 self.num_violations += 1
                 print(f"violation: {json.dumps(answer.schema)}: {answer.text}: {found}", flush=True)
         elif self._completes_cut and not _is_prefix(answer):
@@ -169,6 +153,12 @@ def _is_prefix(answer: ConstrainedAnswer) -> bool:
     return text is not None and begins and find_violation(answer.schema, text) is None
 
 
+def list_allowed_tokens(mask: npt.NDArray[np.int32]) -> list[int]:
+    """Return the tokens that a mask allows, in their order."""
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return tokens
+
+
 def complete_answer(state: GrammarState, draw: random.Random) -> str | None:
     """Return the text of a whole answer that begins with a state's tokens; None if none was found.
 
@@ -179,7 +169,7 @@ def complete_answer(state: GrammarState, draw: random.Random) -> str | None:
     row = np.zeros(tokenizer.num_mask_words, np.int32)
     for _ in range(MAX_COMPLETION_TOKENS):
         state.fill_mask(row)
-        allowed = {int(one) for one in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))}
+        allowed = {*list_allowed_tokens(row)}
         if allowed & tokenizer.eos_token_ids:
             tokens = [one for one in state.token_ids if one not in tokenizer.eos_token_ids]
             return bytes(tokenizer.engine.decode_bytes(tokens)).decode()
@@ -187,56 +177,37 @@ def complete_answer(state: GrammarState, draw: random.Random) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class JoinedSchemas:
-    """The schemas of an answer that calls one of two tools or else is JSON."""
-
-    tools: tuple[Schema, Schema]
-    answer: Schema
-
-    def make_spec(self) -> GrammarSpec:
-        """Return the grammar, by the tool model's response template."""
-        template = load_tool_model().response_template
-        assert template is not None
-        tools = [ConstrainedTool(f"tool{number}", schema) for number, schema in enumerate(self.tools)]
-        return constrain_calls(template, tools, is_required=False, is_parallel=True, answer=self.answer).make_spec()
-
-    def describe(self) -> Schema:
-        """Return the schema of each tool by its name, and that of the answer without a name."""
-        return {"": self.answer} | {f"tool{number}": schema for number, schema in enumerate(self.tools)}
-
-
-def make_joined_schemas(count: int, seed: int) -> list[JoinedSchemas]:
-    """Return that many; tools have objects as arguments."""
-    answers = make_schemas(count, seed)
+def make_joined_schemas(count: int, seed: int) -> list[tuple[Schema, GrammarSpec]]:
+    """Return that many schemas of answers that call one of two tools or else are JSON, and their grammars by the tool
+    model's response template. Such a schema has that of each tool by its name, and that of the answer without a name.
+    """
+    template = load_tool_model().response_template
+    assert template is not None
     objects = [schema for schema in make_schemas(4 * count + 40, seed + 1) if schema.get("type") == "object"]
-    return [
-        JoinedSchemas((objects[number % len(objects)], objects[(number + 1) % len(objects)]), answer)
-        for number, answer in enumerate(answers)
-    ]
+    found = []
+    for number, answer in enumerate(make_schemas(count, seed)):
+        by_name = {f"tool{place}": objects[(number + place) % len(objects)] for place in range(2)}
+        tools = [ConstrainedTool(name, schema) for name, schema in by_name.items()]
+        joined = constrain_calls(template, tools, is_required=False, is_parallel=True, answer=answer)
+        found.append(({"": answer} | by_name, joined.make_spec()))
+    return found
 
 
-class JoinedChecker:
-    """Counts answers that neither call as their tools' schemas say nor follow their own."""
+class JoinedViolations:
+    """Finds answers that neither call as their tools' schemas say nor follow their own, and counts calls."""
 
-    def __init__(self) -> None:
-        self.num_answers = self.num_calls = self.num_violations = 0
+    num_calls = 0
 
-    def check_answer(self, answer: ConstrainedAnswer) -> None:
-        """Check what has ended by itself, as its reader parses it."""
-        self.num_answers += 1
-        if answer.finish_reason != "stop":
-            return
+    def find(self, schema: Schema, text: str) -> list[str] | None:
+        """Return what is wrong with an answer, as its reader parses it; None if nothing is."""
         template = load_tool_model().response_template
         assert template is not None
-        part = AnswerParser(template, [{"type": "function"}], "or_json").end(answer.text)
+        part = AnswerParser(template, [{"type": "function"}], "or_json").end(text)
         self.num_calls += len(part.calls)
-        found = [find_violation(answer.schema[name], text) for name, text in part.calls]
+        found = [find_violation(schema[name], arguments) for name, arguments in part.calls]
         if not part.calls or part.content.strip():
-            found.append(find_violation(answer.schema[""], part.content))
-        if any(found):
-            self.num_violations += 1
-            print(f"violation: {json.dumps(answer.schema)}: {answer.text}: {found}", flush=True)
+            found.append(find_violation(schema[""], part.content))
+        return [one for one in found if one is not None] or None
 
 
 def count_refusals(count: int) -> dict[str, float]:
@@ -253,11 +224,8 @@ def count_refusals(count: int) -> dict[str, float]:
             except InvalidRequest as error:
                 num_refused, num_without_name = num_refused + 1, num_without_name + 1
                 print(f"schema {number} was refused without a name: {error}", flush=True)
-    return {
-        "refused_schemas": num_refused,
-        "not_refused": count - num_refused,
-        "refused_without_name": num_without_name,
-    }
+    refused: dict[str, float] = {"refused_schemas": num_refused, "not_refused": count - num_refused}
+    return refused | {"refused_without_name": num_without_name}
 
 
 def list_enforced_types() -> list[Schema]:
@@ -274,21 +242,23 @@ def list_enforced_types() -> list[Schema]:
 
 def measure_answers(num_schemas: int, num_answers: int, num_refused: int) -> dict[str, float]:
     """Return the figures of all answers and refusals."""
+    joined_violations = JoinedViolations()
     # Nobody who draws tokens at random completes a text that must end in "zzz".
-    checker, joined, of_types = AnswerChecker(), JoinedChecker(), AnswerChecker(completes_cut=False)
+    checker, of_types = AnswerChecker(), AnswerChecker(completes_cut=False)
+    joined = AnswerChecker(joined_violations.find, completes_cut=False)
     random_model = load_random_model(load_demo_model())
     asked = [(schema, make_schema_spec(schema, "schema")) for schema in make_schemas(num_schemas, seed=11)]
     generate_answers(random_model, asked, num_answers, checker.check_answer)
     types = [(schema, make_schema_spec(schema, "schema")) for schema in list_enforced_types()]
     generate_answers(random_model, types, num_answers, of_types.check_answer, (1.0,))
-    several = [(one.describe(), one.make_spec()) for one in make_joined_schemas(num_schemas // 5, seed=12)]
+    several = make_joined_schemas(num_schemas // 5, seed=12)
     generate_answers(load_random_model(load_tool_model()), several, num_answers // 5, joined.check_answer)
     figures = {
         "schemas": num_schemas,
         "answers": checker.num_answers,
         "ended_share": checker.num_ended / checker.num_answers,
         "joined_answers": joined.num_answers,
-        "joined_calls": joined.num_calls,
+        "joined_calls": joined_violations.num_calls,
         "violations": checker.num_violations + joined.num_violations,
         "cut_not_prefix": checker.num_not_prefixes,
         "type_answers": of_types.num_answers,

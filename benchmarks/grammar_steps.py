@@ -12,14 +12,12 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from benchmarks.comparison import compute_ratio, measure_in_turns
 from benchmarks.grammar_answers import make_joined_schemas
-from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import Shape
-from benchmarks.peers.write import make_model_directory
-from penstock.config.settings import EngineSettings
+from benchmarks.systems import open_shape
 from penstock.engine import sampler
 from penstock.engine.engine import Engine
-from penstock.engine.loading import open_engine
 from penstock.engine.sampling.allowed import make_scores
 from penstock.engine.sampling.draw import SamplingParams
 from penstock.engine.sequence import Sequence
@@ -41,13 +39,8 @@ class StepBench:
 
     def __init__(self, tokenizer: GrammarTokenizer, shape: Shape, specs: Values[GrammarSpec]) -> None:
         """Open the engine; `tokenizer` is the one of the shape's vocabulary."""
-        model = make_model_directory(shape, DIRECTORY / "models")
-        settings = EngineSettings(
-            model=str(model), dtype="bfloat16", device="cpu", threads=THREADS, pool_mb=1024, max_batch=BATCH,
-            speculate=False,
-        )  # fmt: skip
         # Without drafts each sequence has one row in each step.
-        self._engine: Engine = open_engine(settings)
+        self._engine = open_shape(shape, threads=THREADS, pool_mb=1024, max_batch=BATCH, speculate=False)
         self._numbers = count()
         self._tokenizer, self._eos_ids = tokenizer, tokenizer.eos_token_ids
         self._seqs: list[Sequence] = []
@@ -57,16 +50,16 @@ class StepBench:
         """Give new sequences these grammars in turn."""
         self._grammars = cycle([CompiledGrammar(spec, self._tokenizer) for spec in specs])
 
-    def time_masks(self, num_steps: int) -> tuple[list[float], list[float]]:
+    def time_masks(self, num_steps: int) -> dict[str, list[float]]:
         """Return the seconds that grammars take of each step, and those of the step."""
         self.fill_batch(with_grammars=True)
-        mask_s, step_s = list[float](), list[float]()
+        found: dict[str, list[float]] = {"mask": [], "step": []}
         with time_masks() as watch:
             for _ in range(num_steps):
                 watch.spent_s = 0.0
-                step_s.append(self.run_step() - watch.extra_s)
-                mask_s.append(watch.spent_s)
-        return mask_s, step_s
+                found["step"].append(self.run_step() - watch.extra_s)
+                found["mask"].append(watch.spent_s)
+        return found
 
     def fill_batch(self, *, with_grammars: bool) -> None:
         """Replace all sequences by new ones, and step until each decodes."""
@@ -92,15 +85,11 @@ class StepBench:
 
     def _add_sequence(self, *, with_grammars: bool) -> Sequence:
         """Add a sequence whose prompt is a token: it is a row like those of the others at once."""
-        number = next(self._numbers)
+        number, grammar = next(self._numbers), GrammarState(next(self._grammars)) if with_grammars else None
         seq = Sequence(
-            str(number),
-            [1000 + number % 1000],
-            sampling=_SAMPLING,
-            seed=number,
-            max_new_tokens=MAX_TOKENS,
-            grammar=GrammarState(next(self._grammars)) if with_grammars else None,
-        )
+            str(number), [1000 + number % 1000], sampling=_SAMPLING, seed=number, max_new_tokens=MAX_TOKENS,
+            grammar=grammar,
+        )  # fmt: skip
         self._engine.add_sequence(seq)
         return seq
 
@@ -149,38 +138,26 @@ def time_masks() -> Iterator[Stopwatch]:
         yield watch
 
 
-@contextmanager
-def leave_masks_out() -> Iterator[None]:
-    """Let scores be as they are."""
-    with patch.object(sampler, "has_mask", lambda draw: False):
-        yield
-
-
-def _find_share(mask_s: list[float], step_s: list[float]) -> float:
-    return statistics.median(mask / step for mask, step in zip(mask_s, step_s, strict=True))
-
-
 def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> dict[str, float]:
     """Return the share of masks in a step, and what the code for grammars costs a step without any."""
     specs = [make_schema_spec(schema, "schema") for schema in make_schemas(4 * BATCH, 5)]
     bench = StepBench(tokenizer, shape, specs)
-    mask_s, step_s = bench.time_masks(num_steps)
-    bench.use_grammars([one.make_spec() for one in make_joined_schemas(2 * BATCH, 5)])
-    joined_mask_s, joined_step_s = bench.time_masks(num_steps)
+    own = bench.time_masks(num_steps)
+    bench.use_grammars([spec for _, spec in make_joined_schemas(2 * BATCH, 5)])
+    joined = bench.time_masks(num_steps)
     bench.fill_batch(with_grammars=False)
-    unconstrained_s, ratios = [], []
-    for number in range(num_steps):
-        times_s = {}
-        for is_whole in (True, False) if number % 2 else (False, True):
-            with nullcontext() if is_whole else leave_masks_out():
-                times_s[is_whole] = bench.run_step()
-        unconstrained_s.append(times_s[True])
-        ratios.append(times_s[True] / times_s[False])
+
+    def run_step(*, is_whole: bool) -> float:
+        with nullcontext() if is_whole else patch.object(sampler, "has_mask", lambda draw: False):
+            return bench.run_step()
+
+    sides = {"without": lambda _: run_step(is_whole=False), "whole": lambda _: run_step(is_whole=True)}
+    plain_s = measure_in_turns(sides, num_steps)
     return {
-        "mask_share_b32_152k": _find_share(mask_s, step_s),
-        "joined_mask_share_b32_152k": _find_share(joined_mask_s, joined_step_s),
-        "mask_ms_b32_152k": statistics.median(mask_s) * 1e3,
-        "constrained_step_ms_b32": statistics.median(step_s) * 1e3,
-        "unconstrained_step_ms_b32": statistics.median(unconstrained_s) * 1e3,
-        "unconstrained_b32_ratio": statistics.median(ratios),
+        "mask_share_b32_152k": compute_ratio(own, "mask", "step"),
+        "joined_mask_share_b32_152k": compute_ratio(joined, "mask", "step"),
+        "mask_ms_b32_152k": statistics.median(own["mask"]) * 1e3,
+        "constrained_step_ms_b32": statistics.median(own["step"]) * 1e3,
+        "unconstrained_step_ms_b32": statistics.median(plain_s["whole"]) * 1e3,
+        "unconstrained_b32_ratio": compute_ratio(plain_s, "whole", "without"),
     }

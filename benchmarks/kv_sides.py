@@ -2,12 +2,12 @@
 
 import hashlib
 import mmap
-import multiprocessing as mp
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,8 +31,7 @@ PIPELINE = "benchmark"
 _CHUNK_BYTES = 2**20
 _MAX_OPEN_GETS = 4
 """GETs that the raw socket keeps open; more are not faster."""
-_TIMEOUT_S = 60.0
-_CHECK_COMMAND = -1
+CHECK_CONTENT = -1
 
 
 def make_block_format(block_bytes: int) -> BlockFormat:
@@ -48,11 +47,6 @@ def allocate_touched(num_bytes: int) -> memoryview:
     view = memoryview(memory)
     np.frombuffer(view, np.uint8)[:] = 1
     return view
-
-
-def cut_chunks(memory: memoryview, size: int) -> list[memoryview]:
-    """Cut memory into chunks."""
-    return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
 class RandomBlocks:
@@ -71,13 +65,14 @@ class RandomBlocks:
 
     def make_blocks(self, number: int) -> list[Block]:
         """Return the blocks to write in a round."""
-        return [Block(*pair) for pair in zip(self.make_keys(number), cut_chunks(self.source, self.size), strict=True)]
+        return [Block(key, self._cut(self.source, at)) for at, key in enumerate(self.make_keys(number))]
 
     def make_reads(self, number: int) -> list[ReadRequest]:
         """Return the reads of a round."""
-        return [
-            ReadRequest(*pair) for pair in zip(self.make_keys(number), cut_chunks(self.target, self.size), strict=True)
-        ]
+        return [ReadRequest(key, self._cut(self.target, at)) for at, key in enumerate(self.make_keys(number))]
+
+    def _cut(self, memory: memoryview, at: int) -> memoryview:
+        return memory[at * self.size : (at + 1) * self.size]
 
     def check_content(self, where: str) -> None:
         """Raise `RuntimeError` if what was read last is not what was written."""
@@ -108,61 +103,29 @@ def measure_put_and_get(tier: Tier, blocks: RandomBlocks, number: int) -> tuple[
     """Return the seconds of writing and of reading; what was read is compared, and removed."""
     writing, reading = blocks.make_blocks(number), blocks.make_reads(number)
     np.frombuffer(blocks.target, np.uint8)[:] = 0
-    put_s, get_s = (
-        measure_seconds(lambda: put_blocks(tier, writing)),
-        measure_seconds(lambda: get_blocks(tier, reading)),
-    )
+    put_s = measure_seconds(lambda: put_blocks(tier, writing))
+    get_s = measure_seconds(lambda: get_blocks(tier, reading))
     blocks.check_content(f"the {tier.name} tier")
     tier.remove_blocks([block.key.hash for block in writing])
     return put_s, get_s
 
 
-class SharedReader:
-    """Another process on this host, which reads blocks of the shared tier into its own memory."""
+def read_shared_blocks(pipe: Connection, count: int, size: int, budget_bytes: int, directory: str) -> None:
+    """Run another process on this host, which reads blocks of the shared tier into its own memory.
 
-    def __init__(self, count: int, size: int, budget_bytes: int, directory: Path) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        given = (theirs, count, size, budget_bytes, str(directory))
-        self._process = context.Process(target=_read_forever, args=given, name="reader", daemon=True)
-        self._process.start()
-        theirs.close()
-        self._receive_answer()
-
-    def read_blocks(self, number: int) -> float:
-        """Wait until it has read the blocks of a round; return the seconds that it measured for that."""
-        self._pipe.send(number)
-        return self._receive_answer()
-
-    def check_content(self) -> None:
-        """Let it compare what it read. It ends without an answer if that is not what was written."""
-        self._pipe.send(_CHECK_COMMAND)
-        self._receive_answer()
-
-    def close(self) -> None:
-        """End the process."""
-        with suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(10)
-        self._process.kill()
-
-    def _receive_answer(self) -> float:
-        if not self._pipe.poll(_TIMEOUT_S):
-            raise TimeoutError("the reading process says nothing")
-        return float(self._pipe.recv())
-
-
-def _read_forever(pipe: Connection, count: int, size: int, budget_bytes: int, directory: str) -> None:
+    It answers the number of a round with the seconds that it took to read the round's blocks, and `CHECK_CONTENT` once
+    it has compared what it read. It ends without an answer if that is not what was written.
+    """
     blocks = RandomBlocks(count, size)
     tier = HostTier.open_shared(blocks.block_format, PIPELINE, budget_bytes, directory)
     pipe.send(0.0)
     while (number := pipe.recv()) is not None:
-        if number == _CHECK_COMMAND:
+        if number == CHECK_CONTENT:
             blocks.check_content("shared memory")
             pipe.send(0.0)
             continue
         wanted = blocks.make_reads(number)
-        pipe.send(measure_seconds(lambda wanted=wanted: get_blocks(tier, wanted)))  # type: ignore[misc]
+        pipe.send(measure_seconds(partial(get_blocks, tier, wanted)))
     tier.close()
 
 
@@ -199,15 +162,13 @@ class PlainSocket:
     def measure_gets(self, number: int, *, drain: bool) -> float:
         """Return the seconds of reading them all side by side; with `drain` each over the one before, in the caches."""
         gets = [encode_command("GET", kv_key(name.hash)) for name in self._blocks.make_keys(number)]
-        size, receive = self._reply_bytes, self._socket.recv_into
+        size = self._reply_bytes
         begun_s = time.perf_counter()
         self._socket.sendall(b"".join(gets[:_MAX_OPEN_GETS]))
         for at in range(len(gets)):
-            start = 0 if drain else at * size
-            done = 0
+            start, done = 0 if drain else at * size, 0
             while done < size:
-                chunk = self._buffer[start + done : start + min(size, done + _CHUNK_BYTES)]
-                count = receive(chunk)
+                count = self._socket.recv_into(self._buffer[start + done : start + min(size, done + _CHUNK_BYTES)])
                 if count == 0:
                     raise ConnectionError("the server closed the connection")
                 done += count

@@ -15,97 +15,35 @@ are formed within a round. What is not installed (`python -m benchmarks.peers.se
 `--quick` has four of 18 layers, and of the others those that start at once.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
-from benchmarks.engine import PEERS, QUICK_PEERS, THREADS, format_table, measure_loads
-from benchmarks.peers.process import is_available
-from benchmarks.peers.rounds import OURS, Results, Rounds
-from benchmarks.peers.setup import DIRECTORY
-from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.engine import PEERS, QUICK_PEERS, THREADS, Extent, format_table, make_figures, measure_shape
+from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.workload import CELLS
-from benchmarks.peers.write import make_model_directory
 
-MEASURED = ("decode_b1", "decode_b8", "prefill_512")
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is measured."""
-
-    shape: Shape
-    others: tuple[str, ...]
-    rounds: int
-    flip_prompts: int
-    pool_mb: int = 1024
-    is_forked: bool = False
-    """Whether processes of ours are forked, as `Side` has it."""
-
-
-FULL = Extent(SHAPES["moe"], tuple(name for name in PEERS if name != "vllm"), rounds=5, flip_prompts=32)
-QUICK = Extent(replace(SHAPES["moe"], name="moe_quick", layers=4), QUICK_PEERS, rounds=2, flip_prompts=8)
-SMOKE = Extent(
-    replace(SHAPES["smoke"], name="moe_smoke", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", tied=True,
-            normed_heads=True, experts=4, experts_per_token=2),
-    (), rounds=1, flip_prompts=2, pool_mb=64, is_forked=True,
+CELLS_OF_MOE = tuple(cell for cell in CELLS if cell.name in ("decode_b1", "decode_b8", "prefill_512"))
+FULL = Extent((SHAPES["moe"],), tuple(name for name in PEERS if name != "vllm"), 5, 9e9, 1, 32, 32, CELLS_OF_MOE)
+QUICK_SHAPE = replace(SHAPES["moe"], layers=4, name="moe_quick")
+QUICK = Extent((QUICK_SHAPE,), QUICK_PEERS, 2, 9e9, 1, 8, 32, CELLS_OF_MOE)
+SMOKE_SHAPE = replace(
+    SHAPES["smoke"], name="moe_smoke", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", tied=True,
+    normed_heads=True, experts=4, experts_per_token=2,
 )  # fmt: skip
-
-
-def measure(extent: Extent) -> tuple[Results, dict[str, float]]:
-    """Run all rounds; return their results, and the figures that only our engine has."""
-    shape, logs = extent.shape, DIRECTORY / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    model = make_model_directory(shape, DIRECTORY / "models")
-    how = {"threads": THREADS, "pool_mb": extent.pool_mb, "device": "cpu"}
-    loads = measure_loads(shape, model, 1, logs, dict(how), is_forked=extent.is_forked)
-    figures = {f"moe_{name}": value for name, value in loads.items() if name == "load_memory_ratio"}
-    cells = tuple(cell for cell in CELLS if cell.name in MEASURED)
-    say = partial(print, shape.name, flush=True)
-    rounds = Rounds(shape, cells, say, is_forked=extent.is_forked)
-    try:
-        for name in ("limits", OURS, *extent.others):
-            if is_available(name):
-                rounds.load_side(name, model, logs / f"{shape.name}-{name}.log", **how)  # type: ignore[arg-type]
-            else:
-                rounds.say(f"{name}: left out, not installed; python -m benchmarks.peers.setup installs it")
-        rounds.check_tokens()
-        rounds.warm_up()
-        for number in range(extent.rounds):
-            rounds.run_round(number)
-        prompts = [prompt for prompt, _ in next(c for c in CELLS if c.is_mixed).make_requests(shape.vocabulary, -3)]
-        flips = rounds.ask_ours("flips", prompts=prompts[: extent.flip_prompts], num_new=32)
-        if flips:
-            figures["moe_flips_bf16"] = max(flips.values())
-    finally:
-        rounds.close()
-    return rounds.results, figures
-
-
-def make_figures(results: Results) -> dict[str, float]:
-    """Return the ratios to the best of the others, and the share of the memory's speed."""
-    figures = {}
-    for cell in MEASURED:
-        if (ratio := results.compute_best_ratio(cell)) is not None:
-            figures[f"moe_{cell}_vs_best_peer"] = ratio
-    if (per_byte := results.compute_ratio("decode_b1", "bandwidth")) is not None:
-        figures["moe_decode_b1_bandwidth_share"] = per_byte * results.shape.read_bytes
-    return figures
+SMOKE = Extent((SMOKE_SHAPE,), (), 1, 9e9, 1, 2, 32, CELLS_OF_MOE, is_forked=True)
 
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    results, figures = measure(given.choose_size(FULL, QUICK, SMOKE))
-    print(f"\n{describe_machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
+    extent = given.choose_size(FULL, QUICK, SMOKE)
+    (shape,) = extent.shapes
+    results, own = measure_shape(shape, extent, given.choose_size(1024, 1024, 64))
+    print(f"\n{THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     print(format_table(results))
-    return figures | make_figures(results)
-
-
-def main() -> None:
-    """Print the figures."""
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
+    found = {f"moe_{name.removeprefix(f'{shape.name}_')}": value for name, value in make_figures(results).items()}
+    names = {"load_memory_ratio": "moe_load_memory_ratio", "bf16_flip_share": "moe_flips_bf16"}
+    return found | {names[name]: value for name, value in own.items() if name in names}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

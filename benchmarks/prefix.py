@@ -20,8 +20,9 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
-from benchmarks.prefix_first import TIERS, FirstToken, measure_first
+from benchmarks.common import Arguments, run_benchmark, save_plot
+from benchmarks.comparison import Rounds, compute_ratios, print_table
+from benchmarks.prefix_first import TIERS, measure_first
 from benchmarks.prefix_hits import Hits, measure_hits
 from penstock.local.stack import Stack
 from sim.forked import ForkedStack
@@ -29,34 +30,20 @@ from sim.forked import ForkedStack
 COLD_SIDE = "cold"
 
 
-def compute_speedups(rounds: list[dict[str, FirstToken]]) -> dict[str, float]:
+def compute_speedups(seconds: Rounds) -> dict[str, float]:
     """Return cold to hit, within a round; the median of the rounds, and the smallest."""
-    figures = {}
+    figures: dict[str, float] = {}
     for tier in TIERS:
-        ratios = [one[COLD_SIDE].seconds / one[tier].seconds for one in rounds]
-        figures[f"ttft_speedup_{tier}"] = statistics.median(ratios)
-        figures[f"ttft_speedup_{tier}_min"] = min(ratios)
+        ratios = compute_ratios(seconds, COLD_SIDE, tier)
+        figures |= {f"ttft_speedup_{tier}": statistics.median(ratios), f"ttft_speedup_{tier}_min": min(ratios)}
     return figures
 
 
-def print_table(rounds: list[dict[str, FirstToken]]) -> None:
-    """Print what was measured, and what the store decided."""
-    for side in rounds[0]:
-        firsts = [one[side] for one in rounds]
-        seconds = [first.seconds * 1000 for first in firsts]
-        cached, asked = firsts[-1].cached_tokens, firsts[-1].prompt_tokens
-        print(
-            f"{side:6} first token {format_spread(seconds):28} ms   "
-            f"{cached} of {asked} tokens found; {firsts[-1].decision}"
-        )
-
-
-def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
+def draw_plot(seconds: Rounds, hits: Hits) -> None:
     """Draw first tokens by where the prefix was, and the hit rate in the order of requests."""
     figure = Figure(figsize=(10, 3.8))
     left, right = figure.subplots(1, 2)
-    sides = list(rounds[0])
-    left.boxplot([[one[side].seconds * 1000 for one in rounds] for side in sides], tick_labels=sides)
+    left.boxplot([[one * 1000 for one in found] for found in seconds.values()], tick_labels=list(seconds))
     left.set(yscale="log", ylabel="ms", title="first token, shared prefix of 2,000 tokens")
     for name, values in hits.compute_over_time().items():
         right.plot(values, label=name)
@@ -69,17 +56,19 @@ def draw_plot(rounds: list[dict[str, FirstToken]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    rounds = measure_first(*given.choose_size((8, "q06", 1024), (1, "q06", 1024), (1, "smoke", 64)))
-    print(f"{describe_machine()}; 0.6B shape, bf16")
-    print_table(rounds)
+    firsts = measure_first(*given.choose_size((8, "q06", 1024), (1, "q06", 1024), (1, "smoke", 64)))
+    seconds = {side: [one.seconds for one in found] for side, found in firsts.items()}
+    print_table(seconds, "ms to the first token; 0.6B shape, bf16", 1000)
+    for side, found in firsts.items():
+        print(f"{side:6} {found[-1].cached_tokens} of {found[-1].prompt_tokens} tokens found; {found[-1].decision}")
     hits = measure_hits(*given.choose_size((Stack, 2000), (Stack, 200), (ForkedStack, 10)))
     print(
         f"found {hits.hit_rate:.4f}; an infinite cache finds {hits.infinite_hit_rate:.4f}, "
         f"in what was computed {hits.known_hit_rate:.4f}"
     )
     if given.is_full:
-        draw_plot(rounds, hits)
-    return compute_speedups(rounds) | {
+        draw_plot(seconds, hits)
+    return compute_speedups(seconds) | {
         "hit_rate": hits.hit_rate,
         "hit_rate_infinite": hits.infinite_hit_rate,
         "hit_rate_gap_points": 100 * (hits.infinite_hit_rate - hits.hit_rate),
@@ -88,10 +77,5 @@ def run(given: Arguments) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

@@ -12,14 +12,13 @@ import redis
 from rich.progress import track
 
 from benchmarks.common import SHM, TIMEOUT_S
-from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.write import make_model_directory
+from benchmarks.systems import open_shape
 from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
-from penstock.engine.loading import open_engine
+from penstock.config.settings import BusSettings, KVSettings, RecordSettings
+from penstock.engine.engine import Engine
 from penstock.engine.serving import open_serving_engine
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode_message
@@ -47,24 +46,23 @@ class FirstToken:
 
 
 class PrefillSide:
-    """A prefill worker in this process."""
+    """A prefill worker in this process. It ends with `exits`."""
 
-    def __init__(self, addresses: Addresses, settings: EngineSettings, kv: KVSettings) -> None:
+    def __init__(self, exits: contextlib.ExitStack, addresses: Addresses, engine: Engine, kv: KVSettings) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
         self._bus = connect_bus(addresses, BusSettings())
         self._bus.create_topics()
-        self._stack = contextlib.ExitStack()
-        self.engine = open_engine(settings)
-        self.engine.pool_mapping.wait_until_done()
-        serving = self._stack.enter_context(
-            open_serving_engine(self.engine, kv, addresses.stream_url, addresses.pipeline)
-        )
+        self.engine = engine
+        engine.pool_mapping.wait_until_done()
+        serving = exits.enter_context(open_serving_engine(engine, kv, addresses.stream_url, addresses.pipeline))
         self.store = serving.store
-        self._redis = redis.Redis.from_url(addresses.stream_url)
-        record = Record(self._redis, self._pipeline, RecordSettings())
+        record = Record(
+            exits.enter_context(redis.Redis.from_url(addresses.stream_url)), self._pipeline, RecordSettings()
+        )
+        self._client = exits.enter_context(Client(addresses))
         member = self._bus.join_group("prefill", "prefill-0")
         self._worker = Worker(PrefillRole(self._pipeline, serving), self._pipeline, "prefill-0", record, member)
-        self._client = Client(addresses)
+        exits.callback(self._worker.close)
 
     def measure_first_token(self, token_ids: list[int]) -> FirstToken:
         """Submit a prompt, and run the worker until the request is handed off."""
@@ -81,23 +79,19 @@ class PrefillSide:
 
     def _run_until_handed_off(self, request_id: str) -> Job:
         """Run the worker until the request's job is published and all its blocks are written."""
-        worker, end_s = self._worker, time.monotonic() + TIMEOUT_S
-        begun = False
+        worker, end_s, begun = self._worker, time.monotonic() + TIMEOUT_S, False
         while not begun or worker.running or not worker.is_settled():
             worker.run_once()
             begun = begun or request_id in worker.running
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{request_id} was not handed off")
-        jobs = (
-            decode_message(Job, message.value)
-            for message in self._bus.read_all(self._pipeline.job_topic("interactive"))
-        )
+        messages = self._bus.read_all(self._pipeline.job_topic("interactive"))
+        jobs = (decode_message(Job, message.value) for message in messages)
         return next(job for job in jobs if job.id == request_id)
 
     def keep_only_in(self, tier: str, token_ids: list[int]) -> None:
         """Remove the prefix from the tiers above this one. Raises `RuntimeError` if this one lacks it."""
-        names = self.store.make_hasher("default").hash_full_blocks(token_ids)
-        keys = [name.hash for name in names]
+        keys = self._list_keys(token_ids)
         if tier != "pool":
             pool = self.engine.pool
             pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))  # what was cached is not kept
@@ -109,9 +103,11 @@ class PrefillSide:
 
     def remove_prefix(self, token_ids: list[int]) -> None:
         """Remove a prefix from all tiers below the pool."""
-        keys = [name.hash for name in self.store.make_hasher("default").hash_full_blocks(token_ids)]
         for tier in self.store.tiers:
-            tier.remove_blocks(keys)
+            tier.remove_blocks(self._list_keys(token_ids))
+
+    def _list_keys(self, token_ids: list[int]) -> list[bytes]:
+        return [name.hash for name in self.store.make_hasher("default").hash_full_blocks(token_ids)]
 
     def describe_costs(self) -> str:
         """Return the costs that the store has measured for its tiers and the engine, as text."""
@@ -120,36 +116,23 @@ class PrefillSide:
         told = ", ".join(f"{_SHORT_NAMES.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
         return f"ms a block: {told}; computed {compute_s * 1000:.1f}"
 
-    def close(self) -> None:
-        """Stop the worker and close all connections."""
-        self._worker.close()
-        self._stack.close()
-        self._client.close()
-        self._redis.close()
-
 
 @contextlib.contextmanager
 def open_prefill_side(shape: str, tier_mb: int) -> Iterator[PrefillSide]:
     """Start a worker on tiers of its own, of so many MB each, warmed up."""
-    model = str(make_model_directory(SHAPES[shape], DIRECTORY / "models"))
-    settings = EngineSettings(
-        model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=tier_mb, max_step_tokens=512
-    )
+    engine = open_shape(shape, threads=2, pool_mb=tier_mb, max_step_tokens=512)
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=SHM))
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-")))
         server = exits.enter_context(ValkeyServer(directory / "valkey", appendonly=False))
-        addresses = Addresses(pipeline="benchmark", stream_url=server.url)
         kv = KVSettings(shared_mb=tier_mb, shared_dir=memory, disk_mb=tier_mb, disk_dir=str(directory / "blocks"),
                         redis_mb=tier_mb)  # fmt: skip
-        worker = PrefillSide(addresses, settings, kv)
-        exits.callback(worker.close)
-        yield worker
+        yield PrefillSide(exits, Addresses(pipeline="benchmark", stream_url=server.url), engine, kv)
 
 
-def measure_first(rounds: int, shape: str, tier_mb: int) -> list[dict[str, FirstToken]]:
+def measure_first(rounds: int, shape: str, tier_mb: int) -> dict[str, list[FirstToken]]:
     """Measure cold, then a hit in each tier, in every round, after a shorter round to warm up."""
-    measured = []
+    measured: dict[str, list[FirstToken]] = {side: [] for side in ("cold", *TIERS)}
     with open_prefill_side(shape, tier_mb) as worker:
         vocabulary = SHAPES[shape].vocabulary
 
@@ -164,7 +147,7 @@ def measure_first(rounds: int, shape: str, tier_mb: int) -> list[dict[str, First
                 worker.keep_only_in(tier, prefix)
                 found[tier] = worker.measure_first_token(prefix + tokens(f"{number} {tier}", OWN))
             worker.remove_prefix(prefix)
-            if number:
-                measured.append({side: found[side] for side in ("cold", *TIERS)})
+            for side, one in found.items() if number else ():
+                measured[side].append(one)
         print(worker.describe_costs())
     return measured

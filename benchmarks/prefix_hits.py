@@ -2,15 +2,13 @@
 
 import itertools
 import random
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.progress import Progress
+from rich.progress import track
 
-from benchmarks.common import SHM, TIMEOUT_S
+from benchmarks.systems import DEMO_ENVIRONMENT, answer_requests, open_stack
 from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from penstock.messages import Timings
@@ -101,25 +99,22 @@ class InfiniteCache:
     """Every block that every tenant ever had, by all tokens up to its end."""
 
     def __init__(self) -> None:
-        self._blocks: set[tuple[str, int, tuple[int, ...]]] = set()
+        self._blocks: set[tuple[str, tuple[int, ...]]] = set()
 
     def count_cached_tokens(self, asked: SentPrompt) -> int:
         """Return how many tokens of the prompt it has; the last one is never among them."""
-        ends = range(BLOCK_TOKENS, len(asked.token_ids), BLOCK_TOKENS)
-        return (
-            sum(1 for _ in itertools.takewhile(lambda end: self._block_key(asked, end) in self._blocks, ends))
-            * BLOCK_TOKENS
-        )
+        keys = itertools.takewhile(self._blocks.__contains__, self._make_keys(asked, len(asked.token_ids) - 1))
+        return sum(1 for _ in keys) * BLOCK_TOKENS
 
     def add_prompt(self, asked: SentPrompt) -> None:
         """Add the prompt's full blocks."""
-        self._blocks |= {
-            self._block_key(asked, end) for end in range(BLOCK_TOKENS, len(asked.token_ids) + 1, BLOCK_TOKENS)
-        }
+        self._blocks |= {*self._make_keys(asked, len(asked.token_ids))}
 
     @staticmethod
-    def _block_key(asked: SentPrompt, end: int) -> tuple[str, int, tuple[int, ...]]:
-        return asked.tenant, end, tuple(asked.token_ids[:end])
+    def _make_keys(asked: SentPrompt, length: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield what names each full block of so many tokens."""
+        for end in range(BLOCK_TOKENS, length + 1, BLOCK_TOKENS):
+            yield asked.tenant, tuple(asked.token_ids[:end])
 
 
 def simulate_caches(seen: Sequence[AnsweredPrompt]) -> Hits:
@@ -144,9 +139,8 @@ def generate_prompts(count: int, vocabulary: int = 1000) -> Iterator[SentPrompt]
     def tokens(low: int, high: int) -> list[int]:
         return [chance.randrange(3, vocabulary) for _ in range(chance.randint(low, high))]
 
-    prefixes = [
-        tokens(low * BLOCK_TOKENS, low * BLOCK_TOKENS) for low in chance.choices(range(*PREFIX_BLOCKS), k=NUM_PREFIXES)
-    ]
+    lengths = chance.choices(range(*PREFIX_BLOCKS), k=NUM_PREFIXES)
+    prefixes = [tokens(blocks * BLOCK_TOKENS, blocks * BLOCK_TOKENS) for blocks in lengths]
     weights = [1 / rank for rank in range(1, NUM_PREFIXES + 1)]
     for _ in range(count):
         (prefix,) = chance.choices(range(NUM_PREFIXES), weights)
@@ -155,47 +149,22 @@ def generate_prompts(count: int, vocabulary: int = 1000) -> Iterator[SentPrompt]
 
 def send_prompts(client: Client, work: Sequence[SentPrompt]) -> list[AnsweredPrompt]:
     """Send all prompts, a few at a time; return them answered, in order."""
-    seen: list[AnsweredPrompt] = []
-    under_way: deque[tuple[str, SentPrompt]] = deque()
-
-    def take() -> None:
-        request_id, asked = under_way.popleft()
-        answer = client.result(request_id, timeout_s=TIMEOUT_S)
-        seen.append(AnsweredPrompt(asked, answer.usage.cached_tokens, answer.timings))
-
-    with Progress(transient=True) as progress:
-        task = progress.add_task("hit rate", total=len(work))
-        for asked in work:
-            if len(under_way) == MAX_OPEN_REQUESTS:
-                take()
-                progress.advance(task)
-            request_id = client.submit(
-                token_ids=asked.token_ids,
-                tenant=asked.tenant,
-                max_tokens=ANSWER_TOKENS,
-                temperature=0.0,
-                ignore_eos=True,
-            )
-            under_way.append((request_id, asked))
-        while under_way:
-            take()
-            progress.advance(task)
-    return seen
+    requests = [
+        {"token_ids": one.token_ids, "tenant": one.tenant, "max_tokens": ANSWER_TOKENS, "temperature": 0.0,
+         "ignore_eos": True} for one in work
+    ]  # fmt: skip
+    answers = track(answer_requests(client, requests, MAX_OPEN_REQUESTS), "hit rate", len(work), transient=True)
+    return [
+        AnsweredPrompt(asked, answer.usage.cached_tokens, answer.timings)
+        for asked, (_, answer) in zip(work, answers, strict=True)
+    ]
 
 
 def measure_hits(how: type[Stack], count: int) -> Hits:
     """Measure with two workers a stage, as processes."""
+    environment = DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK_TOKENS)}
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-hits-", dir=SHM) as memory,
-        tempfile.TemporaryDirectory(prefix="penstock-hits-") as directory,
+        open_stack(how, environment, pipeline="hits", prefill=2, decode=2) as stack,
+        Client(stack.addresses) as client,
     ):
-        environment = {
-            "PENSTOCK_ENGINE_DTYPE": "float32",
-            "PENSTOCK_ENGINE_DEVICE": "cpu",
-            "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK_TOKENS),
-            "PENSTOCK_KV_STORE_SHARED_DIR": memory,
-        }
-        with how(Path(directory), pipeline="hits", prefill=2, decode=2, environment=environment) as stack:
-            stack.wait_until_ready(300)
-            with Client(stack.addresses) as client:
-                return simulate_caches(send_prompts(client, list(generate_prompts(count))))
+        return simulate_caches(send_prompts(client, list(generate_prompts(count))))

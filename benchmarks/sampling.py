@@ -14,13 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures
-from benchmarks.peers.setup import DIRECTORY
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.comparison import measure_in_turns
 from benchmarks.peers.shapes import SHAPES, Shape
-from benchmarks.peers.write import make_model_directory
-from penstock.config.settings import EngineSettings
+from benchmarks.systems import open_shape
 from penstock.engine import sampler
-from penstock.engine.loading import open_engine
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling.counts import TokenCounts
 from penstock.engine.sequence import Sequence
@@ -31,17 +29,11 @@ ROWS, THREADS, CONTEXT_TOKENS = 32, 2, 4096
 
 def measure_share(num_steps: int, shape: Shape) -> float:
     """Return the median share of the sampler in decode steps."""
-    model = make_model_directory(shape, DIRECTORY / "models")
-    core = open_engine(
-        EngineSettings(model=str(model), dtype="bfloat16", threads=THREADS, pool_mb=1024, max_step_tokens=2048)
-    )
-    spent_s = [0.0]
-    chance = np.random.default_rng(0)
+    core = open_shape(shape, threads=THREADS, pool_mb=1024, max_step_tokens=2048)
+    spent_s, chance, sampling = [0.0], np.random.default_rng(0), Sampling(ignore_eos=True)
     for seed in range(ROWS):
         prompt = chance.integers(0, shape.vocabulary, 64).tolist()
-        core.add_sequence(
-            Sequence(str(seed), prompt, sampling=Sampling(ignore_eos=True), seed=seed, max_new_tokens=999)
-        )
+        core.add_sequence(Sequence(str(seed), prompt, sampling=sampling, seed=seed, max_new_tokens=999))
 
     def draw_timed(logits: Any, draws: Any) -> list[int]:
         begun_s = time.perf_counter()
@@ -63,25 +55,26 @@ def measure_penalties(num_rounds: int, vocabulary: int) -> float:
     chance = np.random.default_rng(0)
     logits = (torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()  # the shape's
     counts = [TokenCounts(chance.integers(0, vocabulary, CONTEXT_TOKENS).tolist()) for _ in range(ROWS)]
-    kinds = [Sampling(), Sampling(repetition_penalty=1.2, presence_penalty=0.5)]
-    added_ms = []
-    for position in range(num_rounds):
-        times_s = []
-        for kind in kinds:
-            begun_s = time.perf_counter()
-            for one in counts if kind is kinds[1] else []:
-                one.add_output([position])
-            counted = counts if kind is kinds[1] else [None] * ROWS
-            draws = [SamplingParams(kind, row, position, one) for row, one in enumerate(counted)]
-            sampler.sample_tokens(logits, draws)
-            times_s.append(time.perf_counter() - begun_s)
-        added_ms.append((times_s[1] - times_s[0]) * 1e3)
-    return statistics.median(added_ms)
+
+    def draw(sampling: Sampling, counted: list[TokenCounts], position: int) -> float:
+        begun_s = time.perf_counter()
+        for one in counted:
+            one.add_output([position])
+        draws = [SamplingParams(sampling, row, position, one) for row, one in enumerate(counted or [None] * ROWS)]
+        sampler.sample_tokens(logits, draws)
+        return time.perf_counter() - begun_s
+
+    penalties = Sampling(repetition_penalty=1.2, presence_penalty=0.5)
+    sides = {
+        "plain": lambda number: draw(Sampling(), [], number),
+        "with": lambda number: draw(penalties, counts, number),
+    }
+    times_s = measure_in_turns(sides, num_rounds)
+    return statistics.median(more - less for more, less in zip(times_s["with"], times_s["plain"], strict=True)) * 1e3
 
 
 def run(given: Arguments) -> dict[str, float]:
-    """Measure and print; return the figures."""
-    print(f"{describe_machine()}; {THREADS} threads")
+    """Measure; return the figures."""
     shape = SHAPES[given.choose_size("q06", "q06", "smoke")]
     return {
         "sampler_share_b32_temperature": measure_share(given.choose_size(100, 10, 2), shape),
@@ -89,10 +82,5 @@ def run(given: Arguments) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

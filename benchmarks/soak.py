@@ -15,14 +15,15 @@ second one, of the worker that grew most; the first quarter is left out as a war
 import contextlib
 import random
 import statistics
-import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common import SHM, TIMEOUT_S, Arguments, describe_machine, parse_arguments, report_figures
+from benchmarks.common import SHM, Arguments, run_benchmark
+from benchmarks.processor import read_resident_bytes
+from benchmarks.systems import answer_requests, open_stack
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
 from penstock.kvstore.arena.layout import WRITING
@@ -67,18 +68,12 @@ def start_system(how: type[Stack]) -> Iterator[tuple[Stack, list[TierLocation], 
         server = exits.enter_context(ValkeyServer(directory / "kv", appendonly=False))
         disk = directory / "blocks"
         environment = {
-            "PENSTOCK_ENGINE_DEVICE": "cpu",
-            "PENSTOCK_ENGINE_POOL_MB": "48",
-            "PENSTOCK_RECORD_KEEP_S": "30",
-            "PENSTOCK_KV_URL": server.url,
-            "PENSTOCK_KV_STORE_SHARED_MB": str(BUDGET_MB),
-            "PENSTOCK_KV_STORE_SHARED_DIR": memory,
-            "PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB),
-            "PENSTOCK_KV_STORE_DISK_DIR": str(disk),
-            "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
-        }
-        stack = exits.enter_context(how(directory / "stack", pipeline="soak", environment=environment))
-        stack.wait_until_ready(300)
+            "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "48", "PENSTOCK_RECORD_KEEP_S": "30",
+            "PENSTOCK_KV_URL": server.url, "PENSTOCK_KV_STORE_SHARED_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_SHARED_DIR": memory, "PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_DISK_DIR": str(disk), "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
+        }  # fmt: skip
+        stack = exits.enter_context(open_stack(how, environment, pipeline="soak"))
         settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
         places = open_tiers(settings, [server.url], exits, None, print)
         if len(places) != 3:
@@ -86,49 +81,40 @@ def start_system(how: type[Stack]) -> Iterator[tuple[Stack, list[TierLocation], 
         yield stack, places, disk
 
 
-class Load:
-    """Sends requests, and takes a sample of memory and tiers every second between two answers."""
+class Samples:
+    """The memory of each worker and the usage of the fullest tier, each second."""
 
     def __init__(self, stack: Stack, places: list[TierLocation]) -> None:
-        self._places, self._chance = places, random.Random(11)
-        self._known = [self._make_prompt() for _ in range(NUM_KNOWN)]
+        self._places = places
         self._pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
-        self._next_sample_s = 0.0
-        self.num_answered = 0
+        self._next_s = 0.0
         self.memory_mb: dict[str, list[float]] = {name: [] for name in self._pids}
         self.used_shares: list[float] = []
         """The used share of the fullest tier's budget."""
 
-    def run(self, client: Client, minutes: float) -> None:
-        """Keep requests under way for some minutes, then read the last. Raise what reading an answer raises."""
-        under_way, end_s = deque[str](), time.monotonic() + 60 * minutes
-        while under_way or time.monotonic() < end_s:
-            while len(under_way) < NUM_UNDER_WAY and time.monotonic() < end_s:
-                under_way.append(self._send_request(client))
-            if under_way:
-                client.result(under_way.popleft(), timeout_s=TIMEOUT_S)
-                self.num_answered += 1
-            if time.monotonic() >= self._next_sample_s:
-                self._next_sample_s = time.monotonic() + SAMPLE_EVERY_S
-                self._take_sample()
-                print(f"\r{self.num_answered} answered", end="", flush=True)
-
-    def _make_prompt(self) -> list[int]:
-        return [self._chance.randrange(3, 1000) for _ in range(self._chance.randint(*PROMPT_TOKENS))]
-
-    def _send_request(self, client: Client) -> str:
-        is_known, tenant = self._chance.random() < KNOWN_SHARE, f"tenant-{self._chance.randrange(NUM_TENANTS)}"
-        prompt = self._chance.choice(self._known) if is_known else self._make_prompt()
-        return client.submit(token_ids=prompt, tenant=tenant, max_tokens=16, temperature=0.8, seed=1)
-
-    def _take_sample(self) -> None:
-        command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, self._pids.values()))]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        found = {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
+    def take(self) -> None:
+        """Take a sample, if it is time for one."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + SAMPLE_EVERY_S
         for name, pid in self._pids.items():
-            self.memory_mb[name].append(found[pid])
+            self.memory_mb[name].append(read_resident_bytes([pid]) / 2**20)
         usages = [place.tier.read_usage() for place in self._places]
         self.used_shares.append(max(usage.bytes / max(1, usage.budget) for usage in usages))
+
+
+def generate_requests(minutes: float) -> Iterator[dict[str, Any]]:
+    """Yield requests for some minutes."""
+    chance, end_s = random.Random(11), time.monotonic() + 60 * minutes
+
+    def make_prompt() -> list[int]:
+        return [chance.randrange(3, 1000) for _ in range(chance.randint(*PROMPT_TOKENS))]
+
+    known = [make_prompt() for _ in range(NUM_KNOWN)]
+    while time.monotonic() < end_s:
+        is_known, tenant = chance.random() < KNOWN_SHARE, f"tenant-{chance.randrange(NUM_TENANTS)}"
+        prompt = chance.choice(known) if is_known else make_prompt()
+        yield {"token_ids": prompt, "tenant": tenant, "max_tokens": 16, "temperature": 0.8, "seed": 1}
 
 
 def compute_growth(values: Sequence[float]) -> float:
@@ -143,25 +129,22 @@ def run(given: Arguments) -> dict[str, float]:
     """Run and check; return the figures."""
     minutes = given.choose_size(10.0, 0.4, 0.03)
     with start_system(given.choose_stack()) as (stack, places, disk):
-        load = Load(stack, places)
+        samples, num_answered = Samples(stack, places), 0
         with Client(stack.addresses) as client:
-            load.run(client, minutes)
+            for _ in answer_requests(client, generate_requests(minutes), NUM_UNDER_WAY):
+                num_answered += 1
+                samples.take()
         stack.stop_workers()
         left = find_leaks(places, disk)
-    print("", *left, f"{describe_machine()}; {load.num_answered} requests", sep="\n")
+    print(*left, f"{num_answered} requests", sep="\n")
     return {
         "soak_minutes": minutes,
-        "soak_requests": load.num_answered,
-        "soak_rss_growth_mb": max(map(compute_growth, load.memory_mb.values())),
-        "soak_most_of_budget": max(load.used_shares),
+        "soak_requests": num_answered,
+        "soak_rss_growth_mb": max(map(compute_growth, samples.memory_mb.values())),
+        "soak_most_of_budget": max(samples.used_shares),
         "soak_leaked": len(left),
     }
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

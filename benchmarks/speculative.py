@@ -17,20 +17,21 @@ time, as in the engine's own measure of its steps, so that other processes matte
     verify_N_rows        the time of a step with N rows of one sequence to that of a step with one
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures
-from benchmarks.peers.setup import DIRECTORY
-from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.write import make_model_directory
+from benchmarks.common import Arguments, format_spread, run_benchmark
+from benchmarks.comparison import compute_ratios, measure_in_turns
+from benchmarks.systems import write_shape
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
@@ -78,12 +79,12 @@ def record_answers(count: int) -> list[Exchange]:
     model = accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL))))
     engine = Engine(model, EngineSettings(max_batch=1))
     found: dict[str, list[Exchange]] = {"repetition": [], "extraction": []}
-    number = 0
-    while any(len(exchanges) < count // 2 for exchanges in found.values()):
+    for number in itertools.count():
+        if all(len(exchanges) == count // 2 for exchanges in found.values()):
+            break
         conversation = make_conversation(f"speculative {number}", held_out=True, repetitions=0.5)
-        number += 1
         kind = conversation.kind
-        if kind not in found or len(found[kind]) >= count // 2:
+        if kind not in found or len(found[kind]) == count // 2:
             continue
         text = render_conversation(model.tokenizer, conversation, whole=False)
         prompt = model.tokenizer.encode(text, add_special_tokens=False)
@@ -149,32 +150,33 @@ class Sides:
 
     def compare_sides(self, groups: Values[Values[Exchange]], rounds: int, name: str) -> float:
         """Return the median of the rounds' ratios: seconds without drafts by those with them."""
-        ratios = []
-        for number in range(rounds):
-            seconds = dict.fromkeys((self.plain, self.drafting), 0.0)
-            for engine in list(seconds)[:: 1 if number % 2 == 0 else -1]:
-                seconds[engine] = sum(decode_answers(engine, group)[0] for group in groups)
-            ratios.append(seconds[self.plain] / seconds[self.drafting])
+
+        def decode(engine: Engine) -> float:
+            return sum(decode_answers(engine, group)[0] for group in groups)
+
+        sides = {"plain": lambda _: decode(self.plain), "drafting": lambda _: decode(self.drafting)}
+        ratios = compute_ratios(measure_in_turns(sides, rounds, name), "plain", "drafting")
         print(f"{name}: {format_spread(ratios)}", flush=True)
         return statistics.median(ratios)
 
-    @torch.inference_mode()
     def time_rows(self) -> dict[int, float]:
         """Return the median seconds of a step of one sequence by its number of rows; the numbers take turns."""
-        engine, seconds = self.plain, {rows: list[float]() for rows in VERIFIED_ROWS}
         chance = Random(3)
-        for _ in range(NUM_TRIALS):
-            for rows, found in seconds.items():
-                prompt = [chance.randrange(300, 900) for _ in range(TRIAL_CONTEXT_TOKENS)]
-                seq = Sequence("trial", prompt, sampling=GREEDY, seed=0, max_new_tokens=16)
-                seq.block_table = engine.pool.allocate_blocks(TRIAL_CONTEXT_TOKENS // 16 + 1)
-                seq.num_computed_tokens = len(prompt) - 1
-                seq.draft = [chance.randrange(300, 900) for _ in range(rows - 1)]
-                started_s = time.process_time()
-                engine._run_plan([(seq, 1)])  # noqa: SLF001 - a step with a draft of this length, whatever it costs
-                found.append(time.process_time() - started_s)
-                engine.pool.free_blocks(seq.block_table)
-        return {rows: statistics.median(found) for rows, found in seconds.items()}
+        steps = {rows: partial(self._time_step, chance, rows) for rows in VERIFIED_ROWS}
+        return {rows: statistics.median(found) for rows, found in measure_in_turns(steps, NUM_TRIALS).items()}
+
+    @torch.inference_mode()
+    def _time_step(self, chance: Random, rows: int, _: int) -> float:
+        engine, prompt = self.plain, [chance.randrange(300, 900) for _ in range(TRIAL_CONTEXT_TOKENS)]
+        seq = Sequence("trial", prompt, sampling=GREEDY, seed=0, max_new_tokens=16)
+        seq.block_table = engine.pool.allocate_blocks(TRIAL_CONTEXT_TOKENS // 16 + 1)
+        seq.num_computed_tokens = len(prompt) - 1
+        seq.draft = [chance.randrange(300, 900) for _ in range(rows - 1)]
+        started_s = time.process_time()
+        engine._run_plan([(seq, 1)])  # noqa: SLF001 - a step with a draft of this length, whatever it costs
+        taken_s = time.process_time() - started_s
+        engine.pool.free_blocks(seq.block_table)
+        return taken_s
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -183,8 +185,7 @@ def run(given: Arguments) -> dict[str, float]:
     copies = record_answers(extent.num_copies)
     lengths = [len(one.answer) for one in copies]
     print(f"{len(copies)} copies of {min(lengths)} to {max(lengths)} tokens", flush=True)
-    directory = make_model_directory(SHAPES[extent.shape], DIRECTORY / "models")
-    settings = EngineSettings(model=str(directory), dtype="bfloat16")
+    settings = EngineSettings(model=str(write_shape(extent.shape)), dtype="bfloat16")
     sides = Sides(accelerate_model(load_model(settings)))
     seconds = sides.time_rows()
     figures = {f"verify_{rows}_rows": seconds[rows] / seconds[1] for rows in VERIFIED_ROWS[1:]}
@@ -196,20 +197,12 @@ def run(given: Arguments) -> dict[str, float]:
     by_four = [copies[first : first + 4] for first in range(0, len(copies), 4)]
     figures["itl_speedup_copy_b4"] = sides.compare_sides(by_four, extent.rounds, "copies, 4 at a time")
     for batch in OTHER_BATCHES:
-        texts = make_other_text(batch, extent.num_other_tokens)
-        name = f"itl_speedup_other_b{batch}"
-        figures[name] = sides.compare_sides([texts], extent.rounds, f"other text, {batch} at a time")
+        texts, told = [make_other_text(batch, extent.num_other_tokens)], f"other text, {batch} at a time"
+        figures[f"itl_speedup_other_b{batch}"] = sides.compare_sides(texts, extent.rounds, told)
     figures["itl_speedup_other_worst"] = min(figures[f"itl_speedup_other_b{batch}"] for batch in OTHER_BATCHES)
-    print(
-        f"\n{describe_machine()}; one thread, shape {extent.shape}, bf16; ratios are medians of {extent.rounds} rounds"
-    )
+    print(f"one thread, shape {extent.shape}, bf16; ratios are medians of {extent.rounds} rounds")
     return figures
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

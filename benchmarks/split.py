@@ -11,22 +11,22 @@ prompts.
 """
 
 import multiprocessing as mp
-import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.common import Arguments, describe_machine, format_spread, parse_arguments, report_figures, save_plot
-from benchmarks.peers.setup import DIRECTORY
+from benchmarks.common import Arguments, run_benchmark, save_plot
+from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
+from benchmarks.interference import compute_percentile_ms
 from benchmarks.peers.shapes import SHAPES, Shape
-from benchmarks.peers.write import make_model_directory
 from benchmarks.split_sides import NUM_SLOTS, Window, WindowResult, run_process
+from benchmarks.systems import PipedProcess, write_shape
 
 SPLIT_CHUNK = 512
 NUM_STREAMS = 8
@@ -36,7 +36,6 @@ Context = SpawnContext | ForkServerContext
 _SPAWN = mp.get_context("spawn")
 LOAD_SHARES = {"saturation": 1.0, "half": 0.5}
 _MIN_TAKEN_SHARE = 0.9
-_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -58,48 +57,7 @@ class Extent:
 
 FULL = Extent("q06", 3072, window_s=20.0, search_s=10.0, rounds=3)
 QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
-SMOKE = Extent(
-    "smoke",
-    64,
-    window_s=0.3,
-    search_s=0.2,
-    rounds=1,
-    chunk_sizes=(512,),
-    context=mp.get_context("forkserver"),
-    lead_s=0.3,
-)
-
-
-class WorkerProcess:
-    """One process and the pipe to it."""
-
-    def __init__(self, context: Context, role: str, settings: dict[str, Any], cores: list[int],
-                 jobs: Connection | None = None, memory: SharedMemory | None = None) -> None:  # fmt: skip
-        self._commands, theirs = context.Pipe()
-        name = memory.name if memory else None
-        self._process = context.Process(
-            target=run_process, args=(role, settings, cores, theirs, jobs, name), name=role, daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self.block_bytes: int = self.receive_answer()
-
-    def send_window(self, window: Window | None) -> None:
-        """Give it a window to run; None ends it."""
-        self._commands.send(window)
-
-    def receive_answer(self) -> Any:
-        """Return its next answer."""
-        if not self._commands.poll(_TIMEOUT_S):
-            raise TimeoutError(f"{self._process.name} says nothing")
-        return self._commands.recv()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.is_alive():
-            self.send_window(None)
-        self._process.join(10)
-        self._process.kill()
+SMOKE = Extent("smoke", 64, 0.3, 0.2, 1, chunk_sizes=(512,), context=mp.get_context("forkserver"), lead_s=0.3)
 
 
 class BothSystems:
@@ -107,16 +65,20 @@ class BothSystems:
 
     def __init__(self, shape: Shape, extent: Extent) -> None:
         self.shape, self._lead_s = shape, extent.lead_s
-        model = str(make_model_directory(shape, DIRECTORY / "models"))
+        model = str(write_shape(shape))
         # Without drafts a step has one token of each stream: its length is the gap between two tokens.
         given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
                  "block_size": BLOCK_TOKENS, "speculate": False}  # fmt: skip
-        self._undivided_worker = WorkerProcess(extent.context, "undivided", {**given, "threads": 2}, [0, 1])
-        slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.block_bytes
+
+        def start(role: str, threads: int, cores: list[int], *handing: Any) -> PipedProcess:
+            return PipedProcess(extent.context, run_process, role, {**given, "threads": threads}, cores, *handing)
+
+        self._undivided_worker = start("undivided", 2, [0, 1])
+        slot_bytes = -(-PROMPT_TOKENS // BLOCK_TOKENS) * self._undivided_worker.first_answer
         self._memory = SharedMemory(create=True, size=NUM_SLOTS * slot_bytes)
         ours, theirs = _SPAWN.Pipe()
-        self._prefill = WorkerProcess(extent.context, "prefill", {**given, "threads": 1}, [0], ours, self._memory)
-        self._decode = WorkerProcess(extent.context, "decode", {**given, "threads": 1}, [1], theirs, self._memory)
+        self._prefill = start("prefill", 1, [0], ours, self._memory.name)
+        self._decode = start("decode", 1, [1], theirs, self._memory.name)
 
     def make_window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
         """Return a window that begins as soon as the streams run."""
@@ -125,16 +87,15 @@ class BothSystems:
 
     def run_undivided(self, window: Window) -> WindowResult:
         """Run a window undivided."""
-        self._undivided_worker.send_window(window)
-        seen: WindowResult = self._undivided_worker.receive_answer()
+        seen: WindowResult = self._undivided_worker.ask(window)
         return seen
 
     def run_split(self, window: Window) -> WindowResult:
         """Run a window split: gaps are decode's, first tokens prefill's, output is both's."""
         window = replace(window, chunk_tokens=SPLIT_CHUNK)
-        self._prefill.send_window(window)
-        self._decode.send_window(window)
-        first, then = self._prefill.receive_answer(), self._decode.receive_answer()
+        self._prefill.send(window)
+        self._decode.send(window)
+        first, then = self._prefill.receive(), self._decode.receive()
         return WindowResult(then.gaps_s, first.num_output + then.num_output, first.first_tokens_s)
 
     def close(self) -> None:
@@ -150,35 +111,26 @@ def space_evenly(rate: float, length_s: float) -> tuple[float, ...]:
     return tuple(number / rate for number in range(int(rate * length_s)))
 
 
-def compute_percentile_ms(gaps_s: list[float], percent: float) -> float:
-    """Return a percentile, in milliseconds."""
-    return float(np.percentile(gaps_s, percent)) * 1000
-
-
 def measure_saturation(systems: BothSystems, length_s: float) -> float:
     """Return how many prompts a second the split system's prefill takes if one always waits."""
-    flood = tuple(0.0 for _ in range(int(200 * length_s)))
-    rates = []
+    flood, rate = (0.0,) * int(200 * length_s), 0.0
     for _ in range(2):  # the first one warms up
         firsts_s = systems.run_split(systems.make_window(flood, length_s, SPLIT_CHUNK)).first_tokens_s
-        rates.append(len(firsts_s) / firsts_s[-1] if firsts_s else 1 / length_s)
-    return rates[-1]
+        rate = len(firsts_s) / firsts_s[-1] if firsts_s else 1 / length_s
+    return rate
 
 
 def find_best_chunk(systems: BothSystems, rate: float, length_s: float, chunk_sizes: tuple[int, ...]) -> int:
     """Return the undivided engine's best chunk size for this rate, as the module's docstring defines it."""
-    arrivals = space_evenly(rate, length_s)
-    found = {}
+    arrivals, taken, p99_ms = space_evenly(rate, length_s), dict[int, int](), dict[int, float]()
     for chunk in chunk_sizes:
         seen = systems.run_undivided(systems.make_window(arrivals, length_s, chunk))
-        found[chunk] = (len(seen.first_tokens_s), compute_percentile_ms(seen.gaps_s, 99))
-        print(
-            f"undivided, chunks of {chunk}: {found[chunk][0]} of {len(arrivals)} prompts, p99 {found[chunk][1]:.1f} ms"
-        )
-    keeping = [chunk for chunk in chunk_sizes if found[chunk][0] >= _MIN_TAKEN_SHARE * len(arrivals)]
-    if keeping:
-        return min(keeping, key=lambda chunk: found[chunk][1])
-    return max(chunk_sizes, key=lambda chunk: found[chunk][0])
+        taken[chunk], p99_ms[chunk] = len(seen.first_tokens_s), compute_percentile_ms(seen.gaps_s, 99)
+        print(f"undivided, chunks of {chunk}: {taken[chunk]} of {len(arrivals)} prompts, p99 {p99_ms[chunk]:.1f} ms")
+    keeping = [chunk for chunk in chunk_sizes if taken[chunk] >= _MIN_TAKEN_SHARE * len(arrivals)]
+    return (
+        min(keeping, key=lambda chunk: p99_ms[chunk]) if keeping else max(chunk_sizes, key=lambda chunk: taken[chunk])
+    )
 
 
 Measured = dict[str, dict[str, list[WindowResult]]]
@@ -191,69 +143,44 @@ def measure_systems(systems: BothSystems, extent: Extent) -> Measured:
     print(f"saturation: {capacity:.2f} prompts of {PROMPT_TOKENS} tokens a second")
     chunk = find_best_chunk(systems, capacity, extent.search_s, extent.chunk_sizes)
     print(f"the undivided engine takes chunks of {chunk}", flush=True)
-    measured: Measured = {load: {"undivided": [], "split": []} for load in LOAD_SHARES}
-    sides = {"undivided": systems.run_undivided, "split": systems.run_split}
-    for number in range(extent.rounds):
-        for load, part in LOAD_SHARES.items():
-            arrivals = space_evenly(capacity * part, extent.window_s)
-            for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
-                seen = sides[side](systems.make_window(arrivals, extent.window_s, chunk))
-                measured[load][side].append(seen)
-                print(
-                    f"round {number + 1} {load} {side}: ITL p50 {compute_percentile_ms(seen.gaps_s, 50):.1f}, "
-                    f"p99 {compute_percentile_ms(seen.gaps_s, 99):.1f} ms, "
-                    f"{seen.num_output / extent.window_s:.1f} tokens/s, "
-                    f"{len(seen.first_tokens_s)} of {len(arrivals)} prompts",
-                    flush=True,
-                )
-    return measured
+
+    def measure(load: str, run: Any, _: int) -> WindowResult:
+        arrivals = space_evenly(capacity * LOAD_SHARES[load], extent.window_s)
+        seen: WindowResult = run(systems.make_window(arrivals, extent.window_s, chunk))
+        return seen
+
+    systems_by_name = {"undivided": systems.run_undivided, "split": systems.run_split}
+    sides = {(load, name): partial(measure, load, run) for load in LOAD_SHARES for name, run in systems_by_name.items()}
+    found = measure_in_turns(sides, extent.rounds, "windows")
+    return {load: {name: found[load, name] for name in systems_by_name} for load in LOAD_SHARES}
 
 
-def compare_systems(measured: Measured) -> dict[str, float]:
-    """Return undivided to split for gaps, split to undivided for output: each within its round, then the median."""
+def compare_systems(measured: Measured, window_s: float) -> dict[str, float]:
+    """Print the rounds, and return undivided to split for gaps, split to undivided for output."""
     figures = {}
     for load, sides in measured.items():
         suffix = "" if load == "saturation" else f"_{load}"
-        rounds = list(zip(sides["undivided"], sides["split"], strict=True))
-        for percent in (99, 50):
-            ratios = [
-                compute_percentile_ms(whole.gaps_s, percent) / compute_percentile_ms(split.gaps_s, percent)
-                for whole, split in rounds
-            ]
-            figures[f"itl_p{percent}_ratio{suffix}"] = statistics.median(ratios)
-        output = [split.num_output / whole.num_output for whole, split in rounds]
-        figures[f"output_throughput_ratio{suffix}"] = statistics.median(output)
+        gaps = {p: {side: [compute_percentile_ms(one.gaps_s, p) for one in seen] for side, seen in sides.items()}
+                for p in (99, 50)}  # fmt: skip
+        output = {side: [one.num_output / window_s for one in seen] for side, seen in sides.items()}
+        firsts = {side: [compute_percentile_ms(one.first_tokens_s or [0.0], 50) for one in seen]
+                  for side, seen in sides.items()}  # fmt: skip
+        print(f"\n{load}")
+        for values, unit in ((gaps[50], "ms, ITL p50"), (gaps[99], "ms, p99"), (output, "output tokens/s"),
+                             (firsts, "ms, first token p50")):  # fmt: skip
+            print_table(values, unit)
+        for percent, values in gaps.items():
+            figures[f"itl_p{percent}_ratio{suffix}"] = compute_ratio(values, "undivided", "split")
+        figures[f"output_throughput_ratio{suffix}"] = compute_ratio(output, "split", "undivided")
     return figures
-
-
-def print_table(measured: Measured, window_s: float) -> None:
-    """Print every system at every load, over the rounds."""
-    for load, sides in measured.items():
-        for side, seens in sides.items():
-            columns = {
-                "ITL p50 ms": [compute_percentile_ms(seen.gaps_s, 50) for seen in seens],
-                "p99 ms": [compute_percentile_ms(seen.gaps_s, 99) for seen in seens],
-                "output tokens/s": [seen.num_output / window_s for seen in seens],
-                "first token p50 ms": [
-                    compute_percentile_ms(seen.first_tokens_s, 50) for seen in seens if seen.first_tokens_s
-                ]
-                or [0.0],
-            }
-            cells = (f"{name} {format_spread(values):24}" for name, values in columns.items())
-            print(f"{load:11}{side:11}" + "".join(cells))
 
 
 def draw_plot(measured: Measured) -> None:
     """Draw the share of gaps above each length, for both systems at each load."""
     figure = Figure(figsize=(9, 3.6))
     for axis, (load, sides) in zip(figure.subplots(1, len(measured), sharey=True), measured.items(), strict=True):
-        for side, seens in sides.items():
-            gaps = np.sort([gap * 1000 for seen in seens for gap in seen.gaps_s])
-            axis.plot(gaps, 1 - np.arange(len(gaps)) / len(gaps), label=side)
-        axis.axhline(0.01, color="grey", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", yscale="log", title=load, xlabel="inter-token latency, ms")
-        axis.grid(alpha=0.3)
-        axis.legend()
+        gaps_ms = {side: [gap * 1000 for one in seen for gap in one.gaps_s] for side, seen in sides.items()}
+        draw_tails(axis, gaps_ms, load, "inter-token latency, ms")
     figure.axes[0].set_ylabel("share of tokens that took longer")
     save_plot(figure, "split")
 
@@ -261,22 +188,15 @@ def draw_plot(measured: Measured) -> None:
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     extent = given.choose_size(FULL, QUICK, SMOKE)
-    systems = BothSystems(SHAPES[extent.shape], extent)
-    try:
+    with ExitStack() as exits:
+        systems = BothSystems(SHAPES[extent.shape], extent)
+        exits.callback(systems.close)
         measured = measure_systems(systems, extent)
-    finally:
-        systems.close()
-    print(f"\n{describe_machine()}; {extent.shape}, bf16, {NUM_STREAMS} streams, prompts of {PROMPT_TOKENS} tokens")
-    print_table(measured, extent.window_s)
+    print(f"{extent.shape}, bf16, {NUM_STREAMS} streams, prompts of {PROMPT_TOKENS} tokens")
     if given.is_full:
         draw_plot(measured)
-    return compare_systems(measured)
-
-
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
+    return compare_systems(measured, extent.window_s)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

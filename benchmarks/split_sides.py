@@ -13,19 +13,18 @@ from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
+from benchmarks.systems import GREEDY
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import import_blocks
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
-from penstock.messages import Sampling
 
 STREAM_PROMPT, STREAM_NEW = 64, 1024
 ANSWER_TOKENS = 16
 """Tokens of the answer to a long prompt."""
 NUM_SLOTS = 4
 """The most hand-offs under way."""
-_GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 _jobs = itertools.count()
 
 
@@ -44,9 +43,22 @@ class Window:
     """The most prompt tokens in a step."""
     vocabulary: int
 
-    def make_prompt(self, number: int, length: int) -> list[int]:
-        """Return a prompt like no other."""
-        return [(number * 7919 + at * 104729 + 300) % self.vocabulary for at in range(length)]
+    @property
+    def end_s(self) -> float:
+        """When the window is over."""
+        return self.begin_s + self.length_s
+
+    def make_sequence(self, number: int) -> Sequence:
+        """Return the sequence of a long prompt, which is like no other."""
+        return self._make(str(number), number, self.prompt_tokens, ANSWER_TOKENS)
+
+    def make_stream(self, number: int) -> Sequence:
+        """Return a sequence that decodes all the time."""
+        return self._make(f"stream-{number}", -number, STREAM_PROMPT, STREAM_NEW)
+
+    def _make(self, name: str, number: int, length: int, num_new: int) -> Sequence:
+        prompt = [(number * 7919 + at * 104729 + 300) % self.vocabulary for at in range(length)]
+        return Sequence(name, prompt, sampling=GREEDY, seed=0, max_new_tokens=num_new)
 
 
 @dataclass
@@ -60,118 +72,103 @@ class WindowResult:
     """From each long prompt's arrival to its first token."""
 
 
-class LiveSequences:
-    """An engine and the sequences in it, so that all can be removed at a window's end."""
+class RunningWindow:
+    """A window in one process: its engine, the sequences in it, and what is seen."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._seqs: dict[str, Sequence] = {}
+    def __init__(self, engine: Engine, window: Window, max_step_tokens: int) -> None:
+        engine.settings = engine.settings.model_copy(update={"max_step_tokens": max_step_tokens})
+        self.engine, self.window, self.seen = engine, window, WindowResult()
+        self._seqs = set[Sequence]()
+        self._due = list(reversed(list(enumerate(window.arrivals))))
+        self._last_s: dict[str, float] = {}
+        self._num_started = 0
 
     def add_sequence(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self._seqs[seq.id] = seq
+        self._seqs.add(seq)
         self.engine.add_sequence(seq)
 
-    def remove_sequence(self, seq: Sequence) -> None:
-        """Remove a sequence."""
-        self.engine.remove_sequence(self._seqs.pop(seq.id))
+    def remove_sequences(self, *seqs: Sequence) -> None:
+        """Remove sequences: all of them, where none is given."""
+        for seq in seqs or list(self._seqs):
+            self._seqs.remove(seq)
+            self.engine.remove_sequence(seq)
 
-    def remove_all(self) -> None:
-        """Remove all sequences."""
-        for seq in list(self._seqs.values()):
-            self.remove_sequence(seq)
+    def add_arrived(self, now_s: float) -> None:
+        """Queue the long prompts that have arrived."""
+        while self._due and now_s >= self.window.begin_s + self._due[-1][1]:
+            self.add_sequence(self.window.make_sequence(self._due.pop()[0]))
 
+    def sleep_until_arrival(self) -> None:
+        """Sleep until the next long prompt arrives, or the window is over."""
+        _sleep_until(min(self.window.end_s, self.window.begin_s + self._due[-1][1] if self._due else self.window.end_s))
 
-class SteadyStreams:
-    """The steady streams; one that ends is replaced by another."""
+    def note_first_token(self, seq: Sequence, now_s: float) -> None:
+        """Note the first token of a long prompt."""
+        self.seen.first_tokens_s.append(now_s - self.window.begin_s - self.window.arrivals[int(seq.id)])
 
-    def __init__(self, live: LiveSequences, window: Window, seen: WindowResult) -> None:
-        self._live, self._window, self._seen = live, window, seen
-        self._last_s: dict[str, float] = {}
-        self._started = 0
-        for _ in range(window.num_streams):
+    def run_steps(self, arrive: Callable[[float], None]) -> None:
+        """Run streams, each of which is replaced where it ends, until the window is over and has a gap."""
+        for _ in range(self.window.num_streams):
             self._start_stream()
-        while len(self._last_s) < window.num_streams:
-            for one in live.engine.step():
-                self._last_s[one.seq.id] = 0.0
+        while len(self._last_s) < self.window.num_streams:
+            self._last_s |= {one.seq.id: 0.0 for one in self.engine.step()}
+        while (now_s := time.monotonic()) < self.window.end_s or not self.seen.gaps_s:
+            arrive(now_s)
+            sampled = self.engine.step()
+            now_s = time.monotonic()
+            for one in sampled:
+                self.seen.num_output += self.window.begin_s <= now_s
+                is_stream = one.seq.id.startswith("stream")
+                if is_stream:
+                    self._note_gap(one.seq, now_s)
+                elif one.seq.num_output_tokens == 1:
+                    self.note_first_token(one.seq, now_s)
+                if one.seq.state is State.DONE:
+                    self.remove_sequences(one.seq)
+                    if is_stream:
+                        self._start_stream()
+        self.remove_sequences()
 
     def _start_stream(self) -> None:
-        self._started += 1
-        prompt = self._window.make_prompt(-self._started, STREAM_PROMPT)
-        self._live.add_sequence(
-            Sequence(f"stream-{self._started}", prompt, sampling=_GREEDY, seed=0, max_new_tokens=STREAM_NEW)
-        )
+        self._num_started += 1
+        self.add_sequence(self.window.make_stream(self._num_started))
 
-    def note_token(self, seq: Sequence, now_s: float) -> None:
+    def _note_gap(self, seq: Sequence, now_s: float) -> None:
         """Note a token of a stream; the gap before it counts if all of it is in the window."""
         before_s = self._last_s.get(seq.id, 0.0)
-        if before_s >= self._window.begin_s:
-            self._seen.gaps_s.append(now_s - before_s)
+        if before_s >= self.window.begin_s:
+            self.seen.gaps_s.append(now_s - before_s)
         self._last_s[seq.id] = now_s
-        if seq.state is State.DONE:
-            self._live.remove_sequence(seq)
-            self._start_stream()
 
 
 def run_undivided(engine: Engine, window: Window) -> WindowResult:
     """Run streams and long prompts in one engine."""
-    live, seen, due = LiveSequences(engine), WindowResult(), list(reversed(list(enumerate(window.arrivals))))
-
-    def arrive(now_s: float) -> None:
-        while due and now_s >= window.begin_s + due[-1][1]:
-            live.add_sequence(_make_long_sequence(window, due.pop()[0]))
-
-    _run_steps(live, window, seen, arrive)
-    return seen
-
-
-def _run_steps(live: LiveSequences, window: Window, seen: WindowResult, arrive: Callable[[float], None]) -> None:
-    """Step until the window is over and has a gap, then remove all sequences."""
-    live.engine.settings = live.engine.settings.model_copy(
-        update={"max_step_tokens": window.chunk_tokens + window.num_streams}
-    )
-    streams = SteadyStreams(live, window, seen)
-    end_s = window.begin_s + window.length_s
-    while (now_s := time.monotonic()) < end_s or not seen.gaps_s:
-        arrive(now_s)
-        sampled = live.engine.step()
-        now_s = time.monotonic()
-        for one in sampled:
-            seen.num_output += window.begin_s <= now_s
-            if one.seq.id.startswith("stream"):
-                streams.note_token(one.seq, now_s)
-                continue
-            if one.seq.num_output_tokens == 1:
-                seen.first_tokens_s.append(now_s - window.begin_s - window.arrivals[int(one.seq.id)])
-            if one.seq.state is State.DONE:
-                live.remove_sequence(one.seq)
-    live.remove_all()
+    running = RunningWindow(engine, window, window.chunk_tokens + window.num_streams)
+    running.run_steps(running.add_arrived)
+    return running.seen
 
 
 def run_prefill(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> WindowResult:
     """Compute long prompts up to their first token; their KV goes into a free slot of the shared memory."""
-    engine.settings = engine.settings.model_copy(update={"max_step_tokens": window.chunk_tokens})
-    live, seen, free = LiveSequences(engine), WindowResult(), list(range(NUM_SLOTS))
-    due = list(reversed(list(enumerate(window.arrivals))))
+    running, free = RunningWindow(engine, window, window.chunk_tokens), list(range(NUM_SLOTS))
     _sleep_until(window.begin_s)
-    while (now_s := time.monotonic()) < window.begin_s + window.length_s:
-        while due and now_s >= window.begin_s + due[-1][1]:
-            live.add_sequence(_make_long_sequence(window, due.pop()[0]))
+    while (now_s := time.monotonic()) < window.end_s:
+        running.add_arrived(now_s)
         if not engine.has_work():
-            next_s = window.begin_s + (due[-1][1] if due else window.length_s)
-            _sleep_until(min(next_s, window.begin_s + window.length_s))
+            running.sleep_until_arrival()
             continue
         for one in engine.step():
-            seen.first_tokens_s.append(time.monotonic() - window.begin_s - window.arrivals[int(one.seq.id)])
-            seen.num_output += 1
+            running.note_first_token(one.seq, time.monotonic())
+            running.seen.num_output += 1
             while jobs.poll(0.0 if free else 1.0):
                 free.append(jobs.recv())
             if free:  # else decode is a second behind: the prompt is done, its answer is not waited for
                 _hand_off(engine, one.seq, free.pop(), jobs, memory)
-            live.remove_sequence(one.seq)
+            running.remove_sequences(one.seq)
     jobs.send(None)
-    live.remove_all()
-    return seen
+    running.remove_sequences()
+    return running.seen
 
 
 def _hand_off(engine: Engine, seq: Sequence, slot: int, jobs: Connection, memory: SharedMemory) -> None:
@@ -192,7 +189,7 @@ def _get_slot(memory: SharedMemory, slot: int) -> memoryview:
 
 def run_decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> WindowResult:
     """Run streams, and the long prompts' other tokens; a slot is free again when its KV was copied."""
-    live, seen, is_over = LiveSequences(engine), WindowResult(), False
+    running, is_over = RunningWindow(engine, window, window.chunk_tokens + window.num_streams), False
 
     def arrive(now_s: float) -> None:
         nonlocal is_over
@@ -200,52 +197,35 @@ def run_decode(engine: Engine, window: Window, jobs: Connection, memory: SharedM
             job = jobs.recv()
             is_over = job is None
             if job is not None:
-                _continue_prompt(live, memory, *job)
+                running.add_sequence(_take_over(engine, memory, *job))
                 jobs.send(job[2])
 
-    _run_steps(live, window, seen, arrive)
+    running.run_steps(arrive)
     while not is_over:
         is_over = jobs.recv() is None
-    return seen
+    return running.seen
 
 
-def _continue_prompt(
-    live: LiveSequences, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int
-) -> None:
-    size, room, job = live.engine.block_bytes, _get_slot(memory, slot), next(_jobs)
+def _take_over(engine: Engine, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int) -> Sequence:
+    size, room, job = engine.block_bytes, _get_slot(memory, slot), next(_jobs)
     # Nobody has these keys: the same prompt comes again in another window, and is copied again.
-    keys = [f"{job} {index}".encode() for index in range((len(tokens) - 1) // live.engine.settings.block_size)]
+    keys = [f"{job} {index}".encode() for index in range((len(tokens) - 1) // engine.settings.block_size)]
     seq = Sequence(
-        name,
-        tokens[:-1],
-        sampling=_GREEDY,
-        seed=0,
-        max_new_tokens=ANSWER_TOKENS,
-        output_token_ids=tokens[-1:],
+        name, tokens[:-1], sampling=GREEDY, seed=0, max_new_tokens=ANSWER_TOKENS, output_token_ids=tokens[-1:],
         block_keys=keys,
-    )
-    import_blocks(live.engine, seq, [room[index * size : (index + 1) * size] for index in range(blocks)])
+    )  # fmt: skip
+    import_blocks(engine, seq, [room[index * size : (index + 1) * size] for index in range(blocks)])
     if seq.tail_payload is not None:
         seq.tail_payload = bytes(seq.tail_payload)  # the slot is free from now on
-    live.add_sequence(seq)
-
-
-def _make_long_sequence(window: Window, number: int) -> Sequence:
-    return Sequence(
-        str(number),
-        window.make_prompt(number, window.prompt_tokens),
-        sampling=_GREEDY,
-        seed=0,
-        max_new_tokens=ANSWER_TOKENS,
-    )
+    return seq
 
 
 def _sleep_until(at_s: float) -> None:
     time.sleep(max(0.0, at_s - time.monotonic()))
 
 
-def run_process(role: str, settings: dict[str, Any], cores: list[int], commands: Connection, jobs: Connection | None,
-         memory_name: str | None) -> None:  # fmt: skip
+def run_process(commands: Connection, role: str, settings: dict[str, Any], cores: list[int],
+                jobs: Connection | None = None, memory_name: str = "") -> None:  # fmt: skip
     """Run a process: open the engine on its cores, then answer each window with its result. None ends it."""
     os.sched_setaffinity(0, cores)
     engine = open_engine(EngineSettings.model_validate(settings))
@@ -255,7 +235,5 @@ def run_process(role: str, settings: dict[str, Any], cores: list[int], commands:
     while (window := commands.recv()) is not None:
         if jobs is None or memory is None:
             commands.send(run_undivided(engine, window))
-        elif role == "prefill":
-            commands.send(run_prefill(engine, window, jobs, memory))
         else:
-            commands.send(run_decode(engine, window, jobs, memory))
+            commands.send((run_prefill if role == "prefill" else run_decode)(engine, window, jobs, memory))

@@ -11,13 +11,14 @@ both where there are two.
 
 import statistics
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import redis
 
-from benchmarks.common import SHM, Arguments, describe_machine, format_spread, parse_arguments, report_figures
+from benchmarks.common import SHM, Arguments, run_benchmark
+from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
 from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
@@ -41,9 +42,9 @@ class Side:
         self.sessions = ShardedSession(self.record, "worker")
         stack.callback(self.sessions.close)
 
-    def run_round(self, round_name: str, num_requests: int) -> float:
+    def run_round(self, num_requests: int, number: int) -> float:
         """Run one round; return what an append costs, in us."""
-        claims = [self._claim_request(f"{round_name}-{number}") for number in range(num_requests)]
+        claims = [self._claim_request(f"{num_requests}-{number}-{place}") for place in range(num_requests)]
         before_s = sum(map(read_cpu_s, self.clients))
         for step in range(NUM_STEPS):
             outcomes = self.record.append_tokens([(claim, claim.next_event(step, TOKEN_TEXT)) for claim in claims])
@@ -75,46 +76,29 @@ def count_tokens(client: "redis.Redis") -> int:
     return sum(client.xlen(key) - 1 for key in client.scan_iter("penstock:streams:{*}:log"))
 
 
-@contextmanager
-def open_sides() -> Iterator[tuple[Side, Side]]:
-    """Start a side with one server, and one with two."""
+def run(given: Arguments) -> dict[str, float]:
+    """Measure and print; return the figures."""
     with tempfile.TemporaryDirectory(dir=SHM) as directory, ExitStack() as stack:
-        yield Side(Path(directory), 1, stack), Side(Path(directory), 2, stack)
-
-
-def main(given: Arguments) -> None:
-    """Measure and report."""
-    num_rounds = given.choose_size(60, 12, 1)
-    costs_us: dict[str, list[float]] = {"1": [], "2": [], "split": []}
-    with open_sides() as (one, two):
-        runs = [("1", one, BATCH_REQUESTS), ("2", two, 2 * BATCH_REQUESTS), ("split", two, BATCH_REQUESTS)]
-        for number in range(-2, num_rounds):  # the first two are for warming up
-            for name, side, num_requests in runs[:: 1 if number % 2 else -1]:
-                cost_us = side.run_round(f"{name}-{number}", num_requests)
-                costs_us[name] += [cost_us] if number >= 0 else []
+        one, two = (Side(Path(directory), count, stack) for count in (1, 2))
+        sides = {
+            "1": partial(one.run_round, BATCH_REQUESTS),
+            "2": partial(two.run_round, 2 * BATCH_REQUESTS),
+            "split": partial(two.run_round, BATCH_REQUESTS),
+        }
+        costs_us = measure_in_turns(sides, given.choose_size(60, 12, 1), "appends", num_warm=2)
         shares = two.compute_shares()
-    print(f"server time an append in us, {describe_machine()}")
-    for name, found in costs_us.items():
-        print(f"{name:6} {format_spread(found)}")
-
-    def ratio(name: str) -> float:
-        return statistics.median(b / a for a, b in zip(costs_us["1"], costs_us[name], strict=True))
-
-    cost_1, cost_2, cost_split = (statistics.median(found) for found in costs_us.values())
-    figures = {
-        "append_cpu_us_1": cost_1,
-        "append_cpu_us_2": cost_2,
-        "append_cpu_ratio": ratio("2"),
+    print_table(costs_us, "us of the servers' time an append")
+    return {
+        **{f"append_cpu_us_{name}": statistics.median(found) for name, found in costs_us.items()},
+        "append_cpu_ratio": compute_ratio(costs_us, "2", "1"),
         "append_cpu_ratio_goal": GOAL_RATIO,
-        "append_cpu_us_split": cost_split,
-        "append_cpu_ratio_split": ratio("split"),
+        "append_cpu_ratio_split": compute_ratio(costs_us, "split", "1"),
         "append_share_1": shares[0],
         "append_share_2": shares[1],
         "append_share_goal_least": GOAL_SHARES[0],
         "append_share_goal_most": GOAL_SHARES[1],
     }
-    report_figures(figures, given)
 
 
 if __name__ == "__main__":
-    main(parse_arguments(__doc__.partition("\n")[0]))
+    run_benchmark(__doc__, run)

@@ -11,17 +11,16 @@ Throughput is output tokens per second of many requests sent at once, until the 
 import contextlib
 import random
 import statistics
-import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-from benchmarks.common import TIMEOUT_S, Arguments, describe_machine, format_spread, parse_arguments, report_figures
-from benchmarks.pipeline import PipelineSide, make_prompts, run_in_turns
+from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
+from benchmarks.comparison import measure_in_turns, print_table
+from benchmarks.pipeline import PipelineSide, make_prompts
+from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.local.processes import find_free_port
@@ -29,12 +28,7 @@ from penstock.local.stack import Stack
 from penstock.ops.live import LiveWatch
 from penstock.waiting import wait_until
 
-ENVIRONMENT = {
-    "PENSTOCK_ENGINE_DTYPE": "float32",
-    "PENSTOCK_ENGINE_DEVICE": "cpu",
-    "PENSTOCK_ENGINE_POOL_MB": "128",
-    "PENSTOCK_ENGINE_MAX_BATCH": "32",
-}
+ENVIRONMENT = DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_POOL_MB": "128", "PENSTOCK_ENGINE_MAX_BATCH": "32"}
 SCRAPE_INTERVAL_S = 1.0
 OFF, ON = "off", "on"
 
@@ -115,59 +109,31 @@ def watch_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def open_sides(how: type[Stack]) -> Iterator[dict[str, Callable[[int, int, int], float]]]:
-    """Start both; each returns tokens per second, given a seed, and a number of prompts and of tokens each."""
-    with contextlib.ExitStack() as exits:
-        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        port, to = find_free_port(), exits.enter_context(start_receiver())
-        told = {
-            "PENSTOCK_TELEMETRY_PORT": str(port),
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{to.server_port}",
-            "OTEL_METRIC_EXPORT_INTERVAL": "5000",
-        }
-        stacks = {
-            OFF: how(directory / OFF, environment=ENVIRONMENT | {"PENSTOCK_TELEMETRY": "off"}),
-            ON: how(directory / ON, environment=ENVIRONMENT | told),
-        }
-        made: dict[str, Callable[[int, int, int], float]] = {}
-        for name, stack in stacks.items():
-            exits.enter_context(stack).wait_until_ready(300)
-            piped = PipelineSide(exits.enter_context(Client(stack.addresses)))
-
-            def once(seed: int, load: int, max_new: int, name: str = name, piped: PipelineSide = piped) -> float:
-                looks = watch_stack(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext()
-                with looks:
-                    return piped.measure_tokens_per_s(make_prompts(random.Random(seed), load, 32, 160), max_new)
-
-            made[name] = once
-        yield made
-        wait_until(lambda: to.num_posts > 0, TIMEOUT_S, "something came by OTLP: what was measured is everything")
-
-
 def run(given: Arguments) -> dict[str, float]:
-    """Measure and print; return the figures."""
+    """Measure and print; return the figures. Each round has the same prompts on both sides, and no other has them."""
     rounds, load, max_new = given.choose_size((16, 160, 64), (6, 96, 64), (1, 4, 8))
-    return measure_ratio(given.choose_stack(), rounds, load, max_new)
+    with contextlib.ExitStack() as exits:
+        port, to = find_free_port(), exits.enter_context(start_receiver())
+        settings = {
+            OFF: {"PENSTOCK_TELEMETRY": "off"},
+            ON: {"PENSTOCK_TELEMETRY_PORT": str(port), "OTEL_METRIC_EXPORT_INTERVAL": "5000",
+                 "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{to.server_port}"},
+        }  # fmt: skip
+        how = given.choose_stack()
+        stacks = {name: exits.enter_context(open_stack(how, ENVIRONMENT | own)) for name, own in settings.items()}
+        piped = {name: PipelineSide(exits.enter_context(Client(stack.addresses))) for name, stack in stacks.items()}
 
+        def measure(name: str, number: int) -> float:
+            with watch_stack(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext():
+                return piped[name].measure_tokens_per_s(make_prompts(random.Random(number), load, 32, 160), max_new)
 
-def measure_ratio(how: type[Stack], rounds: int, load: int, max_new: int) -> dict[str, float]:
-    """Run both sides in turn; each round has the same prompts on both, and no other round has them."""
-    with open_sides(how) as both:
-        for name in both:
-            both[name](-1, 8, 8)
-        begun_s = time.perf_counter()
-        rates = run_in_turns(rounds, list(both), "throughput", lambda name, number: [both[name](number, load, max_new)])
-        print(f"{describe_machine()}; demo model, float32; {time.perf_counter() - begun_s:.0f} s")
-    for name, found in rates.items():
-        print(f"telemetry {name:4} throughput {format_spread(found):28} tokens/s")
+        for side in piped.values():
+            side.measure_tokens_per_s(make_prompts(random.Random(-1), 8, 32, 160), 8)
+        rates = measure_in_turns({name: partial(measure, name) for name in stacks}, rounds, "throughput")
+        wait_until(lambda: to.num_posts > 0, TIMEOUT_S, "something came by OTLP: what was measured is everything")
+    print_table({f"telemetry {name}": found for name, found in rates.items()}, "tokens/s; demo model, float32")
     return {"telemetry_throughput_ratio": statistics.median(rates[ON]) / statistics.median(rates[OFF])}
 
 
-def main() -> None:
-    given = parse_arguments(__doc__ or "")
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

@@ -21,24 +21,20 @@ for sampled ones. At last a prompt of many blocks is asked, both workers are kil
 """
 
 import random
-import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from pathlib import Path
 
-from benchmarks.common import describe_machine, parse_arguments, report_figures
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.systems import open_stack, read_results
 from penstock import failpoints
-from penstock.bus.connect import connect_bus
-from penstock.client.core import Answer
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
-from penstock.messages import Request, Result, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Request, Result
 from penstock.waiting import wait_until
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
@@ -76,63 +72,49 @@ class KilledStack(Stack):
 
 
 class Load:
-    """Requests, so many of them under way at a time."""
+    """Readers, each of which asks one request after the other."""
 
     def __init__(self, client: Client, kinds: list[Request]) -> None:
-        self._client, self._kinds = client, kinds
-        self._numbers = count()
+        self._client, self._kinds, self._numbers = client, kinds, count()
+        self._lock, self._is_over = threading.Lock(), False
         self.kind_of: dict[str, Request] = {}
         """By id: the request that it repeats."""
-        self.answers: dict[str, Future[Answer]] = {}
-        self._pool = ThreadPoolExecutor(NUM_UNDER_WAY)
+        pool = ThreadPoolExecutor(NUM_UNDER_WAY)
+        self._readers = [pool.submit(self._read_answers) for _ in range(NUM_UNDER_WAY)]
+        pool.shutdown(wait=False)
 
-    def keep_up(self) -> None:
-        """Send requests until enough are under way."""
-        while sum(not answer.done() for answer in self.answers.values()) < NUM_UNDER_WAY:
-            number = next(self._numbers)
-            kind = self._kinds[number % len(self._kinds)]
-            sampling = kind.sampling
-            request_id = self._client.submit(
-                id=f"{kind.id}.{number}",
-                token_ids=kind.token_ids,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-            )
-            self.kind_of[request_id] = kind
-            self.answers[request_id] = self._pool.submit(self._client.result, request_id, PATIENCE_S)
-
-    def wait_for_all(self) -> None:
+    def end(self) -> None:
         """Wait until all requests have ended. Raises what reading an answer raises."""
-        for answer in self.answers.values():
-            answer.result(PATIENCE_S)
+        self._is_over = True
+        for reader in self._readers:
+            reader.result(PATIENCE_S)
+
+    def _read_answers(self) -> None:
+        while not self._is_over:
+            with self._lock:
+                number = next(self._numbers)
+                kind = self._kinds[number % len(self._kinds)]
+                sampling = kind.sampling.model_dump(include={"max_tokens", "temperature", "top_k", "top_p", "seed"})
+                request_id = self._client.submit(id=f"{kind.id}.{number}", token_ids=kind.token_ids, **sampling)
+                self.kind_of[request_id] = kind
+            self._client.result(request_id, PATIENCE_S)
 
 
-def run_kills(stack: KilledStack, load: Load, num_kills: int) -> Counter[str]:
+def run_kills(stack: Stack, num_kills: int) -> Counter[str]:
     """Return how many workers of each stage were killed, at least `num_kills` in all."""
-    killed = Counter[str]()
-    by_line = {worker.name: worker.stage for worker in stack.workers}
+    killed, workers = Counter[str](), {worker.name: worker for worker in stack.workers}
     while killed.total() < num_kills:
-        load.keep_up()
         for worker in stack.workers:
             if worker.child is not None and time.monotonic() - worker.started_at > MAX_LIFE_S:
                 worker.child.kill()
         for line in stack.restart_dead():
-            name = line.split()[0]
+            worker = workers[line.split()[0]]
             if "status -9" not in line:
-                raise SystemExit(f"not killed: {line}\n{stack.read_log_tail(find_worker(stack, name))}")
-            killed[by_line[name]] += 1
-            print(f"\rkilled: {killed.total()} of {num_kills}, requests: {len(load.answers)}", end="", flush=True)
+                raise SystemExit(f"not killed: {line}\n{stack.read_log_tail(worker)}")
+            killed[worker.stage] += 1
+            print(f"killed: {killed.total()} of {num_kills}", flush=True)
         time.sleep(0.05)
-    print()
     return killed
-
-
-def find_worker(stack: Stack, name: str) -> WorkerSlot:
-    """Return the worker of this name."""
-    return next(worker for worker in stack.workers if worker.name == name)
 
 
 def kill_workers(stack: Stack) -> None:
@@ -159,43 +141,35 @@ def is_right(result: Result, expected: ExpectedAnswer) -> bool:
     return found == expected
 
 
-def main() -> None:
-    """Print the figures."""
-    given = parse_arguments(main.__module__)
-    print(describe_machine())
+def run(given: Arguments) -> dict[str, float]:
+    """Kill workers; return the figures."""
     kinds = make_requests(NUM_KINDS, "kills", MAX_TOKENS)
     expected = compute_answers(kinds)
-    with tempfile.TemporaryDirectory() as directory:
-        stack = KilledStack(Path(directory), pipeline="vllm-kills", environment=ENVIRONMENT)
-        stack.chance = random.Random(17)
-        with stack, Client(stack.addresses) as client:
-            load = Load(client, kinds)
-            killed = run_kills(stack, load, given.choose_size(NUM_KILLS, NUM_QUICK_KILLS, 1))
-            stack.chance = None
-            kill_workers(stack)
-            load.wait_for_all()
-            num_blocks, _ = ask_for_prefix(client, kinds[-1], "prefix-1")
-            kill_workers(stack)
-            _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
-            bus, pipeline = connect_bus(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline)
-            results = [decode_message(Result, one.value) for one in bus.read_all(pipeline.results_topic)]
+    KilledStack.chance = random.Random(17)
+    with open_stack(KilledStack, ENVIRONMENT, pipeline="vllm-kills") as stack, Client(stack.addresses) as client:
+        load = Load(client, kinds)
+        killed = run_kills(stack, given.choose_size(NUM_KILLS, NUM_QUICK_KILLS, 1))
+        KilledStack.chance = None
+        kill_workers(stack)
+        load.end()
+        num_blocks, _ = ask_for_prefix(client, kinds[-1], "prefix-1")
+        kill_workers(stack)
+        _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
+        results = read_results(stack)
     counts = Counter(result.id for result in results)
     of_load = [result for result in results if result.id in load.kind_of]
-    report_figures(
-        {
-            "kills": killed.total() + 4,
-            "kills_prefill": killed["prefill"] + 2,
-            "kills_decode": killed["decode"] + 2,
-            "requests": len(load.answers),
-            "lost": sum(not counts[request_id] for request_id in load.answers),
-            "doubled": sum(number > 1 for number in counts.values()),
-            "wrong": sum(not is_right(result, expected[load.kind_of[result.id].id]) for result in of_load),
-            "prefix_blocks": num_blocks,
-            "prefix_missed": num_blocks - num_found,
-        },
-        given,
-    )
+    return {
+        "kills": killed.total() + 4,
+        "kills_prefill": killed["prefill"] + 2,
+        "kills_decode": killed["decode"] + 2,
+        "requests": len(load.kind_of),
+        "lost": sum(not counts[request_id] for request_id in load.kind_of),
+        "doubled": sum(number > 1 for number in counts.values()),
+        "wrong": sum(not is_right(result, expected[load.kind_of[result.id].id]) for result in of_load),
+        "prefix_blocks": num_blocks,
+        "prefix_missed": num_blocks - num_found,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

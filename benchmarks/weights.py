@@ -36,23 +36,21 @@ import itertools
 import statistics
 import time
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks.common import Arguments, describe_machine, parse_arguments, report_figures, save_plot
+from benchmarks.common import Arguments, run_benchmark, save_plot
+from benchmarks.comparison import compute_ratio, measure_in_turns
 from benchmarks.engine import POOL_MB, THREADS
-from benchmarks.peers.process import Side, is_available
+from benchmarks.peers.process import is_available
 from benchmarks.peers.rounds import OURS, Results, Rounds
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS
-from benchmarks.peers.write import make_model_directory
+from benchmarks.systems import write_shape
 from benchmarks.weights_kv import measure_kv
 from penstock.config.settings import EngineSettings
 from penstock.engine.kernels.library import Library, load_library
@@ -81,19 +79,6 @@ PEERS: dict[str, dict[str, tuple[str, str]]] = {
 MEASURED = ("decode_b1", "decode_b8", "decode_b32", "prefill_2048")
 
 
-@dataclass(frozen=True)
-class LinearTimes:
-    """Seconds of the linear layers of some decoder layers, by form, for a number of rows."""
-
-    by_form: dict[WeightForm, list[float]]
-    is_identical: bool
-
-    def compare_with(self, form: WeightForm) -> float:
-        """Return how much faster than stored weights a form is: the median of the rounds' ratios."""
-        pairs = zip(self.by_form[WeightForm.STORED], self.by_form[form], strict=True)
-        return statistics.median(stored / other for stored, other in pairs)
-
-
 def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLinears]]:
     """Return the groups of linear layers of a few decoder layers, in each form."""
     chance, groups = torch.Generator().manual_seed(0), []
@@ -108,11 +93,17 @@ def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLi
     return groups
 
 
-def time_linears(groups: list[dict[WeightForm, PackedLinears]], rows: int, num_rounds: int) -> LinearTimes:
-    """Time all groups in all forms, one form right after the other, the order reversed every other round."""
+def time_linears(
+    groups: list[dict[WeightForm, PackedLinears]], rows: int, num_rounds: int
+) -> tuple[dict[WeightForm, list[float]], bool]:
+    """Return the seconds of all groups in all forms, by round, and whether the lossless form has the bits of bf16.
+
+    A group has its turn in all forms, one right after the other, the order reversed every other round.
+    """
     times: dict[WeightForm, list[float]] = {form: [] for form in WeightForm}
-    inputs = {group[WeightForm.STORED].inputs: None for group in groups}
-    given = {size: torch.randn(rows, size).to(torch.bfloat16) for size in inputs}
+    given = {
+        size: torch.randn(rows, size).to(torch.bfloat16) for size in {one[WeightForm.STORED].inputs for one in groups}
+    }
     is_identical = True
     for number in range(num_rounds + 1):
         spent = dict.fromkeys(WeightForm, 0.0)
@@ -122,12 +113,11 @@ def time_linears(groups: list[dict[WeightForm, PackedLinears]], rows: int, num_r
                 x, begun_s = given[group[form].inputs], time.perf_counter()
                 outs[form] = group[form](x)
                 spent[form] += time.perf_counter() - begun_s
-            pairs = zip(outs[WeightForm.STORED], outs[WeightForm.COMPRESSED], strict=True)
-            is_identical &= all(torch.equal(one, other) for one, other in pairs)
+            is_identical &= all(map(torch.equal, outs[WeightForm.STORED], outs[WeightForm.COMPRESSED]))
         if number:  # the first one warms up
             for form, seconds in spent.items():
                 times[form].append(seconds)
-    return LinearTimes(times, is_identical)
+    return times, is_identical
 
 
 def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) -> dict[str, float]:
@@ -138,10 +128,10 @@ def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) 
     groups, figures, identical = make_groups(native, shape), dict[str, float](), True
     bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
     for rows in row_counts:
-        times = time_linears(groups, rows, num_rounds)
-        identical &= times.is_identical
-        ratios = {NAMES[form]: times.compare_with(form) for form in NAMES}
-        speed = bytes_of[WeightForm.STORED] / statistics.median(times.by_form[WeightForm.STORED]) / 1e9
+        times, is_identical = time_linears(groups, rows, num_rounds)
+        identical &= is_identical
+        ratios = {name: compute_ratio(times, WeightForm.STORED, form) for form, name in NAMES.items()}
+        speed = bytes_of[WeightForm.STORED] / statistics.median(times[WeightForm.STORED]) / 1e9
         found = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
         print(f"{rows:3} rows: {found}; bf16 reads {speed:.1f} GB/s", flush=True)
         figures |= {f"{name}_linear_m{rows}": ratio for name, ratio in ratios.items()}
@@ -161,62 +151,40 @@ def count_demo_bits(native: Library) -> float:
 
 def measure(shape: Shape, measured: tuple[str, ...], num_rounds: int, *, with_peers: bool, is_forked: bool) -> Results:
     """Run all rounds. Processes of ours are forked, if `is_forked`, as `Side` has it."""
-    model, logs = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / "logs"
-    logs.mkdir(exist_ok=True)
     cells = tuple(cell for cell in CELLS if cell.name in measured)
-    rounds = Rounds(shape, cells, partial(print, shape.name, flush=True), is_forked=is_forked)
-    pool_mb = POOL_MB[shape.name]
-
-    def load(name: str, engine: str, **form: str) -> None:
-        log = logs / f"{name.replace(' ', '-')}.log"
-        rounds.load_side(name, model, log, engine=engine, threads=THREADS, pool_mb=pool_mb, device="cpu", **form)
-
-    try:
-        load("bf16", OURS, weights="bf16")
+    with Rounds(shape, cells, POOL_MB[shape.name], is_forked=is_forked) as rounds:
+        rounds.load_side("bf16", OURS, weights="bf16")
         for form in FORMS:
-            load(form, OURS, weights=form)
+            rounds.load_side(form, OURS, weights=form)
             for name, (engine, own_form) in (PEERS[form] if with_peers else {}).items():
-                if is_available(engine):
-                    load(name, engine, form=own_form)
-                else:
-                    print(f"{name}: left out, not installed")
-        rounds.warm_up()
-        for number in range(num_rounds):
-            rounds.run_round(number)
-    finally:
-        rounds.close()
-    return rounds.results
+                rounds.load_side(name, engine, form=own_form)
+        rounds.run_rounds(num_rounds)
+        return rounds.results
 
 
 def measure_loads(shape: Shape, num_rounds: int, *, is_forked: bool) -> dict[str, float]:
     """Return how long a start takes: with a file of packed weights, without one, and llama.cpp's, by turns."""
-    logs = DIRECTORY / "logs"
-    logs.mkdir(exist_ok=True)
-    model, packed = make_model_directory(shape, DIRECTORY / "models"), DIRECTORY / f"{shape.name}.packed"
-    pack_model(EngineSettings(model=str(model), dtype="bfloat16", threads=THREADS), packed)
-    sides: dict[str, tuple[str, dict[str, Any]]] = {
-        "packed": (OURS, {"packed": str(packed)}), "checkpoint": (OURS, {}), "llamacpp": ("llamacpp", {}),
-    }  # fmt: skip
+    packed = DIRECTORY / f"{shape.name}.packed"
+    pack_model(EngineSettings(model=str(write_shape(shape)), dtype="bfloat16", threads=THREADS), packed)
+    rounds = Rounds(shape, (), LOAD_POOL_MB, is_forked=is_forked)
+
+    def start(name: str, engine: str = OURS, **given: Any) -> float:
+        side, answer = rounds.start_side(f"load-{name}", engine, **given)
+        with closing(side):
+            return answer["load_s"]
+
+    sides = {
+        "packed": lambda _: start("packed", packed=str(packed)),
+        "checkpoint": lambda _: start("checkpoint"),
+        "llamacpp": lambda _: start("llamacpp", "llamacpp"),
+    }
     if not is_available("llamacpp"):
         print("loads: llama.cpp is left out, not installed (python -m benchmarks.peers.setup)")
         del sides["llamacpp"]
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(num_rounds):
-        for name in sides if number % 2 else reversed(sides):
-            (engine, given), log = sides[name], logs / f"load-{name}.log"
-            with closing(Side(engine, log, THREADS, LOAD_POOL_MB, is_forked=is_forked)) as side:
-                answer = side.ask(
-                    "load", model=str(model), threads=THREADS, pool_mb=LOAD_POOL_MB, device="cpu", **given
-                )
-            if number:  # the first start notes what it finds out
-                taken[name].append(answer["load_s"])
-        print(f"loads, round {number}: " + ", ".join(f"{name} {own[-1]:.2f}" for name, own in taken.items() if own))
+    taken = measure_in_turns(sides, num_rounds - 1, "loads", num_warm=1)  # the first start notes what it finds out
     median = {name: statistics.median(own) for name, own in taken.items()}
     figures = {f"load_s_{shape.name}_packed": median["packed"], f"load_s_{shape.name}": median["checkpoint"]}
-    if "llamacpp" in taken:
-        pairs = zip(taken["packed"], taken["llamacpp"], strict=True)
-        figures["load_vs_llamacpp"] = statistics.median(mine / other for mine, other in pairs)
-    return figures
+    return figures | ({"load_vs_llamacpp": compute_ratio(taken, "packed", "llamacpp")} if "llamacpp" in taken else {})
 
 
 def compare(results: Results) -> dict[str, float]:
@@ -249,28 +217,18 @@ def draw_plot(results: Results) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, draw and return the figures."""
-    Path(DIRECTORY).mkdir(parents=True, exist_ok=True)
+    is_smoke = given.size == "smoke"
     shape = SHAPES[given.choose_size("q06", "small", "smoke")]
-    figures = measure_linears(
-        SHAPES[given.choose_size("q06", "q06", "smoke")], *given.choose_size((ROWS, 60), (ROWS[::3], 7), (ROWS[:1], 1))
-    )
-    model = make_model_directory(shape, DIRECTORY / "models")
-    figures |= measure_kv(model, *given.choose_size((2048, 12, 40), (512, 2, 40), (64, 2, 2)))
-    is_forked = given.size == "smoke"
-    figures |= measure_loads(shape, given.choose_size(6, 2, 2), is_forked=is_forked)
+    rows, num_linear_rounds = given.choose_size((ROWS, 60), (ROWS[::3], 7), (ROWS[:1], 1))
+    figures = measure_linears(SHAPES["smoke" if is_smoke else "q06"], rows, num_linear_rounds)
+    figures |= measure_kv(write_shape(shape), *given.choose_size((2048, 12, 40), (512, 2, 40), (64, 2, 2)))
+    figures |= measure_loads(shape, given.choose_size(6, 2, 2), is_forked=is_smoke)
     cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 1), (MEASURED[:1], 1))
-    results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_forked)
+    results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_smoke)
     if given.is_full:
         draw_plot(results)
     return figures | compare(results)
 
 
-def main() -> None:
-    """Print the figures."""
-    given = parse_arguments(__doc__ or "")
-    print(describe_machine())
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, run)

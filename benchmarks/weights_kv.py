@@ -1,13 +1,15 @@
 """K and V in 8 bits against bf16, part of `benchmarks.weights`: room for tokens, decode at long contexts, flips."""
 
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
 from benchmarks.engine import THREADS
+from benchmarks.systems import GREEDY, count_same_tokens, run_sequences
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
@@ -16,11 +18,10 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import BlockLayout
-from penstock.messages import Sampling
 
 NUM_SEQUENCES = 32
 NUM_FLIP_TOKENS = 48
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+KV_DTYPES: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Side:
     batch: StepBatch
 
     @torch.inference_mode()
-    def time_step(self) -> float:
+    def time_step(self, _: int = 0) -> float:
         """Return the seconds of a decode step."""
         begun_s = time.perf_counter()
         self.engine.runner.run_step(self.batch)
@@ -68,48 +69,32 @@ def make_side(model: LoadedModel, settings: EngineSettings, context: int) -> Sid
 
 def measure_long_decode(model: Path, context_tokens: int, num_rounds: int) -> dict[str, float]:
     """Return how many more tokens fit, and how much faster 32 sequences decode at a long context."""
-    sides = {}
-    for kv_dtype in ("auto", "int8"):
+    sides: dict[str, Side] = {}
+    for kv_dtype in KV_DTYPES:
         settings = EngineSettings(model=str(model), dtype="bfloat16", kv_dtype=kv_dtype, threads=THREADS)
         sides[kv_dtype] = make_side(accelerate_model(load_model(settings)), settings, context_tokens)
-    stored, int8 = sides["auto"], sides["int8"]
-    ratios = []
-    for number in range(num_rounds):
-        first, second = (stored, int8) if number % 2 else (int8, stored)
-        seconds = {first: first.time_step(), second: second.time_step()}
-        if number:  # the first round warms up
-            ratios.append(seconds[stored] / seconds[int8])
-            print(f"bf16 {seconds[stored]:.3f} s, int8 {seconds[int8]:.3f} s", flush=True)
-    layouts = stored.engine.model.layout, int8.engine.model.layout
-    return {
-        "kv_int8_tokens_ratio": layouts[0].block_bytes / layouts[1].block_bytes,
-        "kv_int8_decode_b32_long": statistics.median(ratios),
-    }
+    steps = {name: side.time_step for name, side in sides.items()}
+    seconds = measure_in_turns(steps, num_rounds - 1, "long contexts", num_warm=1)
+    print_table(seconds, "s")
+    stored, int8 = (sides[name].engine.model.layout.block_bytes for name in KV_DTYPES)
+    return {"kv_int8_tokens_ratio": stored / int8, "kv_int8_decode_b32_long": compute_ratio(seconds, *KV_DTYPES)}
 
 
 def count_flips(num_prompts: int) -> float:
     """Return the share of the demo model's greedy answers' tokens, up to the first other one, that are another."""
     answers = []
-    for kv_dtype in ("auto", "int8"):
+    for kv_dtype in KV_DTYPES:
         settings = EngineSettings(dtype="bfloat16", kv_dtype=kv_dtype)
         engine = Engine(accelerate_model(load_model(settings)), settings)
-        tokenizer = engine.model.tokenizer
-        text = "And the king said unto the people of the land: "
-        seqs = []
+        text, seqs = "And the king said unto the people of the land: ", list[Sequence]()
         for number in range(num_prompts):
-            ids = tokenizer(text * (1 + number % 5) + "Go" * number)["input_ids"]
+            ids = engine.model.tokenizer(text * (1 + number % 5) + "Go" * number)["input_ids"]
             seqs.append(Sequence(str(number), ids, sampling=GREEDY, seed=0, max_new_tokens=NUM_FLIP_TOKENS))
-            engine.add_sequence(seqs[-1])
-        while engine.has_work():
-            for sampled in engine.step():
-                if sampled.seq.num_output_tokens == NUM_FLIP_TOKENS:
-                    engine.remove_sequence(sampled.seq)
+        run_sequences(engine, seqs)
         answers.append([seq.output_token_ids for seq in seqs])
-    num_same = num_flips = 0
-    for one, other in zip(*answers, strict=True):
-        same = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
-        num_same, num_flips = num_same + same, num_flips + (same < len(one))
-    return num_flips / (num_same + num_flips)
+    same = [count_same_tokens(one, other) for one, other in zip(*answers, strict=True)]
+    num_flips = sum(count < NUM_FLIP_TOKENS for count in same)
+    return num_flips / (sum(same) + num_flips)
 
 
 def measure_kv(model: Path, context_tokens: int, num_rounds: int, num_flip_prompts: int) -> dict[str, float]:

@@ -49,46 +49,33 @@ class Side:
         else:
             with log.open("ab") as errors:
                 self._process = subprocess.Popen(
-                    [str(python), "-m", "benchmarks.peers.serve", name],
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=theirs_in.fileno(),
-                    stdout=theirs_out.fileno(),
-                    stderr=errors,
-                    start_new_session=True,
-                )
+                    [str(python), "-m", "benchmarks.peers.serve", name], cwd=ROOT, env=environment, stderr=errors,
+                    stdin=theirs_in.fileno(), stdout=theirs_out.fileno(), start_new_session=True,
+                )  # fmt: skip
         theirs_in.close()
         theirs_out.close()
         # It kills the group when this process has ended, however it ended: its stdin ends with us.
+        command = ["sh", "-c", f"cat >/dev/null; kill -KILL -- -{self._process.pid}"]
         self._guard = subprocess.Popen(
-            ["sh", "-c", f"cat >/dev/null; kill -KILL -- -{self._process.pid}"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
         self._signal(signal.SIGSTOP)
 
     def ask(self, do: str, timeout_s: float = 600.0, **given: Any) -> Any:
-        """One question and its answer. Raises `SideFailed`; the process is of no use after a timeout."""
-        self.send(do, **given)
+        """Let it run, ask, and return the answer. Raises `SideFailed`; the process is of no use after a timeout."""
+        self._signal(signal.SIGCONT)
         try:
-            return self.receive(timeout_s)
+            return self._exchange(json.dumps({"do": do, "with": given}).encode() + b"\n", timeout_s)
         finally:
             self._signal(signal.SIGSTOP)
 
-    def send(self, do: str, **given: Any) -> None:
-        """Let it run, and ask; it goes on until somebody stops it."""
-        self._signal(signal.SIGCONT)
+    def _exchange(self, question: bytes, timeout_s: float) -> Any:
         try:
             with open(self._questions.fileno(), "wb", closefd=False) as questions:
-                questions.write(json.dumps({"do": do, "with": given}).encode() + b"\n")
+                questions.write(question)
         except OSError as error:
             raise SideFailed(f"{self.name} is gone: {error}; see {self.log}") from None
-
-    def receive(self, timeout_s: float = 600.0) -> Any:
-        """The answer to what was sent."""
-        line = b""
-        end_s = time.monotonic() + timeout_s
+        line, end_s = b"", time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([self._answers], [], [], max(0.0, end_s - time.monotonic()))
             piece = os.read(self._answers.fileno(), 2**20) if ready else b""
@@ -125,6 +112,19 @@ class Side:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def start_lmcache(exits: contextlib.ExitStack, directory: Path, url: str, *, threads: int, **shape: int) -> Side:
+    """Start LMCache on a Redis, until `exits` end. Its log lies in `directory`. Raises `SideFailed` if it does not run.
+
+    `shape` is what `benchmarks/peers/engines/lmcache.py` needs in its `load`, beside the address.
+    """
+    if not is_available("lmcache"):
+        raise SideFailed("not installed; `python -m benchmarks.peers.setup` installs it")
+    side = Side("lmcache", directory / f"lmcache-{url.partition(':')[0]}-{shape['chunk']}.log", threads, pool_mb=0)
+    exits.callback(side.close)
+    side.ask("load", model=str(directory), url=url, **shape)
+    return side
 
 
 def _variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:

@@ -5,15 +5,19 @@ and the median over the rounds is what counts.
 """
 
 import contextlib
+import math
 import statistics
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from benchmarks.peers.process import Side, SideFailed
+from benchmarks.peers.process import Side, SideFailed, is_available
+from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import Shape
-from benchmarks.peers.workload import CELLS, CHECK_CELL, Cell, Request
+from benchmarks.peers.workload import CHECK_CELL, Cell, Request
+from benchmarks.peers.write import make_model_directory
 
 OURS = "penstock"
 STATIC = ("generate",)
@@ -23,8 +27,6 @@ LIMITS = {"decode_b1": "bandwidth", "prefill_2048": "gemm"}
 _WARM_NEW = 8
 _HOPELESS_SHARE = 0.4
 _LOAD_TIMEOUT_S = 900.0
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -65,51 +67,70 @@ class Results:
 
 
 class Rounds:
-    """The sides of one shape, loaded, and their results so far."""
+    """The sides of one shape, loaded, and their results so far. Use as a context manager, which ends all processes."""
 
-    def __init__(
-        self, shape: Shape, cells: tuple[Cell, ...] = CELLS, say: Say = print, *, is_forked: bool = False
-    ) -> None:
+    def __init__(self, shape: Shape, cells: tuple[Cell, ...], pool_mb: int, *, threads: int = 2, device: str = "cpu",
+                 is_forked: bool = False) -> None:  # fmt: skip
         """`is_forked`: whether ours are forked, as `Side` has it."""
-        self.shape, self.cells, self.say, self._is_forked = shape, cells, say, is_forked
+        self.shape, self.cells, self._is_forked = shape, cells, is_forked
+        self.say = partial(print, shape.name, flush=True)
         self.results = Results(shape)
+        self._model = make_model_directory(shape, DIRECTORY / "models")
+        self._logs = DIRECTORY / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._how: dict[str, Any] = {"threads": threads, "pool_mb": pool_mb, "device": device}
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
 
-    def load_side(
-        self,
-        name: str,
-        model: Path,
-        log: Path,
-        *,
-        threads: int,
-        pool_mb: int,
-        device: str,
-        engine: str = "",
-        **form: str,
-    ) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for side in [*self._sides.values(), *([self._limits] if self._limits else [])]:
+            side.close()
+
+    def load_side(self, name: str, engine: str = "", **form: str) -> None:
         """Start a side and load the model in it; one that fails is left out, and why is said.
 
         `engine` is named where it has several sides; `form` says how this one has its weights.
         """
+        engine, pool_mb = engine or name, self._how["pool_mb"]
         missing_mb = _estimate_needed_mb(self.shape, pool_mb) - _read_free_mb()
+        if not is_available(engine):
+            self.say(f"{name}: left out, not installed; python -m benchmarks.peers.setup installs it")
+            return
         if missing_mb > 0:
             self.say(f"{name}: left out, {missing_mb:,} MB of memory are missing")
             return
-        side = Side(engine or name, log, threads, pool_mb, is_forked=self._is_forked)
         try:
-            answer = side.ask(
-                "load", _LOAD_TIMEOUT_S, model=str(model), threads=threads, pool_mb=pool_mb, device=device, **form
-            )
+            side, answer = self.start_side(name, engine, **form)
         except SideFailed as error:
             self.say(f"{name}: left out, {error}")
-            side.close()
             return
         if name == "limits":
             self._limits = side
             return
         self._sides[name], self.results.loads[name] = side, answer
         self.say(f"{name}: loaded in {answer['load_s']:.1f} s")
+
+    def start_side(self, name: str, engine: str, **given: Any) -> tuple[Side, dict[str, float]]:
+        """Start an engine's process and load the model in it; return it with what that cost. Raises `SideFailed`."""
+        how = self._how | given
+        log = self._logs / f"{self.shape.name}-{name.replace(' ', '-')}.log"
+        side = Side(engine, log, how["threads"], how["pool_mb"], is_forked=self._is_forked)
+        try:
+            return side, side.ask("load", _LOAD_TIMEOUT_S, model=str(self._model), **how)
+        except SideFailed:
+            side.close()
+            raise
+
+    def run_rounds(self, count: int, max_s: float = math.inf) -> None:
+        """Warm up, and run rounds; after the first one none begins later than `max_s`."""
+        self._warm_up()
+        begun_s = time.monotonic()
+        for number in range(count):
+            if number == 0 or time.monotonic() - begun_s < max_s:
+                self._run_round(number)
 
     def check_tokens(self) -> None:
         """Say whose tokens are not those of the first side: then a conversion may be wrong, or rounding decided."""
@@ -122,7 +143,7 @@ class Rounds:
             if same < len(first):
                 self.say(f"{name}: after {same} tokens it says something else than {next(iter(said))}")
 
-    def warm_up(self) -> None:
+    def _warm_up(self) -> None:
         """A short run of each cell's kind by each side."""
         for cell in self.cells:
             for name in list(self._sides):
@@ -131,7 +152,7 @@ class Rounds:
                     few = [(prompt, min(new, _WARM_NEW)) for prompt, new in requests]
                     self._ask_side(name, "run", requests=few, temperature=cell.temperature)
 
-    def run_round(self, number: int) -> None:
+    def _run_round(self, number: int) -> None:
         """One round: every cell by every side that has a chance in it, the order reversed every other round."""
         for cell in self.cells:
             requests = cell.make_requests(self.shape.vocabulary, number)
@@ -150,11 +171,6 @@ class Rounds:
     def ask_ours(self, do: str, **given: Any) -> Any:
         """What only our engine can be asked; None if it is not there."""
         return self._ask_side(OURS, do, **given) if OURS in self._sides else None
-
-    def close(self) -> None:
-        """End all processes."""
-        for side in [*self._sides.values(), *([self._limits] if self._limits else [])]:
-            side.close()
 
     def _is_worth_asking(self, cell: Cell, name: str, values: dict[str, dict[int, float]]) -> bool:
         """Not what it cannot do; nor again where it was far behind the best of the others, at any temperature."""

@@ -87,34 +87,18 @@ class Shape:
     def make_config(self) -> dict[str, object]:
         """The model's config.json."""
         mixture = {
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.intermediate,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-        }
+            "num_experts": self.experts, "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.intermediate, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        }  # fmt: skip
         return {
             **(mixture if self.experts else {}),
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocabulary,
-            "tie_word_embeddings": self.tied,
-            "max_position_embeddings": MAX_LENGTH,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "torch_dtype": "bfloat16",
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "pad_token_id": EOS,
-        }
+            "architectures": [self.architecture], "model_type": self.model_type, "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size, "intermediate_size": self.intermediate, "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied, "max_position_embeddings": MAX_LENGTH, "hidden_act": "silu",
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "torch_dtype": "bfloat16",
+            "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS,
+        }  # fmt: skip
 
 
 SHAPES = {

@@ -69,13 +69,8 @@ class Cell:
     def make_requests(self, vocabulary: int, seed: int) -> list[Request]:
         """Random prompts of one run: other tokens with each seed, the same lengths with all and at any temperature."""
         lengths, chance = random.Random(self.greedy_name), random.Random(f"{self.greedy_name} {seed}")
-        return [
-            (
-                [chance.randrange(300, vocabulary) for _ in range(lengths.randint(*self.prompt))],
-                lengths.randint(*self.new),
-            )
-            for _ in range(self.batch)
-        ]
+        sizes = [(lengths.randint(*self.prompt), lengths.randint(*self.new)) for _ in range(self.batch)]
+        return [([chance.randrange(300, vocabulary) for _ in range(length)], new) for length, new in sizes]
 
     def compute_value(self, timeline: Timeline, requests: list[Request]) -> float:
         """Tokens a second: of the prompt where one token is asked for, of all output in mixed work, else of decode."""

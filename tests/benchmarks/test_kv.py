@@ -1,13 +1,13 @@
 """The arithmetic of the KV store's benchmarks: ratios, what an infinite cache finds, and what is a foreign hit."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kv_rounds import KVRounds
+from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns
 from benchmarks.kv_sides import RandomBlocks, put_blocks
 from benchmarks.prefix import compute_speedups
-from benchmarks.prefix_first import FirstToken
 from benchmarks.prefix_hits import (
     BLOCK_TOKENS,
     NUM_TENANTS,
@@ -34,27 +34,23 @@ def seen(
 
 
 def test_ratios_are_formed_within_a_round_and_sides_take_turns() -> None:
-    rounds, order = KVRounds(), list[str]()
-    speeds = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 8.0])}
+    order = list[tuple[str, int]]()
+    given = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 16.0])}
 
-    def side(name: str) -> float:
-        order.append(name)
-        return next(speeds[name])
+    def side(name: str, number: int) -> float:
+        order.append((name, number))
+        return next(given[name])
 
-    rounds.run_rounds(3, 10**9, "test", {name: lambda _, name=name: side(name) for name in speeds})  # type: ignore[misc]
-    assert rounds.compute_ratio("ours", "theirs") == 2.0
-    assert rounds.compute_speeds("theirs") == [0.5, 0.25, 0.125]
-    assert order[:4] == ["ours", "theirs", "theirs", "ours"]
+    values = measure_in_turns({name: partial(side, name) for name in given}, 3, num_warm=2)
+    assert values == {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 4.0, 16.0]}
+    assert compute_ratios(values, "theirs", "ours") == [2.0, 2.0, 4.0]
+    assert compute_ratio(values, "theirs", "ours") == 2.0
+    assert order[:5] == [("ours", 0), ("theirs", 0), ("theirs", 1), ("ours", 1), ("ours", 2)]
 
 
 def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
-    rounds = [
-        {side: FirstToken(seconds * factor, 10, 0, "") for side, seconds in
-         {"cold": 8.0, "pool": 1.0, "shm": 2.0, "disk": 4.0, "redis": 8.0}.items()}
-        for factor in (1.0, 3.0)
-    ]  # fmt: skip
-    rounds[1]["redis"] = FirstToken(48.0, 10, 0, "")
-    speedups = compute_speedups(rounds)
+    seconds = {"cold": [8.0, 24.0], "pool": [1.0, 3.0], "shm": [2.0, 6.0], "disk": [4.0, 12.0], "redis": [8.0, 48.0]}
+    speedups = compute_speedups(seconds)
     assert (speedups["ttft_speedup_pool"], speedups["ttft_speedup_disk"]) == (8.0, 2.0)
     assert (speedups["ttft_speedup_redis"], speedups["ttft_speedup_redis_min"]) == (0.75, 0.5)
 

@@ -43,15 +43,6 @@ class _Running:
     said: list[int] = field(default_factory=list)
 
 
-@dataclass
-class _Room:
-    """A context: `slots` sequences of `length` tokens each."""
-
-    slots: int
-    length: int
-    handle: Any
-
-
 class LlamaCpp:
     """One context at a time, made for the run's shape; a shape that comes again finds it there."""
 
@@ -68,16 +59,16 @@ class LlamaCpp:
         self._pool_tokens = pool_mb * 2**20 // _count_token_bytes(model)
         self._batch = self._api.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._sampler = self._api.llama_sampler_init_dist(7)
-        self._room = self._make_room(1, MAX_LENGTH)
+        self._room, self._handle = (1, MAX_LENGTH), self._make_room(1, MAX_LENGTH)
 
     def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """As many requests at once as the pool has slots for; the others wait for one."""
         length = -(-max(len(prompt) + new for prompt, new in requests) // 256) * 256
         slots = max(1, min(len(requests), MAX_BATCH, self._pool_tokens // length))
-        if (self._room.slots, self._room.length) != (slots, length):
-            self._api.llama_free(self._room.handle)
-            self._room = self._make_room(slots, length)
-        memory = self._api.llama_get_memory(self._room.handle)
+        if self._room != (slots, length):
+            self._api.llama_free(self._handle)
+            self._room, self._handle = (slots, length), self._make_room(slots, length)
+        memory = self._api.llama_get_memory(self._handle)
         self._api.llama_memory_clear(memory, False)
         tokens: list[list[int]] = [[] for _ in requests]
         waiting = [(index, *request) for index, request in reversed(list(enumerate(requests)))]
@@ -110,7 +101,7 @@ class LlamaCpp:
                 batch.logits[size - 1] = True
                 decided.append((request, size - 1))
         batch.n_tokens = size
-        status = self._api.llama_decode(self._room.handle, batch)
+        status = self._api.llama_decode(self._handle, batch)
         if status:
             raise RuntimeError(f"llama_decode says {status}")
         for request, row in decided:
@@ -121,14 +112,15 @@ class LlamaCpp:
         return [request for request, _ in decided]
 
     def _find_likeliest(self, row: int) -> int:
-        logits = self._api.llama_get_logits_ith(self._room.handle, row)
+        logits = self._api.llama_get_logits_ith(self._handle, row)
         return int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
 
     def _draw_token(self, row: int) -> int:
         """Draw a token by its own sampler, at temperature 1, which leaves logits as they are."""
-        return int(self._api.llama_sampler_sample(self._sampler, self._room.handle, row))
+        return int(self._api.llama_sampler_sample(self._sampler, self._handle, row))
 
-    def _make_room(self, slots: int, length: int) -> _Room:
+    def _make_room(self, slots: int, length: int) -> Any:
+        """Return a context of `slots` sequences of `length` tokens each."""
         wanted = self._api.llama_context_default_params()
         wanted.n_seq_max, wanted.n_ctx = slots, slots * length
         wanted.n_batch, wanted.n_ubatch = BATCH_TOKENS, 512
@@ -138,7 +130,7 @@ class LlamaCpp:
         handle = self._api.llama_init_from_model(self._model, wanted)
         if not handle:
             raise RuntimeError(f"llama.cpp has no room for {slots} sequences of {length} tokens")
-        return _Room(slots, length, handle)
+        return handle
 
 
 def _count_token_bytes(model: Path) -> int:

@@ -41,16 +41,10 @@ def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "OpenVINO":
     """bf16 for weights, computation and KV; the KV would be 8 bits by default."""
     genai = importlib.import_module("openvino_genai")
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = pool_mb // 1024
-    scheduler.max_num_seqs = MAX_BATCH
-    scheduler.max_num_batched_tokens = 2048
-    scheduler.enable_prefix_caching = False
-    properties = {
-        "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
-        "PERFORMANCE_HINT": "LATENCY",
-    }
+    scheduler.cache_size, scheduler.max_num_seqs = pool_mb // 1024, MAX_BATCH
+    scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = 2048, False
+    properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16",
+                  "PERFORMANCE_HINT": "LATENCY"}  # fmt: skip
     return OpenVINO(genai, genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties))
 
 

@@ -1,11 +1,10 @@
 """Our engine, and what can only be asked of it: where a step's time goes, and which tokens depend on the batch."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.peers.workload import MAX_BATCH, Request
 from penstock.config.settings import EngineSettings
@@ -26,33 +25,16 @@ def prepare(model: Path) -> Path:
 
 
 def load(
-    *,
-    model: Path,
-    threads: int,
-    pool_mb: int,
-    device: str,
-    step_tokens: int = STEP_TOKENS,
-    dtype: str = "bfloat16",
-    weights: str = "auto",
-    packed: str = "",
+    *, model: Path, threads: int, pool_mb: int, device: str, weights: str = "auto", packed: str = ""
 ) -> "Penstock":
     """The engine, with a batch and a token budget as the others have them."""
     settings = EngineSettings.model_validate(
-        {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
-         "max_batch": MAX_BATCH, "max_step_tokens": step_tokens, "weights": weights, "packed": packed}
+        {"model": str(model), "dtype": "bfloat16", "device": device, "threads": threads, "pool_mb": pool_mb,
+         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, "weights": weights, "packed": packed}
     )  # fmt: skip
     engine = open_engine(settings)
     engine.pool_mapping.wait_until_done()  # the others touch their pools at the start too
     return Penstock(engine)
-
-
-@dataclass
-class _Spent:
-    """Seconds in the model, and in steps altogether."""
-
-    model_s: float = 0.0
-    steps_s: float = 0.0
-    steps: int = 0
 
 
 class Penstock:
@@ -70,21 +52,26 @@ class Penstock:
 
     def outside_share(self, requests: list[Request]) -> float:
         """Of the time of decode steps at full batch, the share that is not spent in the model's forward pass."""
-        engine, spent = self._engine, _Spent()
+        engine, model_s, steps_s = self._engine, 0.0, 0.0
+        run_step = engine.runner.run_step
+
+        def timed(*given: Any, **named: Any) -> Any:
+            nonlocal model_s
+            begun_s = time.perf_counter()
+            result = run_step(*given, **named)
+            model_s += time.perf_counter() - begun_s
+            return result
+
         seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
-        for seq in seqs:
-            engine.add_sequence(seq)
-        while any(seq.num_output_tokens == 0 for seq in seqs):
-            engine.step()
-        with _timed_forward(engine, spent):
+        _step_to_first_tokens(engine, seqs)
+        with patch.object(engine.runner, "run_step", timed):
             while engine.num_running == len(seqs):
                 begun_s = time.perf_counter()
                 engine.step()
-                spent.steps_s += time.perf_counter() - begun_s
-                spent.steps += 1
+                steps_s += time.perf_counter() - begun_s
         for seq in seqs:
             engine.remove_sequence(seq)
-        return 1 - spent.model_s / spent.steps_s
+        return 1 - model_s / steps_s
 
     def flips(self, prompts: list[list[int]], num_new: int) -> dict[str, float]:
         """By way of running, the share of tokens that are other ones than those of each prompt on its own.
@@ -109,31 +96,25 @@ class Penstock:
     def _generate_tokens(
         self, which: list[int], prompts: list[list[int]], num_new: int, **changes: Any
     ) -> list[list[int]]:
-        engine = self._open_variant(**changes) if changes else self._engine
-        try:
-            seqs = [_sequence(index, prompts[index], num_new, _sampling(index)) for index in which]
-            _drive(engine, seqs)
-        finally:
-            if changes:
-                self._engine = self._open_variant()  # its threads again
+        seqs = [_sequence(index, prompts[index], num_new, _sampling(index)) for index in which]
+        _drive(self._open_variant(**changes) if changes else self._engine, seqs)
+        if changes:
+            self._engine = self._open_variant()  # its threads again
         return [seq.output_token_ids for seq in seqs]
 
     def _generate_handed_over(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
         """First tokens from one pool, all others from another that got the KV as bytes."""
         first, second = self._engine, self._open_variant()
         seqs = [_sequence(index, prompt, num_new, _sampling(index)) for index, prompt in enumerate(prompts)]
-        for seq in seqs:
-            first.add_sequence(seq)
-        while any(seq.num_output_tokens == 0 for seq in seqs):
-            first.step()
-        copies = [hand_over_sequence(first, second, seq) for seq in seqs]
+        _step_to_first_tokens(first, seqs)
+        copies = [_hand_over(first, second, seq) for seq in seqs]
         for seq in seqs:
             first.remove_sequence(seq)
         _drive(second, copies)
         return [seq.output_token_ids for seq in copies]
 
 
-def hand_over_sequence(first: Engine, second: Engine, seq: Sequence) -> Sequence:
+def _hand_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
     """The sequence as the second engine goes on with it: the prompt's KV as bytes, and the first token."""
     prompt, size = seq.token_ids[: seq.num_prompt_tokens], first.settings.block_size
     copy = Sequence(
@@ -153,6 +134,13 @@ def _sampling(index: int) -> Sampling:
     return _DRAWN if index % 2 else _GREEDY
 
 
+def _step_to_first_tokens(engine: Engine, seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while any(seq.num_output_tokens == 0 for seq in seqs):
+        engine.step()
+
+
 def _drive(engine: Engine, seqs: list[Sequence], on_step: Callable[[list[int]], None] = lambda indices: None) -> None:
     """Until all sequences are done."""
     for seq in seqs:
@@ -168,22 +156,3 @@ def _drive(engine: Engine, seqs: list[Sequence], on_step: Callable[[list[int]], 
 def _share(tokens: list[list[int]], reference: list[list[int]]) -> float:
     pairs = [pair for ours, theirs in zip(tokens, reference, strict=True) for pair in zip(ours, theirs, strict=True)]
     return sum(one != other for one, other in pairs) / len(pairs)
-
-
-@contextmanager
-def _timed_forward(engine: Engine, spent: _Spent) -> Iterator[None]:
-    """Meanwhile the time of the engine's forward passes is added up."""
-    runner = engine.runner
-    run_step = runner.run_step
-
-    def timed(*given: Any, **named: Any) -> Any:
-        begun_s = time.perf_counter()
-        result = run_step(*given, **named)
-        spent.model_s += time.perf_counter() - begun_s
-        return result
-
-    runner.run_step = timed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        runner.run_step = run_step  # type: ignore[method-assign]

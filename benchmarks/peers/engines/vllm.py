@@ -18,14 +18,9 @@ def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "VLLM":
     """Threads and pool are in its environment."""
     vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
-        model=str(model),
-        dtype="bfloat16",
-        max_model_len=MAX_LENGTH,
-        max_num_batched_tokens=MAX_LENGTH,
-        max_num_seqs=MAX_BATCH,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-    )
+        model=str(model), dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_batched_tokens=MAX_LENGTH,
+        max_num_seqs=MAX_BATCH, enable_prefix_caching=False, disable_log_stats=True,
+    )  # fmt: skip
     return VLLM(vllm.SamplingParams, llm.llm_engine)
 
 

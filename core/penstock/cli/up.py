@@ -160,10 +160,7 @@ def up(
     workers = choose_workers({"prefill": prefill, "decode": decode, "auto": auto}, endpoint_source)
     port = DEFAULT_REDIS_PORT if port is None else port
     asks_endpoints = bool(endpoint_source)
-    if asks_endpoints:
-        environment = build_endpoint_environment(url or [])
-    else:
-        environment = build_kv_environment()
+    environment = build_endpoint_environment(url or []) if asks_endpoints else build_kv_environment()
     stack = Stack(
         directory,
         pipeline=given.pipeline,

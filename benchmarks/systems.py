@@ -1,0 +1,159 @@
+"""What several benchmarks start: a stack, a process at a pipe, an engine of a shape, a request to an engine."""
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import TIMEOUT_S
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.peers.write import make_model_directory
+from penstock.bus.connect import connect_bus
+from penstock.client.core import Answer
+from penstock.client.sync import Client
+from penstock.config.settings import BusSettings, EngineSettings
+from penstock.engine.engine import Engine
+from penstock.engine.loading import open_engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.serving import ServingEngine
+from penstock.local.stack import Stack
+from penstock.messages import Result, Sampling, decode_message
+from penstock.names import Pipeline
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+"""Of workers that have the demo model."""
+
+
+@contextmanager
+def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -> Iterator[Stack]:
+    """Start a stack in a directory of its own; it is ready when this yields."""
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        how(Path(directory), environment=environment, **given) as stack,
+    ):
+        stack.wait_until_ready(300)
+        yield stack
+
+
+def read_results(stack: Stack) -> list[Result]:
+    """Return all results that are in the topic of a stack's pipeline."""
+    messages = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
+    return [decode_message(Result, message.value) for message in messages]
+
+
+def answer_requests(
+    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int
+) -> Iterator[tuple[Mapping[str, Any], Answer]]:
+    """Submit requests, `max_open` of them under way at a time; yield each with its answer, in their order."""
+    under_way: deque[tuple[str, Mapping[str, Any]]] = deque()
+    for request in requests:
+        if len(under_way) == max_open:
+            request_id, asked = under_way.popleft()
+            yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+        under_way.append((client.submit(**request), request))
+    for request_id, asked in under_way:
+        yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+
+
+class PipedProcess:
+    """A process that answers what it is sent through a pipe; None ends it."""
+
+    def __init__(self, context: BaseContext, call: Callable[..., None], *given: Any, timeout_s: float = 900.0) -> None:
+        """Start it with `call(pipe, *given)`, and wait for its first answer. An answer takes `timeout_s` at most."""
+        self._pipe, theirs = context.Pipe()
+        self._timeout_s = timeout_s
+        process: Any = context.Process  # type: ignore[attr-defined]
+        self._process = process(target=call, args=(theirs, *given), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.first_answer = self.receive()
+
+    def send(self, what: object) -> None:
+        """Send it something to answer."""
+        self._pipe.send(what)
+
+    def receive(self) -> Any:
+        """Return its next answer. Raises `TimeoutError` if there is none."""
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"{self._process.name} says nothing")
+        return self._pipe.recv()
+
+    def ask(self, what: object) -> Any:
+        """Send it something, and return the answer."""
+        self.send(what)
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+def write_shape(shape: Shape | str) -> Path:
+    """Return the directory of a shape's model with random weights, which is written if it is not there."""
+    return make_model_directory(SHAPES[shape] if isinstance(shape, str) else shape, DIRECTORY / "models")
+
+
+def open_shape(shape: Shape | str, **settings: Any) -> Engine:
+    """Open an engine on a shape's model in bfloat16."""
+    given = {"model": str(write_shape(shape)), "dtype": "bfloat16", "device": "cpu"}
+    return open_engine(EngineSettings.model_validate(given | settings))
+
+
+def run_sequences(engine: Engine, seqs: Iterable[Sequence]) -> None:
+    """Add sequences and step until all have their tokens; they stay in the engine."""
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while engine.has_work():
+        engine.step()
+
+
+def count_same_tokens(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two answers have in common before the first that differs, or one of them ends."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
+
+
+def answer_prompt(
+    engine: ServingEngine, prompt: list[int], name: str, *, stores: bool = True
+) -> tuple[float, float, int]:
+    """Return the seconds until a prompt's first token, those until its blocks are stored where they are to be, and how
+    many of its tokens were found. Without `stores` nothing is stored.
+    """
+    begun_s = time.perf_counter()
+    blocks, owner = engine.hash_prompt("bench", prompt), f"job {name}" if stores else ""
+    request = Sequence(
+        name, prompt, blocks=blocks, sampling=GREEDY, seed=0, max_new_tokens=1, lease_owner=owner, tenant="bench"
+    )
+    engine.add_request(request)
+    is_sampled = False
+    while not is_sampled:
+        list(engine.collect_events())
+        if not engine.begin_step():
+            engine.wait_for_event()
+            continue
+        is_sampled = bool(engine.finish_step())
+        if stores:
+            engine.store_full_blocks()
+    first_s = time.perf_counter() - begun_s
+    if not stores:
+        engine.remove_request(name)
+        return first_s, first_s, request.num_cached_tokens
+    stored = engine.finish_request(name)
+    assert stored is not None
+    stored.result(60)
+    stored_s = time.perf_counter() - begun_s
+    while engine.is_moving_blocks():
+        list(engine.collect_events())
+        engine.wait_for_event()
+    list(engine.collect_events())
+    engine.release_leases(owner, blocks)
+    return first_s, stored_s, request.num_cached_tokens
