@@ -216,20 +216,6 @@ def test_a_check_finds_what_does_not_agree(tier: RedisTier, client: redis.Redis)
     client.pexpire(kv_key(names[0].hash), 1000)
 
 
-def test_tools_look_and_change_nothing(tier: RedisTier, kv_url: str) -> None:
-    names = new_names(3)
-    put(tier, names)
-    before = {entry.key: entry for entry in tier.list_entries()}
-    looking = RedisTier.attach([kv_url])
-    assert looking.read_usage() == tier.read_usage()
-    assert is_here(looking, names) == [True] * 3
-    assert {entry.key: entry for entry in looking.list_entries()} == before
-    assert looking.read_stored(names[0].hash) == tier.read_stored(names[0].hash)
-    assert looking.remove_blocks(keys_of(names[:2])) == 2
-    assert tier.read_usage().blocks == 1
-    looking.close()
-
-
 # What a server may have under a block's key.
 
 
