@@ -76,17 +76,6 @@ def test_blocks_outlive_their_tables(open_tier: Open, tmp_path: Path) -> None:
     assert tier.check_integrity() == []
 
 
-def test_what_is_found_again_is_evicted_first(open_tier: Open, tmp_path: Path) -> None:
-    first, old, new = open_tier(), new_names(5), new_names(4)
-    put(first, old)
-    first.close()
-    lose_tables(tmp_path)
-    tier = open_tier()
-    put(tier, new)
-    assert is_here(tier, new) == [True] * 4
-    assert sum(is_here(tier, old)) == 4
-
-
 def test_a_block_in_two_slots_is_found_once(open_tier: Open, tmp_path: Path) -> None:
     """Its process died when it had evicted a block, and had written nothing yet; then the block was stored again."""
     first, names = open_tier(), new_names(NUM_SLOTS)

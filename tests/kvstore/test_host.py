@@ -201,8 +201,8 @@ class DiskMachine(ArenaMachine):
 
 for machine in (ArenaMachine, DiskMachine):
     machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
-test_any_sequence_in_memory = pytest.mark.full(ArenaMachine.TestCase)
-test_any_sequence_on_disk = pytest.mark.full(DiskMachine.TestCase)
+test_any_sequence_in_memory = ArenaMachine.TestCase
+test_any_sequence_on_disk = DiskMachine.TestCase
 
 
 # Between the steps of calls
@@ -243,7 +243,6 @@ def at_step(which: str) -> Iterator[AtStep]:
     failpoints.disarm()
 
 
-@pytest.mark.full
 def test_the_order_of_use_is_one_of_the_host(tier: HostTier) -> None:
     """Even many uses in one tick of the clock have an order."""
     put(tier, NAMES[:4])
