@@ -1,16 +1,17 @@
 import os
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.kernels import library
+from penstock.engine.kernels import build, library
+from penstock.engine.kernels.library import Library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
+from tests.engine.helpers import save_model, use_instruction_set
 
 if "TEST_KERNEL_LIBRARY" in os.environ:  # one with checks (tools/sanitize.py)
     pytest.MonkeyPatch().setattr(library, "LIBRARY", Path(os.environ["TEST_KERNEL_LIBRARY"]))
@@ -24,19 +25,18 @@ def demo() -> LoadedModel:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer model on disk, with the demo model's tokenizer."""
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def save_tiny(directory: Path) -> Path:
-    config = transformers.LlamaConfig(
+    config: Any = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
         vocab_size=1024, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, directory / name)
-    return directory
+    return save_model(tmp_path_factory.mktemp("tiny"), config)
+
+
+@pytest.fixture(params=list(build.instruction_sets()))
+def native(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The native kernels on each instruction set that this processor has."""
+    with use_instruction_set(request.param) as native:
+        yield native
 
 
 @pytest.fixture

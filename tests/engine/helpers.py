@@ -1,21 +1,74 @@
 """Shared by the engine's tests: sequences, running them, and the tokens of transformers itself."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from transformers import CONFIG_MAPPING
 
 from penstock.engine import hooks
 from penstock.engine.engine import Engine
+from penstock.engine.files import DEMO_MODEL
 from penstock.engine.handover import export_blocks, import_blocks
+from penstock.engine.kernels import library
+from penstock.engine.kernels.library import Library
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import StagedPoolBlocks
+from penstock.engine.tiny import build_tiny_model, shrink_config
+from penstock.errors import SettingsError
 from penstock.messages import Sampling
+from tools.compatibility_cases import KEYWORDS, SIZES
 
 GREEDY = Sampling(temperature=0.0)
 BLOCK = 16
+
+needs_kernels = pytest.mark.skipif(library.load_library() is None, reason="no compiler, so no kernels")
+
+
+@contextmanager
+def use_instruction_set(name: str) -> Iterator[Library]:
+    """Let the native kernels run on an instruction set for a while. Skips the test where there is none."""
+    native = library.load_library()
+    if native is None:
+        pytest.skip("no compiler, so no kernels")
+    before = native.isa
+    try:
+        native.select_isa(name)
+    except SettingsError:
+        pytest.skip(f"this processor has no {name}")
+    yield native
+    native.select_isa(before)
+    native.set_threads(1)
+
+
+def save_model(directory: Path, config: Any) -> Path:
+    """Write a random model of a configuration of transformers, with the demo model's tokenizer."""
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(directory)
+    copy_tokenizer(directory)
+    return directory
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Copy the demo model's tokenizer into a directory."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, directory / name)
+
+
+def make_tiny(architecture: str, seed: int = 0, **sizes: int) -> Any:
+    """Return a tiny random module of an architecture, as transformers makes it."""
+    config = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
+    auto: Any = transformers.AutoModelForCausalLM
+    small = shrink_config(config, {**SIZES.get(architecture, {}), **sizes})
+    return build_tiny_model(auto._model_mapping[type(config)], small, seed, torch.device("cpu"))
 
 
 def make_block_keys(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:

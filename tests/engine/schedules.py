@@ -1,5 +1,6 @@
 """An engine without a model, for the scheduler's tests: each row of each block holds what its KV would depend on."""
 
+import re
 import struct
 from collections.abc import Callable
 
@@ -131,3 +132,53 @@ class ScheduledEngine:
 
     def _content(self, seq: Sequence, position: int) -> bytes:
         return _ROW.pack(hash(tuple(seq.token_ids[: position + 1])))
+
+
+_SEQUENCE = re.compile(r"\+([a-z]+)(\d+)(?:/(\d+))?(?:@(\d+))?(b?)(!?)(?:#(\w+))?")
+
+
+def play(script: str, num_blocks: int = 100, **given: int) -> None:
+    """Play a scene, whose parts have semicolons between them, and check what each of its steps computes.
+
+    `+long30/8@100`: add a sequence `long` with a prompt of 30 tokens, from 100 on, and 8 new ones, or 4. Behind that
+    `b` stands for batch, `!` for a suspect, `#a` for the tenant `a`. `-long`: remove it. `?long`: it waits.
+    `budget 28`: the tokens that a step may have from now on. `hold`, `free`: take all free blocks away, and give them
+    back. `...`: any step. `long10 short18`: a step that computes so many tokens of these sequences, in this order.
+    """
+    dummy, seqs, held = ScheduledEngine(num_blocks, **given), dict[str, Sequence](), list[int]()
+    for part in script.split(";"):
+        match part.split():
+            case ["..."]:
+                dummy.step()
+            case ["hold"]:
+                held = dummy.pool.allocate_blocks(dummy.pool.num_free_blocks)
+            case ["free"]:
+                dummy.pool.free_blocks(held)
+            case ["budget", number]:
+                dummy.budget = int(number)
+            case [word] if word[0] == "-":
+                dummy.remove(seqs[word[1:]])
+            case [word, *_] as words if word[0] == "?":
+                assert all(seqs[one[1:]].is_waiting for one in words), f"{part} of {script}"
+            case [word, *_] as words if word[0] == "+":
+                for one in words:
+                    name, seq = _read_sequence(one)
+                    seqs[name] = seq
+                    dummy.add(seq)
+            case words:
+                names = {seq: name for name, seq in seqs.items()}
+                found = [f"{names[seq]}{num}" for seq, num in dummy.step()]
+                assert found == words, f"{found} instead of {part} of {script}"
+
+
+def _read_sequence(word: str) -> tuple[str, Sequence]:
+    """Return the name of a sequence and the sequence, as `play` describes it."""
+    found = _SEQUENCE.fullmatch(word)
+    assert found is not None, word
+    name, length, new, first, is_batch, is_suspect, tenant = found.groups()
+    seq = seq_of(
+        int(length), int(new or 4), klass="batch" if is_batch else "interactive", first=int(first or 0),
+        tenant=tenant or "",
+    )  # fmt: skip
+    seq.is_suspect = bool(is_suspect)
+    return name, seq

@@ -4,20 +4,16 @@ batch: on every instruction set that this processor has."""
 import ctypes
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels import library
 from penstock.engine.kernels.backend import describe_attention
 from penstock.engine.kernels.library import Library, Segment, WriteArgs
 from penstock.engine.storage import BlockLayout, KVStorage, LayerShape
-from penstock.errors import SettingsError
-
-pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the native kernels are not built")
 
 LENGTHS = (150, 70, 9)
 
@@ -49,41 +45,12 @@ CASES = {
     "window": Case(window=20, block_size=24),
     "everything": Case(group=4, softcap=5.0, sinks=True, window=70),
 }
-INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def native(request: pytest.FixtureRequest) -> Iterator[Library]:
-    lib = library.load_library()
-    assert lib is not None
-    before = lib.isa
-    try:
-        lib.select_isa(request.param)
-    except SettingsError:
-        pytest.skip(f"no {request.param} here")
-    yield lib
-    lib.select_isa(before)
-    lib.set_threads(torch.get_num_threads())
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The dtype of queries and results, and whether K and V are int8."""
-
-    dtype: torch.dtype
-    is_int8: bool = False
-
-
-@pytest.fixture(
-    params=[
-        Numbers(torch.float32), Numbers(torch.bfloat16), Numbers(torch.float32, is_int8=True),
-        Numbers(torch.bfloat16, is_int8=True),
-    ],
-    ids=["float32", "bfloat16", "float32 and int8", "bfloat16 and int8"],
-)  # fmt: skip
-def numbers(request: pytest.FixtureRequest) -> Numbers:
-    value: Numbers = request.param
-    return value
+numbers = pytest.mark.parametrize(
+    ("dtype", "is_int8"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
+)
+"""The dtype of queries and results, and whether K and V are int8."""
 
 
 def round_to_int8(x: Tensor) -> Tensor:
@@ -95,10 +62,9 @@ def round_to_int8(x: Tensor) -> Tensor:
 class Layer:
     """Random sequences of LENGTHS, and a pool whose unwritten rows are not numbers."""
 
-    def __init__(self, native: Library, case: Case, numbers: Numbers) -> None:
+    def __init__(self, native: Library, dtype: torch.dtype, is_int8: bool, case: Case) -> None:
         torch.manual_seed(1)
-        self.native, self.case, self.dtype, self.is_int8 = native, case, numbers.dtype, numbers.is_int8
-        dtype = self.dtype
+        self.native, self.case, self.dtype, self.is_int8 = native, case, dtype, is_int8
         self.heads = case.kv_heads * case.group
         self.scale = 2 * case.k_size**-0.5
         self.q = [torch.randn(n, self.heads, case.k_size).to(dtype) for n in LENGTHS]
@@ -205,22 +171,21 @@ def random_chunks(done: list[int]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_attention(native: Library, numbers: Numbers, case: Case) -> None:
-    layer = Layer(native, case, numbers)
-    tolerance = 2e-5 if numbers.dtype == torch.float32 else 2e-2
-    for i, out in enumerate(layer.run(whole)):
-        torch.testing.assert_close(out.double(), layer.reference(i), atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_bits_do_not_depend_on_batch_chunks_or_threads(native: Library, numbers: Numbers, case: Case) -> None:
-    if numbers.is_int8 and case not in (CASES["odd sizes"], CASES["everything"]):
-        pytest.skip("int8 changes how rows are read, and nothing of what these cases are about")
+@numbers
+def test_it_is_attention_and_its_bits_do_not_depend_on_batch_chunks_or_threads(
+    native: Library, dtype: torch.dtype, is_int8: bool, case: Case
+) -> None:
     native.set_threads(1)
-    expected = Layer(native, case, numbers).run(whole)
+    layer = Layer(native, dtype, is_int8, case)
+    expected = layer.run(whole)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for i, out in enumerate(expected):
+        torch.testing.assert_close(out.double(), layer.reference(i), atol=tolerance, rtol=tolerance)
+    if is_int8 and case not in (CASES["odd sizes"], CASES["everything"]):
+        return  # it changes how rows are read, and nothing of what these cases are about
     for threads, plan in ((2, whole), (1, token_by_token), (3, random_chunks), (2, one_sequence_at_a_time)):
         native.set_threads(threads)
-        for out, want in zip(Layer(native, case, numbers).run(plan), expected, strict=True):
+        for out, want in zip(Layer(native, dtype, is_int8, case).run(plan), expected, strict=True):
             assert torch.equal(_bits(out), _bits(want)), (threads, plan.__name__)
 
 
@@ -228,8 +193,11 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def test_a_row_of_another_sequence_that_is_not_a_number_harms_nobody(native: Library, numbers: Numbers) -> None:
-    good, bad = Layer(native, Case(), numbers), Layer(native, Case(), numbers)
+@numbers
+def test_a_row_of_another_sequence_that_is_not_a_number_harms_nobody(
+    native: Library, dtype: torch.dtype, is_int8: bool
+) -> None:
+    good, bad = (Layer(native, dtype, is_int8, Case()) for _ in range(2))
     bad.k[1].fill_(math.nan)
     bad.v[1].fill_(math.inf)
     expected, got = good.run(whole), bad.run(whole)

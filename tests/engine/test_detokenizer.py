@@ -108,38 +108,32 @@ def test_stop_strings_cut_wherever_the_tokens_end(tokenizer: Any, text: str, sto
         assert text_so_far + state.take_rest() == text
 
 
-def test_a_possible_stop_string_is_held_back_and_let_go(tokenizer: Any) -> None:
-    tokens = [tokenizer.encode(c, add_special_tokens=False)[-1] for c in "xabz"]
-    texts, _, _ = _push_all(tokenizer, tokens, stop=["abc"])
-    assert texts == ["x", "", "", "abz"]
-    texts, reasons, _ = _push_all(tokenizer, tokens[:3], stop=["abc"], max_tokens=3)
-    assert (texts[-1], reasons[-1]) == ("ab", "length")
+@pytest.mark.parametrize(
+    ("letters", "sampling", "texts", "reason"),
+    [
+        ("xabz", {"stop": ["abc"]}, "x|||abz", None),  # what may be a stop string is held back, and let go
+        ("xab", {"stop": ["abc"], "max_tokens": 3}, "x||ab", "length"),
+        ("a$", {"stop": ["ab"]}, "|a", "stop"),  # the end of sequence adds no text
+        ("a$a", {"ignore_eos": True}, "a||a", None),
+        ("aba", {"stop_token_ids": "b"}, "a|", "stop"),
+        ("a$", {"max_tokens": 2}, "a|", "stop"),  # both at once: it has come to its end
+        ("ababc", {"stop": ["ab"], "min_tokens": 2}, "|ab||", "stop"),  # one that ends within min_tokens is none
+        ("cabc", {"stop": ["ab"], "min_tokens": 2}, "c||", "stop"),  # it begins within them and ends after them
+        ("abac", {"stop": ["ab", "bac"], "min_tokens": 3}, "||a|", "stop"),
+    ],
+)
+def test_what_stops_an_answer_and_what_is_held_back(
+    tokenizer: Any, letters: str, sampling: dict[str, Any], texts: str, reason: FinishReason | None
+) -> None:
+    """`$` is the end of sequence. The texts of the tokens are parted by `|`."""
 
+    def encode(text: str) -> list[int]:
+        return [1 if c == "$" else tokenizer.encode(c, add_special_tokens=False)[-1] for c in text]
 
-def test_the_end_of_sequence_adds_no_text_and_lets_go_of_the_rest(tokenizer: Any) -> None:
-    a = tokenizer.encode("a", add_special_tokens=False)[-1]
-    texts, reasons, _ = _push_all(tokenizer, [a, 1], stop=["ab"])
-    assert (texts, reasons[-1]) == (["", "a"], "stop")
-    texts, reasons, _ = _push_all(tokenizer, [a, 1, a], ignore_eos=True)
-    assert ("".join(texts), reasons[-1]) == ("aa", None)
-
-
-def test_stop_tokens_add_no_text(tokenizer: Any) -> None:
-    a, b = (tokenizer.encode(c, add_special_tokens=False)[-1] for c in "ab")
-    texts, reasons, _ = _push_all(tokenizer, [a, b, a], stop_token_ids=[b])
-    assert (texts, reasons) == (["a", ""], [None, "stop"])
-    _, reasons, _ = _push_all(tokenizer, [a, 1], max_tokens=2)
-    assert reasons == [None, "stop"]  # both at once: it has come to its end
-
-
-def test_a_stop_string_that_ends_within_min_tokens_is_none(tokenizer: Any) -> None:
-    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abc")
-    texts, reasons, _ = _push_all(tokenizer, [a, b, a, b, c], stop=["ab"], min_tokens=2)
-    assert (texts, reasons[-1]) == (["", "ab", "", ""], "stop")
-    texts, reasons, _ = _push_all(tokenizer, [c, a, b, c], stop=["ab"], min_tokens=2)
-    assert (texts, reasons) == (["c", "", ""], [None, None, "stop"]), "it begins within them and ends after them"
-    texts, reasons, _ = _push_all(tokenizer, [a, b, a, c], stop=["ab", "bac"], min_tokens=3)
-    assert ("".join(texts), reasons[-1]) == ("a", "stop")
+    given = {**sampling, "stop_token_ids": encode(sampling.get("stop_token_ids", ""))}
+    found, reasons, _ = _push_all(tokenizer, encode(letters), **given)
+    assert "|".join(found) == texts
+    assert reasons[-1] == reason
 
 
 def test_within_a_held_call_nothing_stops(tool_tokenizer: Any) -> None:

@@ -1,17 +1,13 @@
 """The native experts of a mixture, against each expert by itself: the same bits in every form and any batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
 
 from penstock.engine.experts import Gate, NativeExperts
-from penstock.engine.kernels import build, library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.packed import Activation, PackedLinears, WeightForm, make_linear
-from penstock.errors import SettingsError
 
 NUM_EXPERTS, TOP_K = 7, 3
 KINDS = [
@@ -19,21 +15,6 @@ KINDS = [
     (torch.bfloat16, WeightForm.INT8), (torch.float32, WeightForm.INT4),
 ]  # fmt: skip
 BOUNDED = Gate(Activation.BOUNDED_SWISH, limit=1.5, slope=1.7)
-
-pytestmark = pytest.mark.skipif(library.load_library() is None, reason="no compiler, so no kernels")
-
-
-@pytest.fixture(params=list(build.instruction_sets()))
-def native(request: pytest.FixtureRequest) -> Iterator[Library]:
-    found = library.load_library()
-    assert found is not None
-    try:
-        found.select_isa(request.param)
-    except SettingsError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield found
-    found.select_isa("")
-    found.set_threads(1)
 
 
 class Mixture:
@@ -90,9 +71,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     native: Library, dtype: torch.dtype, form: WeightForm
 ) -> None:
     mixture = Mixture(native, dtype, form, Gate(Activation.GELU_TANH), (140, 40))
-    x = torch.randn(1100, 140).to(
-        dtype
-    )  # more rows than are sorted at a time, of which some experts have several chunks
+    # More rows than are sorted at a time, of which some experts have several chunks.
+    x = torch.randn(1100, 140).to(dtype)
     chosen, shares = choose(len(x), dtype)
     chosen[:500, 0] = 4
     alone = torch.cat([mixture.experts(*(part[i : i + 1] for part in (x, chosen, shares))) for i in range(40)])
@@ -100,10 +80,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
         native.set_threads(threads)
         for size in (2, 17, 1100):
             split = zip(*(torch.split(part, size) for part in (x, chosen, shares)), strict=True)
-            assert torch.equal(torch.cat([mixture.experts(*parts) for parts in split][:20])[:40], alone), (
-                threads,
-                size,
-            )
+            found = torch.cat([mixture.experts(*parts) for parts in split][:20])[:40]
+            assert torch.equal(found, alone), (threads, size)
 
 
 def activate(gate: Gate, x: Tensor) -> Tensor:

@@ -164,16 +164,6 @@ def test_small_ones_pass_a_large_one_and_do_not_delay_it() -> None:
     assert none_done == 0 < some_done
 
 
-def test_a_guest_makes_way_and_gives_back_its_share_of_the_step() -> None:
-    dummy = ScheduledEngine(num_blocks=12, budget=10)
-    first, large, guest = seq_of(8, 16), seq_of(40, 4, first=500), seq_of(2, 6, first=1000)
-    dummy.add(first, large, guest)
-    assert dummy.step() == [(first, 8), (guest, 2)]
-    dummy.remove(first)
-    assert dummy.step() == [(large, 10)]
-    assert guest.state is State.WAITING
-
-
 def test_a_guest_that_paused_makes_way() -> None:
     dummy = ScheduledEngine(num_blocks=4)
     first, large, guest = seq_of(3, 6), seq_of(8, 4, first=500), seq_of(3, 14, first=1000)
@@ -183,12 +173,3 @@ def test_a_guest_that_paused_makes_way() -> None:
     dummy.pool.allocate_blocks(2)
     dummy.budget = 3
     assert dummy.step() == [(large, 3)]
-
-
-def test_guests_take_no_more_places_than_there_are() -> None:
-    dummy = ScheduledEngine(num_blocks=12, max_batch=2)
-    first, large = seq_of(8, 16), seq_of(40, 4, first=500)
-    guests = [seq_of(2, 6, first=1000), seq_of(2, 6, first=1100)]
-    dummy.add(first, large, *guests)
-    for _ in range(3):
-        assert {seq for seq, _ in dummy.step()} == {first, guests[0]}

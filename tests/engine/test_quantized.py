@@ -17,12 +17,11 @@ from penstock.engine import quantized
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.experts import NativeExperts
-from penstock.engine.files import DEMO_MODEL
 from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.errors import ModelLoadError
-from tests.engine.helpers import run_sequences, sequence
+from tests.engine.helpers import run_sequences, save_model, sequence
 from tests.engine.quantized_checkpoints import (
     Writer,
     Written,
@@ -209,16 +208,6 @@ def test_a_checkpoint_is_the_model_it_stands_for(
         _check_tokens(model, plain)
 
 
-def _save_model(config: Any, directory: Path) -> dict[str, Tensor]:
-    """Save a random model with the demo model's tokenizer, and return its weights as they are stored."""
-    torch.manual_seed(0)
-    auto: Any = transformers.AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, directory / name)
-    return load_file(directory / "model.safetensors")
-
-
 def _write_gpt_oss(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Write a small gpt-oss with experts in MXFP4, and return what is stored and the plain weights."""
     config = transformers.GptOssConfig(
@@ -226,7 +215,7 @@ def _write_gpt_oss(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
     )  # fmt: skip
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-    stored = _save_model(config, directory)
+    stored = load_file(save_model(directory, config) / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith("_proj") and "experts" in name]:
         blocks, scales, plain[name] = write_mxfp4(stored.pop(name))
@@ -244,24 +233,6 @@ def test_experts_in_mxfp4_are_those_of_the_plain_model(tmp_path: Path) -> None:
     _check_native_experts(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("ending", "change", "message"),
-    [
-        ("blocks", lambda part: part[..., :8], "_blocks is .*, not .experts, outputs, groups, 16."),
-        ("blocks", lambda part: None, "_scales is in the weights without"),
-        ("scales", lambda part: None, "_scales is missing"),
-        ("scales", lambda part: part[:3], r"_scales is \[3, 128, 1\] in the weights, and \[4, 128, 1\]"),
-        ("scales", lambda part: torch.full_like(part, 255), " cannot be unpacked: .* not finite"),
-    ],
-)
-def test_damaged_experts(ending: str, change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path) -> None:
-    stored, _ = _write_gpt_oss(tmp_path)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    changed = change(stored.pop(f"{name}_{ending}"))
-    save_checkpoint(tmp_path, _MXFP4, stored if changed is None else {**stored, f"{name}_{ending}": changed})
-    _refused(tmp_path, f"{name}{message}")
-
-
 def test_experts_in_fp8_are_merged_as_plain_ones_are(tmp_path: Path) -> None:
     make: Any = transformers.Qwen3MoeConfig
     config = make(
@@ -269,8 +240,7 @@ def test_experts_in_fp8_are_merged_as_plain_ones_are(tmp_path: Path) -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=256,
     )  # fmt: skip
-    source = tmp_path / "source"
-    _save_model(config, source)
+    source = save_model(tmp_path / "source", config)
     write = write_fp8(16, 16, None, "weight_scale_inv")
     plain = write_checkpoint(source, tmp_path / "fp8", {**_FP8, "weight_block_size": [16, 16]}, write)
     save_file(plain, source / "model.safetensors")
@@ -362,21 +332,6 @@ def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
-def test_packed_weights_without_settings(packed_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(packed_dir, tmp_path / "model")
-    save_checkpoint(tmp_path / "model", None, load_file(packed_dir / "model.safetensors"))
-    _refused(tmp_path / "model", r"its weights are quantised \(model.layers.0.*weight_packed\), but config.json has no")
-
-
-@pytest.mark.parametrize("settings", [_INT4, _AWQ, None])
-def test_a_type_that_nothing_explains(settings: dict[str, Any] | None, tiny_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_dir, tmp_path / "model")
-    stored = load_file(tiny_dir / "model.safetensors")
-    stored["model.embed_tokens.extra"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
-    save_checkpoint(tmp_path / "model", settings, stored)
-    _refused(tmp_path / "model", "model.embed_tokens.extra")
-
-
 @pytest.mark.parametrize("name", ["self_attn.k_proj.input_scale", "self_attn.attn.k_scale"])
 def test_scales_of_activations_and_of_a_cache_are_left_out(
     name: str, packed_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -391,28 +346,22 @@ def test_scales_of_activations_and_of_a_cache_are_left_out(
     assert all(torch.equal(part, weights[name]) for name, part in loaded.module.state_dict().items())
 
 
-def test_inputs_that_are_scaled_are_refused(packed_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(packed_dir, tmp_path / "model")
-    stored = load_file(packed_dir / "model.safetensors")
-    save_checkpoint(tmp_path / "model", _INT4, {**stored, f"{MODULE}.pre_quant_scale": torch.ones(64)})
-    _refused(tmp_path / "model", rf"inputs that are scaled \({MODULE}.pre_quant_scale\)")
-
-
 # Damaged checkpoints
 
 
-def _drop(ending: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda stored: stored.pop(f"{MODULE}.{ending}")
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+Damage = Callable[[dict[str, Tensor]], object]
 
 
-def _change(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
-    def damage(stored: dict[str, Tensor]) -> None:
-        stored[f"{MODULE}.{ending}"] = change(stored[f"{MODULE}.{ending}"].clone())
-
-    return damage
+def _drop(ending: str, name: str = f"{MODULE}.") -> Damage:
+    return lambda stored: stored.pop(name + ending)
 
 
-def _add(ending: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+def _change(ending: str, change: Callable[[Tensor], Tensor], name: str = f"{MODULE}.") -> Damage:
+    return lambda stored: stored.update({name + ending: change(stored[name + ending].clone())})
+
+
+def _add(ending: str, tensor: Tensor) -> Damage:
     return lambda stored: stored.update({f"{MODULE}.{ending}": tensor})
 
 
@@ -470,12 +419,50 @@ def _set_first(value: float) -> Callable[[Tensor], Tensor]:
         ("fp8 with one scale", _change("weight", _set_first(float("nan"))), "weight cannot be unpacked: .*not finite"),
     ],
 )  # fmt: skip
-def test_a_damaged_checkpoint(
-    case: str, damage: Callable[[dict[str, Tensor]], object], message: str, tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint(case: str, damage: Damage, message: str, tiny_dir: Path, tmp_path: Path) -> None:
     settings, write = CASES[case]
     write_checkpoint(tiny_dir, tmp_path / "model", settings, write)
-    stored = load_file(tmp_path / "model" / "model.safetensors")
+    _check_damage(tmp_path / "model", settings, damage, f"{MODULE}.{message}")
+
+
+def _check_damage(directory: Path, settings: dict[str, Any] | None, damage: Damage, message: str) -> None:
+    stored = load_file(directory / "model.safetensors")
     damage(stored)
-    save_checkpoint(tmp_path / "model", settings, stored)
-    _refused(tmp_path / "model", f"{MODULE}.{message}")
+    save_checkpoint(directory, settings, stored)
+    _refused(directory, message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_change("_blocks", lambda part: part[..., :8], EXPERTS), "_blocks is .*, not .experts, outputs, groups, 16."),
+        (_drop("_blocks", EXPERTS), "_scales is in the weights without"),
+        (_drop("_scales", EXPERTS), "_scales is missing"),
+        (_change("_scales", lambda part: part[:3], EXPERTS), r"_scales is \[3, 128, 1\] .*, and \[4, 128, 1\]"),
+        (_change("_scales", lambda part: torch.full_like(part, 255), EXPERTS), " cannot be unpacked: .* not finite"),
+    ],
+)
+def test_damaged_experts(damage: Damage, message: str, tmp_path: Path) -> None:
+    _write_gpt_oss(tmp_path)
+    _check_damage(tmp_path, _MXFP4, damage, EXPERTS + message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra", "message"),
+    [
+        (None, {}, r"its weights are quantised \(model.layers.0.*weight_packed\), but config.json has no"),
+        (_INT4, {f"{MODULE}.pre_quant_scale": torch.ones(64)}, rf"inputs that are scaled \({MODULE}.pre_quant_scale\)"),
+    ],
+)
+def test_what_the_settings_do_not_explain(
+    settings: dict[str, Any] | None, extra: dict[str, Tensor], message: str, packed_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(packed_dir, tmp_path / "model")
+    _check_damage(tmp_path / "model", settings, lambda stored: stored.update(extra), message)
+
+
+@pytest.mark.parametrize("settings", [_INT4, _AWQ, None])
+def test_a_type_that_nothing_explains(settings: dict[str, Any] | None, tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    extra = {"model.embed_tokens.extra": torch.ones(2, 2).to(torch.float8_e4m3fn)}
+    _check_damage(tmp_path / "model", settings, lambda stored: stored.update(extra), "model.embed_tokens.extra")

@@ -16,19 +16,26 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.step_batch import StepBatch
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
 from penstock.messages import Sampling
-from tests.engine.helpers import make_block_keys, run_sequences, sequence
-from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
+from tests.engine.helpers import run_sequences, sequence
 
 SETTINGS = EngineSettings(dtype="float32", pool_mb=16, max_step_tokens=32, max_batch=8)
 
 
-def prompts(count: int = 6) -> list[list[int]]:
+def make_sequences(count: int = 6, **given: Any) -> list[Sequence]:
     chance = random.Random(7)
-    return [[chance.randrange(5, 500) for _ in range(chance.randrange(4, 70))] for _ in range(count)]
+    prompts = [[chance.randrange(5, 500) for _ in range(chance.randrange(4, 70))] for _ in range(count)]
+    return [sequence(prompt, 8, name=str(number), **given) for number, prompt in enumerate(prompts)]
 
 
-def seqs_of(given: list[list[int]], max_new_tokens: int = 8) -> list[Sequence]:
-    return [sequence(prompt, max_new_tokens, name=str(number)) for number, prompt in enumerate(given)]
+@pytest.fixture
+def engine(demo: LoadedModel) -> Engine:
+    return Engine(demo, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def expected(demo: LoadedModel) -> list[list[int]]:
+    """What the sequences say when nothing fails."""
+    return run_sequences(Engine(demo, SETTINGS), make_sequences())
 
 
 def breaks(
@@ -71,25 +78,25 @@ def run_all(engine: Engine, seqs: list[Sequence]) -> dict[str, SequenceFailed]:
 @pytest.mark.parametrize("where", ["run_step", "_sample"])
 @pytest.mark.parametrize("output", [0, 3])
 def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
-    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, output: int
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, output: int
 ) -> None:
-    expected = run_sequences(Engine(demo, SETTINGS), seqs_of(prompts()))
-    engine = Engine(demo, SETTINGS)
-    seqs = seqs_of(prompts())
-
     def poison(batch: StepBatch) -> Exception | None:
         found = [seq for seq, _ in batch.plan if seq.id == "2" and seq.num_output_tokens == output]
         return ZeroDivisionError("a bug") if found else None
 
     breaks(engine, monkeypatch, where, poison)
-    failed = run_all(engine, seqs)
+    failed = run_all(engine, seqs := make_sequences())
     assert list(failed) == ["2"]
     error = failed["2"].error
     assert isinstance(error, ModelError)
     assert str(error) == "ZeroDivisionError: a bug"
     assert "in broken" in error.stack
-    expected[2] = expected[2][:output]
-    assert [seq.output_token_ids for seq in seqs] == expected
+    check_others(seqs, expected, output)
+
+
+def check_others(seqs: list[Sequence], expected: list[list[int]], num_said: int) -> None:
+    """All have said what they would have, but the third one, which came so far."""
+    assert [seq.output_token_ids for seq in seqs] == [*expected[:2], expected[2][:num_said], *expected[3:]]
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -99,12 +106,8 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
 ) -> None:
     settings = SETTINGS.model_copy(update={"speculate": False})
     sampling = Sampling(temperature=temperature, ignore_eos=True)
-    given = [
-        Sequence(str(place), prompt, sampling=sampling, seed=3, max_new_tokens=8)
-        for place, prompt in enumerate(prompts())
-    ]
-    expected = run_sequences(Engine(demo, settings), given)
-    engine = Engine(demo, settings)
+    expected = run_sequences(Engine(demo, settings), make_sequences(sampling=sampling))
+    engine, seqs = Engine(demo, settings), make_sequences(sampling=sampling)
     right = engine.runner.run_step
 
     def run_broken_step(batch: StepBatch, *rest: Any) -> torch.Tensor:
@@ -115,17 +118,12 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
         return logits
 
     monkeypatch.setattr(engine.runner, "run_step", run_broken_step)
-    seqs = [
-        Sequence(str(place), prompt, sampling=sampling, seed=3, max_new_tokens=8)
-        for place, prompt in enumerate(prompts())
-    ]
     failed = run_all(engine, seqs)
     assert [(name, str(one.error)) for name, one in failed.items()] == [
         ("2", "the model computed logits that are not finite")
     ]
     assert isinstance(failed["2"].error, ModelError)
-    expected[2] = expected[2][:3]
-    assert [seq.output_token_ids for seq in seqs] == expected
+    check_others(seqs, expected, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,10 +144,8 @@ def test_rows_that_no_token_can_be_drawn_from(
     assert find_broken_rows(logits) == {1, 3, 4, 5}
 
 
-def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(demo, SETTINGS)
-    (seq,) = seqs_of([[5] * 20])
-    engine.add_sequence(seq)
+def test_a_step_that_failed_has_not_been(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.add_sequence(seq := sequence([5] * 20, 8))
     engine.step()
     before = (list(seq.token_ids), seq.num_computed_tokens, seq.state)
     with monkeypatch.context() as patched:
@@ -163,22 +159,18 @@ def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.
     assert len(seq.output_token_ids) == 2
 
 
-def test_what_fails_only_in_company_goes_on_alone(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_sequences(Engine(demo, SETTINGS), seqs_of(prompts()))
-    engine = Engine(demo, SETTINGS)
-    seqs = seqs_of(prompts())
+def test_what_fails_only_in_company_goes_on_alone(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     breaks(engine, monkeypatch, "run_step", lambda batch: ValueError("too many") if len(batch.plan) > 1 else None)
-    assert run_all(engine, seqs) == {}
+    assert run_all(engine, seqs := make_sequences()) == {}
     assert [seq.output_token_ids for seq in seqs] == expected
 
 
 def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
-    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run_sequences(Engine(demo, SETTINGS), seqs_of(prompts()))
-    engine = Engine(demo, SETTINGS)
-    seqs = seqs_of(prompts())
-    sizes: list[int] = []
+    seqs, sizes = make_sequences(), list[int]()
 
     def short(batch: StepBatch) -> Exception | None:
         sizes.append(sum(num for _, num in batch.plan))
@@ -189,11 +181,10 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     assert [seq.output_token_ids for seq in seqs] == expected
     assert max(sizes[:8]) == 32
     assert not any(seq.is_suspect for seq in seqs)
-    late = seqs_of([[9] * 90])
     del sizes[:]
     monkeypatch.undo()
     breaks(engine, monkeypatch, "run_step", short)
-    run_all(engine, late)
+    run_all(engine, [sequence([9] * 90, 8)])
     assert 32 >= max(sizes) > 12
 
 
@@ -201,50 +192,19 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("std::bad_alloc")], ids=str
 )
 def test_what_never_fits_ends_with_its_own_code(
-    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    engine = Engine(demo, SETTINGS)
-    seqs = seqs_of(prompts(3))
     breaks(
         engine, monkeypatch, "run_step", lambda batch: error if any(seq.id == "1" for seq, _ in batch.plan) else None
     )
-    failed = run_all(engine, seqs)
+    failed = run_all(engine, seqs := make_sequences(3))
     assert isinstance(failed["1"].error, OutOfMemory)
     assert [len(seq.output_token_ids) for seq in seqs] == [8, 0, 8]
 
 
-def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(demo, SETTINGS)
-    for seq in seqs_of(prompts(2)):
+def test_a_broken_device_is_nobodys_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seq in make_sequences(2):
         engine.add_sequence(seq)
     breaks(engine, monkeypatch, "run_step", lambda batch: torch.AcceleratorError("illegal address", 700))
     with pytest.raises(torch.AcceleratorError, match="illegal address"):
         engine.step()
-
-
-# Suspects in the scheduler
-
-
-def suspect(length: int, max_new_tokens: int = 3, *, first: int = 0) -> Sequence:
-    prompt = list(range(first, first + length))
-    return sequence(prompt, max_new_tokens, block_keys=make_block_keys(prompt, SIZE), is_suspect=True)
-
-
-def test_a_suspect_is_alone_until_its_first_token_and_the_others_take_turns_with_it() -> None:
-    dummy = ScheduledEngine(budget=10)
-    others = [seq_of(3, 9, first=100 * n) for n in (1, 2)]
-    dark = suspect(25, first=500)
-    dummy.add(*others, dark)
-    plans = [dummy.step() for _ in range(8)]
-    alone = [plan for plan in plans if dark in dict(plan) and len(plan) == 1]
-    assert alone == [[(dark, 10)], [(dark, 10)], [(dark, 5)]]
-    assert [set(dict(plan)) for plan in plans[:6:2]] == [set(others)] * 3
-    assert set(dict(plans[7])) == {*others, dark}
-
-
-def test_several_suspects_come_one_after_the_other() -> None:
-    dummy = ScheduledEngine(budget=100)
-    dark = [suspect(4, first=10 * n) for n in range(3)]
-    dummy.add(*dark)
-    plans = [list(dict(dummy.step())) for _ in range(5)]
-    assert plans == [dark[:1], dark[1:2], dark[:2], dark[2:], dark]

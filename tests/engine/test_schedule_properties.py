@@ -45,12 +45,9 @@ class Scheduling(RuleBasedStateMachine):
     """Sequences come, run and are cancelled; prompts often share their beginning; blocks are staged and pinned."""
 
     @initialize(
-        num_blocks=st.integers(7, 24),
-        budget=st.integers(1, 24),
-        max_batch=st.integers(1, 6),
-        cost=st.sampled_from(COSTS),
-        first_tokens=st.sampled_from((1e-9, 16.0, 512.0)),
-    )
+        num_blocks=st.integers(7, 24), budget=st.integers(1, 24), max_batch=st.integers(1, 6),
+        cost=st.sampled_from(COSTS), first_tokens=st.sampled_from((1e-9, 16.0, 512.0)),
+    )  # fmt: skip
     def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None, first_tokens: float) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("penstock.engine.growth.FIRST_TOKENS", first_tokens)
@@ -61,28 +58,14 @@ class Scheduling(RuleBasedStateMachine):
         self.pins: list[Pin] = []
 
     @rule(
-        length=st.integers(1, 18),
-        common=st.integers(0, 18),
-        salt=st.integers(100, 102),
-        max_new_tokens=st.integers(1, 10),
-        num_given=st.integers(0, 8),
-        has_tail=st.booleans(),
-        names_given=st.booleans(),
-        klass=st.sampled_from(CLASSES),
-        tenant=st.sampled_from(TENANTS),
-    )
+        length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102),
+        max_new_tokens=st.integers(1, 10), num_given=st.integers(0, 8), has_tail=st.booleans(),
+        names_given=st.booleans(), klass=st.sampled_from(CLASSES), tenant=st.sampled_from(TENANTS),
+    )  # fmt: skip
     def add(
-        self,
-        length: int,
-        common: int,
-        salt: int,
-        max_new_tokens: int,
-        num_given: int,
-        has_tail: bool,
-        names_given: bool,
-        klass: PriorityClass,
-        tenant: str,
-    ) -> None:
+        self, length: int, common: int, salt: int, max_new_tokens: int, num_given: int, has_tail: bool,
+        names_given: bool, klass: PriorityClass, tenant: str,
+    ) -> None:  # fmt: skip
         prompt, given = _make_tokens(length, common, salt, min(num_given, max_new_tokens - 1))
         keys = make_block_keys(prompt + given if names_given else prompt, SIZE)
         seq = sequence(prompt, max_new_tokens, output_token_ids=given, block_keys=keys, klass=klass, tenant=tenant)

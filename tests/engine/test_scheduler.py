@@ -5,65 +5,73 @@ import pytest
 from penstock.engine.sequence import Sequence, State
 from penstock.names import PriorityClass
 from tests.engine.helpers import make_block_keys, sequence
-from tests.engine.schedules import SIZE, ScheduledEngine, seq_of
-
-
-def _names(plan: list[tuple[Sequence, int]]) -> list[Sequence]:
-    return [seq for seq, _ in plan]
-
+from tests.engine.schedules import SIZE, ScheduledEngine, play, seq_of
 
 pytestmark = pytest.mark.usefixtures("unknown_growth")
 
+SCENES: dict[str, tuple[dict[str, int], str]] = {
+    # Order and budget
+    "decodes come first, then chunks up to the budget": (
+        {"budget": 10},
+        "+long30@100 +short18; long10; long10; budget 28; long10 short18; budget 14; +late30@200; long1 short1 late12",
+    ),
+    "a prompt leaves a token for each that decodes": (
+        {"budget": 10}, "+decoding3/8b; ...; +long30@100; long9 decoding1; long9 decoding1"
+    ),
+    "interactive before batch, and first come within": ({"max_batch": 3}, "+a4b +b4 +c4b +d4; b4 d4 a4"),
+    "a long batch prompt does not hold up an interactive one": (
+        {"budget": 16}, "+long200b; ...; +short10@500; short10 long6"
+    ),
+    "a budget smaller than the batch serves the first": (
+        {"budget": 2}, "+a1/8 +b1/8@10 +c1/8@20 +d1/8@30; a1 b1; a1 b1"
+    ),
+    # Prompts of unequal length
+    "a prompt that is not much shorter waits": (
+        {"budget": 20}, "+long61 +shorter31@200 +short30@300; short10 long10; ?shorter"
+    ),
+    "the shortest of running prompts goes first": (
+        {"budget": 20}, "+long200 +middle60@300; middle10 long10; +short12@500; middle10 long10"
+    ),
+    "shorter prompts pass a long one of their tenant only": (
+        {"budget": 20, "num_blocks": 400},
+        "+running200#a; ...; +waiting180@1000#b +own6@2000#b +other6@3000#c; own6 running14; ?waiting ?other",
+    ),
+    # Preemption
+    "the last in order pauses and keeps its blocks": (
+        {"num_blocks": 6}, "+first10/2 +last8/8@50; ...; hold; first1; free; last1"
+    ),
+    # The same prompt twice
+    "a second prompt waits for the blocks that the first one computes": (
+        {"budget": 10}, "+first18 +second19 +other12@90; first10; first8 other2; first1 second3 other6"
+    ),
+    "it waits no longer when the first one is gone": ({"budget": 10}, "+first18 +second19; ...; -first; second10"),
+    "an interactive one does not wait for batch work": (
+        {"budget": 10}, "+batch18b; ...; +interactive18; interactive10"
+    ),
+    # Small ones pass a large one
+    "a guest makes way and gives back its share of the step": (
+        {"num_blocks": 12, "budget": 10},
+        "+first8/16 +large40@500 +guest2/6@1000; first8 guest2; -first; large10; ?guest",
+    ),
+    "guests take no more places than there are": (
+        {"num_blocks": 12, "max_batch": 2},
+        "+first8/16 +large40@500 +a2/6@1000 +b2/6@1100; first8 a2; first1 a1; first1 a1",
+    ),
+    # Suspects
+    "a suspect is alone until its first token, and the others take turns with it": (
+        {"budget": 10},
+        "+a3/9@100 +b3/9@200 +dark25@500!; a3 b3; dark10; a1 b1; dark10; a1 b1; dark5; a1 b1 dark1; a1 b1 dark1",
+    ),
+    "several suspects come one after the other": (
+        {}, "+a4! +b4@10! +c4@20!; a4; b4; a1 b1; c4; a1 b1 c1"
+    ),
+}  # fmt: skip
 
-# Order and budget
 
-
-def test_decodes_come_first_then_chunks_up_to_the_budget() -> None:
-    dummy = ScheduledEngine(budget=10)
-    short, long = seq_of(18), seq_of(30, first=100)
-    dummy.add(long, short)
-    assert dummy.step() == [(long, 10)]
-    assert dummy.step() == [(long, 10)]
-    dummy.budget = 28
-    assert dummy.step() == [(long, 10), (short, 18)]
-    late = seq_of(30, first=200)
-    dummy.budget = 14
-    dummy.add(late)
-    assert dummy.step() == [(long, 1), (short, 1), (late, 12)]
-
-
-def test_a_prompt_leaves_a_token_for_each_that_decodes() -> None:
-    dummy = ScheduledEngine(budget=10)
-    decoding, long = seq_of(3, 8, klass="batch"), seq_of(30, first=100)
-    dummy.add(decoding)
-    dummy.step()
-    dummy.add(long)
-    assert dummy.step() == [(long, 9), (decoding, 1)]
-    assert dummy.step() == [(long, 9), (decoding, 1)]
-
-
-def test_interactive_before_batch_and_first_come_within() -> None:
-    dummy = ScheduledEngine(max_batch=3)
-    seqs = [seq_of(4, klass="batch"), seq_of(4), seq_of(4, klass="batch"), seq_of(4)]
-    dummy.add(*seqs)
-    assert _names(dummy.step()) == [seqs[1], seqs[3], seqs[0]]
-
-
-def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
-    dummy = ScheduledEngine(budget=16)
-    long, short = seq_of(200, klass="batch"), seq_of(10, first=500)
-    dummy.add(long)
-    dummy.step()
-    dummy.add(short)
-    assert dummy.step() == [(short, 10), (long, 6)]
-
-
-def test_a_budget_smaller_than_the_batch_serves_the_first() -> None:
-    dummy = ScheduledEngine(budget=2)
-    seqs = [seq_of(1, 8, first=10 * i) for i in range(4)]
-    dummy.add(*seqs)
-    assert _names(dummy.step()) == seqs[:2]
-    assert _names(dummy.step()) == seqs[:2]
+@pytest.mark.parametrize("scene", SCENES)
+def test_what_each_step_computes(scene: str) -> None:
+    given, script = SCENES[scene]
+    play(script, **given)
 
 
 # Blocks
@@ -155,50 +163,6 @@ def test_little_is_computed_twice() -> None:
         num_computed_tokens += sum(num for _, num in dummy.step())
     assert dummy.scheduler.num_preemptions > 10
     assert num_computed_tokens < 1.1 * sum(len(seq.token_ids) - 1 for seq in seqs)
-
-
-def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
-    dummy = ScheduledEngine(num_blocks=6)
-    first, last = seq_of(10, 2), seq_of(8, 8, first=50)
-    dummy.add(first, last)
-    dummy.step()
-    held = dummy.pool.allocate_blocks(dummy.pool.num_free_blocks)
-    assert _names(dummy.step()) == [first]
-    assert last.state is State.RUNNING
-    dummy.pool.free_blocks(held)
-    assert _names(dummy.step()) == [last]
-    assert last.num_preemptions == 0
-
-
-# The same prompt twice
-
-
-def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
-    dummy = ScheduledEngine(budget=10)
-    first, second, other = seq_of(18), seq_of(19), seq_of(12, first=90)
-    dummy.add(first, second, other)
-    assert dummy.step() == [(first, 10)]
-    assert dummy.step() == [(first, 8), (other, 2)]
-    assert dummy.step() == [(first, 1), (second, 3), (other, 6)]
-    assert second.num_cached_tokens == 16
-
-
-def test_it_waits_no_longer_when_the_first_one_is_gone() -> None:
-    dummy = ScheduledEngine(budget=10)
-    first, second = seq_of(18), seq_of(19)
-    dummy.add(first, second)
-    dummy.step()
-    dummy.remove(first)
-    assert dummy.step() == [(second, 10)]
-
-
-def test_an_interactive_one_does_not_wait_for_batch_work() -> None:
-    dummy = ScheduledEngine(budget=10)
-    batch, interactive = seq_of(18, klass="batch"), seq_of(18)
-    dummy.add(batch)
-    dummy.step()
-    dummy.add(interactive)
-    assert dummy.step() == [(interactive, 10)]
 
 
 def test_a_prompt_goes_on_beside_a_decoding_sequence_that_finds_no_block() -> None:

@@ -61,23 +61,6 @@ def test_a_long_prompt_keeps_half_of_each_step_beside_a_flood_of_short_ones() ->
     assert served["flood"] <= 2000 + 64
 
 
-def test_a_prompt_that_is_not_much_shorter_waits() -> None:
-    dummy = ScheduledEngine(budget=20)
-    long, shorter, short = seq_of(61), seq_of(31, first=200), seq_of(30, first=300)
-    dummy.add(long, shorter, short)
-    assert dummy.step() == [(short, 10), (long, 10)]
-    assert shorter.is_waiting
-
-
-def test_the_shortest_of_running_prompts_goes_first() -> None:
-    dummy = ScheduledEngine(budget=20)
-    long, middle, short = seq_of(200), seq_of(60, first=300), seq_of(12, first=500)
-    dummy.add(long, middle)
-    assert dummy.step() == [(middle, 10), (long, 10)]
-    dummy.add(short)
-    assert dummy.step() == [(middle, 10), (long, 10)]
-
-
 def test_a_prompt_counts_as_what_is_not_cached_of_it() -> None:
     dummy = ScheduledEngine(num_blocks=400, budget=20)
     start = list(range(300))
@@ -88,18 +71,6 @@ def test_a_prompt_counts_as_what_is_not_cached_of_it() -> None:
     long, again = seq_of(100, first=1000), sequence(tokens, 4, block_keys=make_block_keys(tokens, SIZE))
     dummy.add(long, again)
     assert dict(dummy.step()) == {long: 18, again: 2}
-
-
-def test_shorter_prompts_pass_a_long_one_of_their_tenant_only() -> None:
-    dummy = ScheduledEngine(num_blocks=400, budget=20)
-    running, waiting = seq_of(200, tenant="a"), seq_of(180, first=1000, tenant="b")
-    own, other = seq_of(6, first=2000, tenant="b"), seq_of(6, first=3000, tenant="c")
-    dummy.add(running)
-    dummy.step()
-    dummy.add(waiting, own, other)
-    assert dict(dummy.step()) == {running: 14, own: 6}
-    assert waiting.is_waiting
-    assert other.is_waiting
 
 
 # Growth

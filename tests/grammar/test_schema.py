@@ -13,68 +13,30 @@ from sim.schemas import RefusedSchema, make_refused_schemas
 from tests.grammar.sampling import accepts_text, compile_schema
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, 2, 3, 5, 6, -1, -3, 7.5, 0.5, 0.25, 1e-7, 12, 100),
-    *(
-        "",
-        "a",
-        "ab",
-        "abc",
-        "abcd",
-        "b",
-        "ax",
-        "é",
-        "éé",
-        "x y",
-        "\n",
-        "a\n",
-        'q"',
-        "2024-02-29",
-        "2023-02-29",
-        "1.2.3.4",
-    ),
-    *([], [1], [1, "a"], [1, 2, 3], ["a"], [None], [[]], [1, 1]),
-    *({}, {"a": 1}, {"a": "x"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": None}, {"a": {"a": 1}}, {"ab": 1}, {"": 0}),
-)
+    None, True, False, 0, 1, 2, 3, 5, 6, -1, -3, 7.5, 0.5, 0.25, 1e-7, 12, 100, "", "a", "ab", "abc", "abcd", "b", "ax",
+    "é", "éé", "x y", "\n", "a\n", 'q"', "2024-02-29", "2023-02-29", "1.2.3.4", [], [1], [1, "a"], [1, 2, 3], ["a"],
+    [None], [[]], [1, 1], {}, {"a": 1}, {"a": "x"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": None}, {"a": {"a": 1}},
+    {"ab": 1}, {"": 0},
+)  # fmt: skip
 """Values of every type, around the bounds of `SCHEMAS`."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
-    {"type": "integer"},
-    {"type": ["number", "null"]},
-    {"const": {"a": 1}},
-    {"enum": ["a", 1, None, [1, 2, 3]]},
-    {"minimum": 1},
-    {"maximum": 5},
-    {"exclusiveMinimum": 1, "type": "number"},
-    {"exclusiveMaximum": 3, "type": "integer"},
-    {"multipleOf": 3},
-    {"multipleOf": 0.25},
-    {"minLength": 2},
-    {"maxLength": 2},
-    {"pattern": "^a"},
-    {"pattern": "b"},
-    {"pattern": "^.{1,2}$"},
-    {"pattern": "^\\S*$"},
-    {"type": "string", "format": "date"},
-    {"type": "string", "format": "ipv4"},
-    {"items": {"type": "integer"}},
-    {"prefixItems": [{"type": "integer"}], "items": False},
-    {"minItems": 1, "maxItems": 2},
+    {"type": "integer"}, {"type": ["number", "null"]}, {"const": {"a": 1}}, {"enum": ["a", 1, None, [1, 2, 3]]},
+    {"minimum": 1}, {"maximum": 5}, {"exclusiveMinimum": 1, "type": "number"},
+    {"exclusiveMaximum": 3, "type": "integer"}, {"multipleOf": 3}, {"multipleOf": 0.25}, {"minLength": 2},
+    {"maxLength": 2}, {"pattern": "^a"}, {"pattern": "b"}, {"pattern": "^.{1,2}$"}, {"pattern": "^\\S*$"},
+    {"type": "string", "format": "date"}, {"type": "string", "format": "ipv4"}, {"items": {"type": "integer"}},
+    {"prefixItems": [{"type": "integer"}], "items": False}, {"minItems": 1, "maxItems": 2},
     {"properties": {"a": {"type": "integer"}}},
     {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
     {"additionalProperties": {"type": "integer"}, "type": "object"},
-    {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False},
-    {"required": ["a", "b"]},
-    {"minProperties": 1},
-    {"maxProperties": 1},
-    {"anyOf": [{"type": "string"}, {"minimum": 3}]},
-    {"allOf": [{"minimum": 1}, {"maximum": 3}]},
-    {"oneOf": [{"type": "string"}, {"type": "array"}]},
+    {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False}, {"required": ["a", "b"]},
+    {"minProperties": 1}, {"maxProperties": 1}, {"anyOf": [{"type": "string"}, {"minimum": 3}]},
+    {"allOf": [{"minimum": 1}, {"maximum": 3}]}, {"oneOf": [{"type": "string"}, {"type": "array"}]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}}, "b": {"minimum": 2}}},
-    {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}},
-    {"uniqueItems": False},
-    {"propertyNames": {"type": "string"}},
-    {"format": "int32", "type": "integer"},
+    {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}}, {"uniqueItems": False},
+    {"propertyNames": {"type": "string"}}, {"format": "int32", "type": "integer"},
     {"description": "anything", "x-unknown": {"not": {}}},
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
@@ -118,29 +80,35 @@ def test_what_the_engine_alone_would_let_through_is_not_allowed(schema: dict[str
     assert not accepts_text(compile_schema(schema), text)
 
 
-def test_alternatives_that_exclude_each_other_behind_references_are_enforced() -> None:
-    defs = {
-        name: {
-            "type": "object",
-            "properties": {"kind": {"const": name}, "n": {"type": "integer"}},
-            "required": ["kind"],
-        }
-        for name in ("cat", "dog")
-    }
-    grammar = compile_schema({"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": defs})
-    assert accepts_text(grammar, '{"kind": "dog", "n": 1}')
-    assert not accepts_text(grammar, '{"kind": "bird"}')
+PETS = {
+    name: {"type": "object", "properties": {"kind": {"const": name}, "n": {"type": "integer"}}, "required": ["kind"]}
+    for name in ("cat", "dog")
+}
 
 
-def test_older_drafts_tuples_are_enforced() -> None:
-    schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "items": [{"type": "integer"}],
-        "additionalItems": False,
-    }
-    grammar = compile_schema({"type": "array", **schema})
-    assert accepts_text(grammar, "[1]")
-    assert not accepts_text(grammar, "[1, 2]")
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (
+            {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS},
+            '{"kind": "dog", "n": 1}', '{"kind": "bird"}',
+        ),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"type": "integer"}],
+             "additionalItems": False},
+            "[1]", "[1, 2]",
+        ),
+        ({"properties": {"b": {}, "a": {}}, "required": ["a", "b"], "type": "object"},
+         '{"b": 1, "a": 1}', '{"a": 1, "b": 1}'),
+    ],
+    ids=["alternatives that exclude each other behind references", "an older draft's tuple", "the schema's order"],
+)  # fmt: skip
+def test_references_tuples_and_the_order_of_properties_are_enforced(
+    schema: dict[str, Any], allowed: str, refused: str
+) -> None:
+    grammar = compile_schema(schema)
+    assert accepts_text(grammar, allowed)
+    assert not accepts_text(grammar, refused)
 
 
 def test_whole_exclusive_bounds_near_an_opposite_bound_are_refused_where_they_meet() -> None:
@@ -155,12 +123,6 @@ def test_whole_exclusive_bounds_near_an_opposite_bound_are_refused_where_they_me
     ):
         with pytest.raises(UnsupportedSchema, match="exclusiveMinimum"):
             compile_schema(schema)
-
-
-def test_properties_come_in_the_order_of_the_schema() -> None:
-    grammar = compile_schema({"properties": {"b": {}, "a": {}}, "required": ["a", "b"], "type": "object"})
-    assert accepts_text(grammar, '{"b": 1, "a": 1}')
-    assert not accepts_text(grammar, '{"a": 1, "b": 1}')
 
 
 def nest(depth: int) -> dict[str, Any]:
@@ -206,16 +168,12 @@ def test_hostile_schemas_are_refused(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "maxItems": 10**9},
-        {"type": "array", "minItems": 10**6},
-        {"type": "string", "minLength": 10**9},
-        {"type": "string", "pattern": "^.*a.{30}$"},
-        {"type": "object", "maxProperties": 10**9},
-        nest(60),
-        chain(40, type=["object", "null"]),
+        {"type": "array", "maxItems": 10**9}, {"type": "array", "minItems": 10**6},
+        {"type": "string", "minLength": 10**9}, {"type": "string", "pattern": "^.*a.{30}$"},
+        {"type": "object", "maxProperties": 10**9}, nest(60), chain(40, type=["object", "null"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_large_bounds_cost_nothing(schema: dict[str, Any]) -> None:
     compile_schema(schema)
 
@@ -228,7 +186,4 @@ def test_a_schema_may_not_be_larger_than_the_limit() -> None:
 def test_unknown_keywords_do_not_reach_the_engine() -> None:
     schema = {"type": "object", "x-note": 1, "title": "T", "properties": {"a": {"examples": [1], "type": "null"}}}
     prepared = prepare_schema(schema).schema
-    assert prepared == {
-        "$ref": "#/$defs/0",
-        "$defs": {"0": {"type": "object", "properties": {"a": {"type": "null"}}}},
-    }
+    assert prepared == {"$ref": "#/$defs/0", "$defs": {"0": {"type": "object", "properties": {"a": {"type": "null"}}}}}

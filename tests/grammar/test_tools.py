@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jsonschema
@@ -20,18 +20,16 @@ from penstock.messages import GrammarSpec
 from tools.train_tools import TOOL_MODEL
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-SHAPE: dict[str, Any] = {
-    "$defs": {"n": {"enum": ["a", "b"]}},
-    "type": "object",
-    "properties": {"n": {"$ref": "#/$defs/n"}},
-}
-SHAPE |= {"required": ["n"], "additionalProperties": False}
+CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+WEATHER = {**CLOSED, "properties": {"city": {"type": "string", "maxLength": 8}, "days": DAYS}, "required": ["city"]}
+SHAPE = {
+    **CLOSED, "$defs": {"n": {"enum": ["a", "b"]}}, "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"],
+}  # fmt: skip
+MARKS = {
+    **CLOSED, "properties": {"mark": {"enum": ["<tool_call>", "</think>", "<think>", "<|im_end|>", "no"]}},
+    "required": ["mark"],
+}  # fmt: skip
 TOOLS = [ConstrainedTool("get-weather", WEATHER), ConstrainedTool("shape", SHAPE)]
 OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
 MAX_TOKENS = 160
@@ -49,12 +47,9 @@ def tokenizer(text_tokenizer: Any) -> GrammarTokenizer:
 
 
 def hold(
-    *,
-    required: bool = True,
-    parallel: bool = True,
-    template: Mapping[str, Any] = TEMPLATE,
+    *, required: bool = True, parallel: bool = True, template: Mapping[str, Any] = TEMPLATE,
     answer: dict[str, Any] | None = None,
-) -> GrammarSpec:
+) -> GrammarSpec:  # fmt: skip
     return constrain_calls(template, TOOLS, is_required=required, is_parallel=parallel, answer=answer).make_spec()
 
 
@@ -83,79 +78,67 @@ def parse(text: str, calls: CallsForm = "held") -> AnswerPart:
     return whole
 
 
-def check_calls(part: AnswerPart) -> None:
+Draw = Callable[..., list[AnswerPart]]
+
+
+@pytest.fixture
+def draw_ended(tokenizer: GrammarTokenizer, text_tokenizer: Any) -> Draw:
+    """Draws answers of a grammar after a start; those that ended, all of whose calls are valid."""
     schemas = {tool.name: tool.parameters for tool in TOOLS}
-    for name, arguments in part.calls:
-        schema = schemas[name]
-        assert schema is not None
-        jsonschema.validate(json.loads(arguments), schema)
+
+    def draw(spec: GrammarSpec, count: int, start: str = "", calls: CallsForm = "held") -> list[AnswerPart]:
+        found = []
+        for seed in range(count):
+            tokens, has_ended = draw_answer(begin_in_answer(spec, start), tokenizer, seed)
+            part = parse(start + text_tokenizer.decode(tokens), calls)
+            if has_ended:
+                found.append(part)
+                for name, arguments in part.calls:
+                    schema = schemas[name]
+                    assert schema is not None
+                    jsonschema.validate(json.loads(arguments), schema)
+        return found
+
+    return draw
+
+
+def check_numbers(found: list[AnswerPart], fewest: set[int], parallel: bool) -> None:
+    """Answers have these numbers of calls at least, and several in one where they may."""
+    numbers = {len(part.calls) for part in found}
+    assert fewest <= numbers
+    assert min(numbers) == min(fewest)
+    assert (max(numbers) > 1) == parallel
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("start", ["", "<think>"])
-def test_where_a_call_is_required_there_is_one_and_it_is_valid(
-    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool, start: str
-) -> None:
-    spec = begin_in_answer(hold(parallel=parallel), start)
-    num_ended, num_calls = 0, set()
-    for seed in range(60):
-        tokens, has_ended = draw_answer(spec, tokenizer, seed)
-        part = parse(start + text_tokenizer.decode(tokens))
-        if has_ended:
-            check_calls(part)
-            num_ended += 1
-            num_calls.add(len(part.calls))
-            assert not part.content.strip()
-    assert num_ended > 30
-    assert min(num_calls) == 1
-    assert (max(num_calls) > 1) == parallel
+def test_where_a_call_is_required_there_is_one_and_it_is_valid(draw_ended: Draw, parallel: bool, start: str) -> None:
+    found = draw_ended(hold(parallel=parallel), 60, start)
+    assert len(found) > 30
+    check_numbers(found, {1}, parallel)
+    assert not any(part.content.strip() for part in found)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_where_the_model_may_call_its_calls_are_valid(
-    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool
-) -> None:
-    spec, found = hold(required=False, parallel=parallel), list[AnswerPart]()
-    for seed in range(80):
-        tokens, has_ended = draw_answer(spec, tokenizer, seed)
-        if has_ended:
-            found.append(parse(text_tokenizer.decode(tokens)))
-            check_calls(found[-1])
-    numbers = {len(part.calls) for part in found}
-    assert {0, 1} <= numbers
-    assert (max(numbers) > 1) == parallel
+def test_where_the_model_may_call_its_calls_are_valid(draw_ended: Draw, parallel: bool) -> None:
+    found = draw_ended(hold(required=False, parallel=parallel), 80)
+    check_numbers(found, {0, 1}, parallel)
     assert any(part.content for part in found)
-
-
-MARKS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"mark": {"enum": ["<tool_call>", "</think>", "<think>", "<|im_end|>", "no"]}},
-    "required": ["mark"],
-    "additionalProperties": False,
-}
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("start", ["", "<think>"])
 @pytest.mark.parametrize("answer", [WEATHER, MARKS, {"type": "object"}, {"type": "array", "items": {"enum": [1, "a"]}}])
 def test_an_answer_calls_or_else_follows_its_schema(
-    tokenizer: GrammarTokenizer, text_tokenizer: Any, parallel: bool, start: str, answer: dict[str, Any]
+    draw_ended: Draw, parallel: bool, start: str, answer: dict[str, Any]
 ) -> None:
-    spec = begin_in_answer(hold(required=False, parallel=parallel, answer=answer), start)
-    found = list[AnswerPart]()
-    for seed in range(60):
-        tokens, has_ended = draw_answer(spec, tokenizer, seed)
-        part = parse(start + text_tokenizer.decode(tokens), "or_json")
-        if has_ended:
-            check_calls(part)
-            found.append(part)
-            if part.calls:
-                assert not part.content.strip()
-            else:
-                jsonschema.validate(json.loads(part.content), answer)
-    numbers = {len(part.calls) for part in found}
-    assert {0, 1} <= numbers
-    assert (max(numbers) > 1) == parallel
+    found = draw_ended(hold(required=False, parallel=parallel, answer=answer), 60, start, "or_json")
+    check_numbers(found, {0, 1}, parallel)
+    for part in found:
+        if part.calls:
+            assert not part.content.strip()
+        else:
+            jsonschema.validate(json.loads(part.content), answer)
     assert any(part.reasoning for part in found)
 
 
@@ -213,11 +196,7 @@ def test_what_is_free_stays_free_but_for_the_mark_as_text(tokenizer: GrammarToke
 def test_a_gateway_without_the_models_words_can_check_it() -> None:
     with GrammarChecker() as checker:
         assert checker.check_grammar(hold()).kind == "tools"
-        deep: dict[str, Any] = {
-            "type": "object",
-            "properties": {"a": {"not": {"type": "null"}}},
-            "additionalProperties": False,
-        }
+        deep = {**CLOSED, "properties": {"a": {"not": {"type": "null"}}}}
         tools = [TOOLS[0], ConstrainedTool("f", deep)]
         wrong = constrain_calls(TEMPLATE, tools, is_required=False, is_parallel=True).make_spec()
         with pytest.raises(UnsupportedSchema, match="'not' at #/tools/1/function/parameters/properties/a/not"):

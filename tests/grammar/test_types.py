@@ -7,12 +7,14 @@ import re
 import uuid
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
 
 from penstock.errors import UnsupportedSchema
 from penstock.grammar.engine import CompiledGrammar
+from penstock.grammar.pattern import translate_pattern
 from sim.schemas import find_violation, load_type_schemas
 from tests.grammar.sampling import accepts_text, compile_schema, draw_answer
 
@@ -76,17 +78,11 @@ def is_uuid_of(version: int) -> Callable[[str], bool]:
 
 FORMATS: dict[str, tuple[Callable[[str], object], list[str], list[str]]] = {
     "uuid": (uuid.UUID, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
-    "uuid4": (
-        is_uuid_of(4),
-        ["123e4567-e89b-42d3-a456-426614174000"],
-        ["123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-42d3-c456-426614174000"],
-    ),
+    "uuid4": (is_uuid_of(4), ["123e4567-e89b-42d3-a456-426614174000"],
+              ["123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-42d3-c456-426614174000"]),
     "uuid7": (is_uuid_of(7), ["123e4567-e89b-72d3-a456-426614174000"], ["123e4567-e89b-42d3-a456-426614174000"]),
-    "base64": (
-        lambda text: base64.b64decode(text, validate=True),
-        ["", "YQ==", "YWI=", "YWJj", "+/+/"],
-        ["YQ", "a b="],
-    ),
+    "base64": (lambda text: base64.b64decode(text, validate=True), ["", "YQ==", "YWI=", "YWJj", "+/+/"],
+               ["YQ", "a b="]),
     "base64url": (lambda text: base64.b64decode(text, b"-_", validate=True), ["YQ==", "-_-_"], ["YQ", "+/+/"]),
     "fraction": (Fraction, ["1", "-3/4", "1/010"], ["1/0", "", "1/00", "a"]),
     "ipv4interface": (ipaddress.IPv4Interface, ["10.0.0.1/8", "1.2.3.4"], ["1.2.3.4/33", "1.2.3"]),
@@ -97,8 +93,7 @@ FORMATS: dict[str, tuple[Callable[[str], object], list[str], list[str]]] = {
     ),
     "ipv6interface": (ipaddress.IPv6Interface, ["::1/64", "1:2:3:4:5:6:7:8", "1::8"], ["::1/129", "1:2", "1::2::3"]),
     "ipv6network": (
-        ipaddress.IPv6Network,
-        ["2001:db8::/32", "::/0", "1::/16", "1:2:3::/64", "::1", "::1/128"],
+        ipaddress.IPv6Network, ["2001:db8::/32", "::/0", "1::/16", "1:2:3::/64", "::1", "::1/128"],
         ["2001:db8::/31", "::1/64", "1:2:3::/47"],
     ),
     "ipvanyaddress": (ipaddress.ip_address, ["1.2.3.4", "::", "1:2:3:4:5:6:7::"], ["1:2:3:4:5:6:7:8:9", "256.1.1.1"]),
@@ -109,7 +104,7 @@ FORMATS: dict[str, tuple[Callable[[str], object], list[str], list[str]]] = {
         ["^a+b*?$", "[a-zA-Z0-9_]{2,5}", "(?:ab|cd?)*", "\\d+\\.\\d{2}", "a|b", "[^0-9]", "a{3,}", "a{2,12}", ""],
         ["a**", "(a", "a)", "[z-a]", "*a", "a{5,2}", "(?<=a)b", "\\", "(?i)a", "\\1"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -125,9 +120,8 @@ def test_a_format_allows_what_another_reader_takes(name: str) -> None:
     assert [text for text in drawn if not is_valid(check, text)] == []
 
 
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
+ENFORCED: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {
+    "string": [
         ({"format": "path"}, ['"a/b"', '""'], ["1"]),
         ({"format": "nanoid", "pattern": "^[a-z]{3}$"}, ['"abc"'], ['"ab"']),
         ({"format": "starts_with", "allOf": [{"pattern": "^a"}, {"pattern": "z$"}]}, ['"az"'], ['"ab"', '"bz"']),
@@ -136,66 +130,26 @@ def test_a_format_allows_what_another_reader_takes(name: str) -> None:
         ({"pattern": "^\\p{Lu}\\P{L}[\\p{Nd}][^\\p{L}]$"}, ['"A-1-"'], ['"Aa1-"', '"A-1a"', '"a-1-"']),
         ({"pattern": "^[\\s\\S]{2}$"}, ['"a\\n"', '"é日"'], ['"a"', '"abc"']),
     ],
-    ids=json.dumps,
-)
-def test_what_stands_beside_a_format_is_enforced(
-    schema: dict[str, Any], allowed: list[str], refused: list[str]
-) -> None:
-    grammar = compile_schema({"type": "string", **schema})
-    assert [text for text in allowed if not accepts_text(grammar, text)] == []
-    assert [text for text in refused if accepts_text(grammar, text)] == []
-
-
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
-        (
-            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
-            ["{}", '{"a": 1}', '{"a": 1, "b": 2}'],
-            ['{"c": 1}', '{"a": "x"}'],
-        ),
+    "object": [
+        ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+         ["{}", '{"a": 1}', '{"a": 1, "b": 2}'], ['{"c": 1}', '{"a": "x"}']),
         ({"propertyNames": {"const": "a"}, "required": ["a"]}, ['{"a": []}'], ["{}", '{"b": 1}']),
-        (
-            {"propertyNames": {"$ref": "#/$defs/Key"}, "$defs": {"Key": {"enum": ["a", 2]}}},
-            ['{"a": null}'],
-            ['{"2": null}', '{"b": null}'],
-        ),
+        ({"propertyNames": {"$ref": "#/$defs/Key"}, "$defs": {"Key": {"enum": ["a", 2]}}},
+         ['{"a": null}'], ['{"2": null}', '{"b": null}']),
         ({"propertyNames": {"anyOf": [{"enum": ["a"]}, {"const": "b"}, {"not": {}}]}}, ['{"b": 1}'], ['{"c": 1}']),
-        (
-            {"properties": {"a": {"type": "null"}, "c": {}}, "propertyNames": {"enum": ["a", "b"]}},
-            ['{"a": null, "b": 1}'],
-            ['{"a": 1}', '{"c": 1}'],
-        ),
-        (
-            {"allOf": [{"properties": {"a": {"type": "null"}}}], "propertyNames": {"enum": ["a", "b"]}},
-            ['{"a": null, "b": 1}'],
-            ['{"a": 1}', '{"c": 1}'],
-        ),
-        (
-            {"propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": {"type": "integer"}},
-            ['{"abc": 1}'],
-            ['{"abd": 1}', '{"a": "x"}'],
-        ),
+        ({"properties": {"a": {"type": "null"}, "c": {}}, "propertyNames": {"enum": ["a", "b"]}},
+         ['{"a": null, "b": 1}'], ['{"a": 1}', '{"c": 1}']),
+        ({"allOf": [{"properties": {"a": {"type": "null"}}}], "propertyNames": {"enum": ["a", "b"]}},
+         ['{"a": null, "b": 1}'], ['{"a": 1}', '{"c": 1}']),
+        ({"propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": {"type": "integer"}},
+         ['{"abc": 1}'], ['{"abd": 1}', '{"a": "x"}']),
         ({"propertyNames": {"minLength": 2, "maxLength": 3}}, ['{"ab": 1}'], ['{"a": 1}', '{"abcd": 1}']),
         ({"propertyNames": {"format": "date"}}, ['{"2024-02-29": 1}'], ['{"2023-02-29": 1}', '{"a": 1}']),
         ({"propertyNames": False}, ["{}"], ['{"a": 1}']),
     ],
-    ids=json.dumps,
-)
-def test_names_of_properties_are_enforced(schema: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
-    grammar = compile_schema({"type": "object", **schema})
-    assert [text for text in allowed if not accepts_text(grammar, text)] == []
-    assert [text for text in refused if accepts_text(grammar, text)] == []
-
-
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
-        (
-            {"items": {"enum": ["a", "b", "c"]}},
-            ["[]", '["b"]', '["c", "a"]', '["b", "c", "a"]'],
-            ['["a", "a"]', '["a", "b", "a"]', '["a", "b", "c", "a"]', '["d"]'],
-        ),
+    "array": [
+        ({"items": {"enum": ["a", "b", "c"]}}, ["[]", '["b"]', '["c", "a"]', '["b", "c", "a"]'],
+         ['["a", "a"]', '["a", "b", "a"]', '["a", "b", "c", "a"]', '["d"]']),
         ({"items": {"enum": ["a", "b", "c"]}, "minItems": 2, "maxItems": 2}, ['["c", "a"]'], ['["a"]', '["a", "a"]']),
         ({"items": {"enum": list(range(11))}, "maxItems": 2}, ["[10, 3]"], ["[3, 3]", "[1, 2, 3]"]),
         ({"items": {"type": ["boolean", "null"]}}, ["[null, true, false]"], ["[true, true]"]),
@@ -204,19 +158,23 @@ def test_names_of_properties_are_enforced(schema: dict[str, Any], allowed: list[
         ({"items": {"$ref": "#/$defs/A"}, "$defs": {"A": {"enum": ["x", "y"]}}}, ['["y", "x"]'], ['["y", "y"]']),
         ({"items": {"type": "string"}, "maxItems": 1}, ['["any"]', "[]"], ['["a", "b"]']),
     ],
-    ids=json.dumps,
+    "": [({"items": {"enum": ["a", "b"]}}, ["7", '["b", "a"]'], ['["b", "b"]'])],
+}  # fmt: skip
+"""By type, with what is allowed and refused: what stands beside a format, names of properties, and unique items."""
+
+
+@pytest.mark.parametrize(
+    ("type_", "schema", "allowed", "refused"),
+    [(type_, *case) for type_, cases in ENFORCED.items() for case in cases],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_items_that_are_listed_come_once(schema: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
-    grammar = compile_schema({"type": "array", "uniqueItems": True, **schema})
+def test_what_stands_beside_a_type_is_enforced(
+    type_: str, schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    unique = {} if type_ in ("string", "object") else {"uniqueItems": True}
+    grammar = compile_schema({**({"type": type_} if type_ else {}), **unique, **schema})
     assert [text for text in allowed if not accepts_text(grammar, text)] == []
     assert [text for text in refused if accepts_text(grammar, text)] == []
-
-
-def test_unique_items_leave_other_types_alone() -> None:
-    grammar = compile_schema({"uniqueItems": True, "items": {"enum": ["a", "b"]}})
-    assert accepts_text(grammar, "7")
-    assert accepts_text(grammar, '["b", "a"]')
-    assert not accepts_text(grammar, '["b", "b"]')
 
 
 DURATION = "^P(?:(\\d+W)|(?!.*W)(?=\\d|T\\d)(\\d+Y)?(\\d+M)?(\\d+D)?(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$"
@@ -228,10 +186,6 @@ DECIMAL = "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"
     ("pattern", "letters", "longest"), [(DURATION, "P1WYMDTHS.", 5), (EMAIL, "a.'@-", 7), (DECIMAL, "+-.01", 6)]
 )
 def test_known_expressions_mean_what_they_meant(pattern: str, letters: str, longest: int) -> None:
-    from itertools import product
-
-    from penstock.grammar.pattern import translate_pattern
-
     known = translate_pattern(pattern)
     python = re.compile(re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: re.escape(chr(int(found[1], 16))), known))
     for length in range(longest + 1):

@@ -12,27 +12,25 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.kvstore.arena.layout import W_DIRTY, Geometry
+from penstock.kvstore.arena.layout import W_DIRTY
 from penstock.kvstore.arena.medium import SlotFile
 from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers import host
 from penstock.kvstore.tiers.host import HostTier
 from sim.small_disk import fill_disk
 from sim.waiting import wait_for
-from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.blocks import TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt
+from tests.kvstore.places import open_host
 
 FORM = make_form("a model that dies")
 NAMES = [BlockKey(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
 NUM_SLOTS = 8
 
 
-def open_tier(directory: Path, tier: str, num_slots: int = NUM_SLOTS) -> HostTier:
+def open_tier(directory: Path, tier: str) -> HostTier:
     """The tier that all these processes and their test share."""
-    budget = Geometry(PAYLOAD_BYTES, num_slots, on_disk=tier == "disk").total_bytes
-    if tier == "disk":
-        return HostTier.open_disk(FORM, directory / "kv", budget, str(directory))
-    return HostTier.open_shared(FORM, "demo", budget, str(directory))
+    return open_host(tier, directory, FORM, NUM_SLOTS)
 
 
 def live(directory: Path, which: str) -> None:

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import redis
 
+from penstock.kvstore.arena.directory import find_slot_files
+from penstock.kvstore.arena.file import find_arenas
+from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.host import HostTier
@@ -16,6 +19,14 @@ from penstock.kvstore.tiers.redis import RedisTier
 from penstock.names import kv_key
 
 Change = Callable[[bytes], bytes]
+
+
+def open_host(which: str, directory: Path, form: BlockFormat, num_slots: int) -> HostTier:
+    """Open the tier of the host in memory ("shared") or on disk, with room for so many blocks."""
+    budget = Geometry(form.payload_bytes, num_slots, on_disk=which == "disk").total_bytes
+    if which == "disk":
+        return HostTier.open_disk(form, directory / "kv", budget, str(directory))
+    return HostTier.open_shared(form, "demo", budget, str(directory))
 
 
 def overwrite_block(tier: HostTier, key: bytes, change: Change) -> bool:
@@ -34,6 +45,9 @@ class Place(Protocol):
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """Another tier there."""
 
+    def attach(self) -> Tier:
+        """What tools open, that do not know the form of the blocks."""
+
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """Replace what is stored under `key` (header and content) by what `change` makes of it."""
 
@@ -47,6 +61,10 @@ class SharedPlace:
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
         return HostTier.open_shared(form, "demo", budget_bytes, str(self._directory))
+
+    def attach(self) -> Tier:
+        """See `Place.attach`."""
+        return HostTier.attach_shared(find_arenas(str(self._directory))[0].path)
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
@@ -65,6 +83,10 @@ class DiskPlace(SharedPlace):
         """See `Place.open`."""
         return HostTier.open_disk(form, self._directory, budget_bytes, str(self._tables))
 
+    def attach(self) -> Tier:
+        """See `Place.attach`."""
+        return HostTier.attach_disk(next(iter(find_slot_files(self._directory))), str(self._tables))
+
 
 class RedisPlace:
     """A server that no other test uses meanwhile."""
@@ -77,6 +99,10 @@ class RedisPlace:
     def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
         return RedisTier.open(form, [self._url], budget_bytes, keep_s=600.0)
+
+    def attach(self) -> Tier:
+        """See `Place.attach`."""
+        return RedisTier.attach([self._url])
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`."""

@@ -33,7 +33,7 @@ from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.host import HostTier
 from sim.waiting import PATIENCE_S
-from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, keys_of, make_form, new_names, put, read
 
 BUDGET = 2**18
 Open = Callable[..., HostTier]
@@ -78,13 +78,6 @@ def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
     assert status.st_size <= BUDGET
 
 
-@pytest.mark.parametrize("budget", [0, 1, 4096, Geometry(PAYLOAD_BYTES, 1).total_bytes - 1])
-def test_a_budget_without_room_for_a_block(tmp_path: Path, budget: int) -> None:
-    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-        HostTier.open_shared(FORM, "demo", budget, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 # Opening.
 
 
@@ -96,30 +89,32 @@ def test_the_file_is_the_user_s_alone(open_tier: Open, tmp_path: Path) -> None:
     assert arena.is_in_use
 
 
-def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "budget", "directory"),
+    [
+        *((FORM, budget, "") for budget in (0, 1, 4096, Geometry(PAYLOAD_BYTES, 1).total_bytes - 1)),
+        (make_form(payload_bytes=2**30), 2**50, ""),
+        (FORM, BUDGET, "missing"),
+        (FORM, BUDGET, "file"),
+    ],
+    ids=["0", "1", "4096", "too small", "more than the directory has", "missing", "no directory"],
+)
+def test_what_cannot_be_opened_leaves_nothing_behind(
+    tmp_path: Path, form: BlockFormat, budget: int, directory: str
+) -> None:
     (tmp_path / "file").touch()
-    for directory in ("missing", "file"):
-        with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-            HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path / directory))
-
-
-def test_more_than_the_directory_has_room_for(tmp_path: Path) -> None:
     with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
-        HostTier.open_shared(make_form(payload_bytes=2**30), "demo", 2**50, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+        HostTier.open_shared(form, "demo", budget, str(tmp_path / directory))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_that_others_may_write_is_refused(open_tier: Open) -> None:
-    tier = open_tier()
-    tier.close()
-    tier.arena.path.chmod(0o666)
-    with pytest.raises(KVStoreError, match="not this user's alone"):
-        open_tier()
-
-
-def test_a_link_is_refused(open_tier: Open, tmp_path: Path) -> None:
+def test_a_link_and_a_file_that_others_may_write_are_refused(open_tier: Open, tmp_path: Path) -> None:
     path = (tier := open_tier()).arena.path
     tier.close()
+    path.chmod(0o666)
+    with pytest.raises(KVStoreError, match="not this user's alone"):
+        open_tier()
+    path.chmod(0o600)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(KVStoreError):
@@ -176,12 +171,13 @@ def test_nothing_is_evicted_before_all_memory_is_there(open_tier: Open) -> None:
     assert tier.counters.evictions == 1
 
 
-def test_memory_that_runs_out_later(
-    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("num_chunks", [0, 4])
+def test_memory_that_runs_out(
+    tmp_path: Path, num_chunks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody else filled the directory meanwhile: the arena stays as small as it is."""
+    """Somebody else fills the directory: the arena stays as small as it is, and is none if it has no memory."""
     monkeypatch.setattr(growth, "CHUNK_BYTES", 16384)
-    left, allocate = [4], os.posix_fallocate
+    left, allocate = [num_chunks], os.posix_fallocate
 
     def runs_out(fd: int, offset: int, length: int) -> None:
         if not left[0]:
@@ -190,25 +186,20 @@ def test_memory_that_runs_out_later(
         allocate(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", runs_out)
+    if not num_chunks:
+        with pytest.raises(KVStoreError, match=r"No space left on device.*PENSTOCK_KV_STORE_SHARED_MB"):
+            HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
+        assert list(tmp_path.iterdir()) == []
+        return
     with caplog.at_level(logging.WARNING):
-        tier = open_tier()
+        tier, names = HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path)), new_names(30)
         assert tier.arena.allocator.wait_until_mapped(PATIENCE_S)
-        names = new_names(30)
         assert all(put(tier, names))
     assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
     assert read(tier, names[-12:]) == [content(name) for name in names[-12:]]
     assert caplog.text.count("PENSTOCK_KV_STORE_SHARED_MB") == 1
     assert check_integrity(tier.arena) == []
-
-
-def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(KVStoreError, match=r"No space left on device.*PENSTOCK_KV_STORE_SHARED_MB"):
-        HostTier.open_shared(FORM, "demo", BUDGET, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    tier.close()
 
 
 # Several arenas.
@@ -263,39 +254,22 @@ def test_who_waited_while_it_was_removed_makes_a_new_one(open_tier: Open, tmp_pa
 # Attaching.
 
 
-def test_tools_attach_without_knowing_the_model(open_tier: Open) -> None:
-    tier, names = open_tier(), new_names(4)
-    put(tier, names)
-    tool = HostTier.attach_shared(tier.arena.path)
-    assert tool.arena.form == FORM
-    assert {entry.key for entry in tool.list_entries()} == set(keys_of(names))
-    assert read(tool, names) == [content(name) for name in names]
-    assert tool.remove_blocks(keys_of(names[:1])) == 1
-    assert is_here(tier, names) == [False, True, True, True]
-    tool.close()
-
-
-@pytest.mark.parametrize("written", [b"", b"something else", bytes(10000), b"PKVARENA" + bytes(10000)])
-def test_what_is_no_arena_is_not_attached(tmp_path: Path, written: bytes) -> None:
-    path = tmp_path / "file"
-    path.touch(0o600)
-    path.write_bytes(written)
-    with pytest.raises(KVStoreError):
-        HostTier.attach_shared(path)
-    with pytest.raises(KVStoreError):
-        HostTier.attach_shared(tmp_path / "nothing")
-
-
-def test_an_arena_of_another_version_or_cut_off_is_not_attached(open_tier: Open) -> None:
-    tier = open_tier()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: b"", lambda whole: b"something else", lambda whole: bytes(10000),
+        lambda whole: b"PKVARENA" + bytes(10000), lambda whole: whole[:8] + b"\2" + whole[9:], lambda whole: whole[:-1],
+    ],
+    ids=["nothing", "text", "zeros", "an arena's first bytes", "another version", "cut off"],
+)  # fmt: skip
+def test_what_is_no_arena_is_not_attached(open_tier: Open, change: Callable[[bytes], bytes]) -> None:
+    path = (tier := open_tier()).arena.path
     tier.close()
-    path = tier.arena.path
-    whole = path.read_bytes()
-    path.write_bytes(whole[:8] + b"\2" + whole[9:])
+    path.write_bytes(change(path.read_bytes()))
     with pytest.raises(KVStoreError, match="not an arena of this version"):
         HostTier.attach_shared(path)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(KVStoreError, match="not an arena of this version"):
+    path.unlink(missing_ok=True)
+    with pytest.raises(KVStoreError):
         HostTier.attach_shared(path)
 
 
@@ -310,26 +284,15 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
         tier.lease_blocks(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
         tier.arena.allocator.wait_until_mapped(PATIENCE_S)
     tier.arena.reclaim_stale()
-    tier.lease_blocks("5", keys_of(names[:1]), 600)
+    tier.lease_blocks("5", keys_of(names[:1]), 60)
     for _ in range(3):
         tier.lease_blocks("late", keys_of(names), 600)
     assert [entry.leases for entry in sorted(tier.list_entries(), key=lambda entry: entry.leases)] == [0, 8]
     assert caplog.text.count("lease table") == 1
+    tier.lease_blocks("5", keys_of(names[::-1]), 600)  # it is renewed, also behind a block that gets none
+    assert (tier.arena.tables.lease_end_array > time.monotonic_ns() + 500 * 10**9).sum() == 8
     tier.lease_blocks("3", keys_of(names[:1]), 0)
     tier.lease_blocks("late", keys_of(names[1:]), 600)
-    assert {entry.key: entry.leases for entry in tier.list_entries()} == {names[0].hash: 7, names[1].hash: 1}
-    assert check_integrity(tier.arena) == []
-
-
-def test_a_lease_is_renewed_where_the_table_is_full(open_tier: Open) -> None:
-    """Also behind a block that gets none."""
-    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 2).total_bytes), new_names(2)
-    put(tier, names)
-    tier.lease_blocks("a job", keys_of(names[1:]), 60)
-    for number in range(7):
-        tier.lease_blocks(str(number), keys_of(names[:1]), 600)
-    tier.lease_blocks("a job", keys_of(names), 600)
-    assert (tier.arena.tables.lease_end_array > time.monotonic_ns() + 500 * 10**9).sum() == 8
     assert {entry.key: entry.leases for entry in tier.list_entries()} == {names[0].hash: 7, names[1].hash: 1}
     assert check_integrity(tier.arena) == []
 
@@ -371,8 +334,7 @@ def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Aren
 
 
 def test_the_checker_finds_leases_that_nobody_ended(open_tier: Open) -> None:
-    tier, names = open_tier(), new_names(1)
-    put(tier, names)
+    put(tier := open_tier(), names := new_names(1))
     tier.lease_blocks("a job", keys_of(names), -2)
     assert check_integrity(tier.arena) == ["a lease was not ended in time"]
     tier.arena.reclaim_stale()

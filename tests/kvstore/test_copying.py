@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock import native
@@ -22,7 +22,7 @@ from penstock.kvstore.copying import (
 from penstock.kvstore.native import build, library
 
 CopyHashed = Callable[[memoryview, memoryview], int]
-LARGE = 3 * 2**20
+LARGE, UNIT = 3 * 2**20, HASH_UNIT_BYTES
 VARIANTS = ["avx512", "avx2", "plain", "chunks"]
 
 
@@ -45,9 +45,11 @@ def content() -> bytes:
     return random.Random(5).randbytes(LARGE)
 
 
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
+
+
+@needs_compiler
 def test_the_library_is_built_where_there_is_a_compiler() -> None:
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no compiler")
     assert library.load_library() is not None
 
 
@@ -102,36 +104,31 @@ def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 9 * HASH_UNIT_BYTES), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
-def test_in_chunks(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
-    """Any chunks of whole units, and what is left."""
+@given(st.integers(0, 9 * HASH_UNIT_BYTES), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64), st.booleans())
+@example(0, [], 0, True)
+@example(240, [], 0, True)
+@example(3 * HASH_UNIT_BYTES, [1, 1, 1], 0, True)
+@example(3 * HASH_UNIT_BYTES + 1, [1, 1, 1], 0, True)
+def test_in_chunks(
+    copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int, has_empty: bool
+) -> None:
+    """Any chunks of whole units, and what is left; empty chunks between them change nothing."""
     memory, source = bytearray(length + into_at + 1), memoryview(content)[:length]
-    _in_chunks(copying, memoryview(memory)[into_at:-1], source, [size * HASH_UNIT_BYTES for size in sizes])
+    sizes = [size * HASH_UNIT_BYTES for size in sizes]
+    _in_chunks(copying, memoryview(memory)[into_at:-1], source, sizes, has_empty=has_empty)
     assert memory[into_at:-1] == source
     assert not any(memory[:into_at])
     assert memory[-1] == 0
 
 
-@pytest.mark.parametrize(
-    "length",
-    [
-        0,
-        1,
-        240,
-        241,
-        HASH_UNIT_BYTES,
-        HASH_UNIT_BYTES + 1,
-        2 * HASH_UNIT_BYTES,
-        LARGE,
-        LARGE - 1,
-        LARGE - HASH_UNIT_BYTES,
-    ],
-)
+@pytest.mark.parametrize("length", [0, 1, 240, 241, UNIT, UNIT + 1, 2 * UNIT, LARGE, LARGE - 1, LARGE - UNIT])
 def test_in_large_chunks(copying: CopyHashed, content: bytes, length: int) -> None:
     _in_chunks(copying, memoryview(bytearray(length)), memoryview(content)[:length], [2**20] * 2)
 
 
-def _in_chunks(copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int]) -> None:
+def _in_chunks(
+    copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int], *, has_empty: bool = False
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if copying is copy_and_hash_in_chunks:
             patch.setattr(library, "load_library", lambda: None)
@@ -140,10 +137,14 @@ def _in_chunks(copying: CopyHashed, into: memoryview, source: memoryview, sizes:
             if start + size < len(source):
                 chunks.add_chunk(source[start : start + size])
                 start += size
+            if has_empty:
+                chunks.add_chunk(source[:0])
         if start < len(source):
             with pytest.raises(ValueError, match="only"):
                 chunks.finish_checksum()
             chunks.add_chunk(source[start:])
+        for _ in range(2 * has_empty):
+            chunks.add_chunk(source[:0])
         assert chunks.finish_checksum() == xxhash.xxh3_64_intdigest(source)
         assert into == source
 
@@ -158,22 +159,6 @@ def test_a_chunk_that_is_none(copying: CopyHashed) -> None:
         chunks.add_chunk(memoryview(bytes(2 * HASH_UNIT_BYTES + 1)))
     chunks.add_chunk(memoryview(bytes(2 * HASH_UNIT_BYTES)))
     assert chunks.finish_checksum() == compute_checksum(bytes(3 * HASH_UNIT_BYTES))
-
-
-@pytest.mark.parametrize("length", [0, 240, HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES + 1])
-def test_an_empty_chunk_changes_nothing(copying: CopyHashed, content: bytes, length: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if copying is copy_and_hash_in_chunks:
-            patch.setattr(library, "load_library", lambda: None)
-        source, nothing = memoryview(content)[:length], memoryview(b"")
-        chunks = HashingCopy(into := memoryview(bytearray(length)))
-        for start in range(0, length, HASH_UNIT_BYTES):
-            chunks.add_chunk(nothing)
-            chunks.add_chunk(source[start : start + HASH_UNIT_BYTES])
-        for _ in range(2):
-            chunks.add_chunk(nothing)
-        assert chunks.finish_checksum() == compute_checksum(source)
-        assert into == source
 
 
 def test_what_cannot_be_copied_is_refused_and_nothing_is_held(copying: CopyHashed) -> None:
@@ -194,12 +179,11 @@ def test_a_foreign_library_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert library.load_library.__wrapped__() is None
 
 
+@needs_compiler
 def test_a_library_of_another_version_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was built before a function was added."""
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no compiler")
     source, older = tmp_path / "older.cpp", tmp_path / "libcopying.so"
     source.write_text('extern "C" int penstock_copy_hashed() { return 0; }')
     native.link_library(older, ["-fPIC", str(source)])
@@ -209,8 +193,7 @@ def test_a_library_of_another_version_is_left_out(
     assert "python -m penstock.kvstore.native.build" in caplog.text
 
 
+@needs_compiler
 def test_it_builds_into_a_new_place(tmp_path: Path) -> None:
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no compiler")
     build.build_library(tmp_path / "libcopying.so")
     assert [path.name for path in tmp_path.iterdir()] == ["libcopying.so"]

@@ -124,17 +124,12 @@ def test_addresses_of_a_setting() -> None:
     assert split_urls("") == []
 
 
-def test_a_closed_tier_has_nothing(empty_url: str, own_server: ValkeyServer) -> None:
-    alone = RedisTier.open(FORM, [empty_url], AMPLE, 60)
+def test_a_closed_tier_of_several_addresses_has_nothing(empty_url: str, own_server: ValkeyServer) -> None:
     both, names = RedisTier.open(FORM, [empty_url, own_server.url], AMPLE, 60), new_names(20)
     put(both, names)
-    alone.close()
     both.close()
-    check_away(alone)
     assert read(both, names) == [None] * 20
     assert put(both, names) == is_here(both, names) == [False] * 20
-    both.lease_blocks("a job", keys_of(names), 1)
-    both.release_leases("a job", keys_of(names))
     assert both.remove_blocks(keys_of(names)) == both.read_usage().blocks == len(list(both.list_entries())) == 0
 
 

@@ -1,14 +1,15 @@
 """Redis servers that fail: away, broken, cut off, full, emptied."""
 
+import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
 
 from penstock.errors import KVStoreError
-from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
@@ -27,13 +28,8 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_what_is_no_address() -> None:
-    hosts = ["a..b", "x" * 64, "a%00b", "a\udc80"]
-    for urls in (
-        [],
-        ["http://127.0.0.1"],
-        ["redis://a/0?no_such_option=1"],
-        *([f"redis://{host}/0"] for host in hosts),
-    ):
+    hosts = [[f"redis://{host}/0"] for host in ("a..b", "x" * 64, "a%00b", "a\udc80")]
+    for urls in ([], ["http://127.0.0.1"], ["redis://a/0?no_such_option=1"], *hosts):
         with pytest.raises(KVStoreError):
             RedisTier.open(FORM, urls, AMPLE, 60)
 
@@ -59,27 +55,26 @@ def test_a_server_is_asked_again_however_often_it_was_away(
     tier.close()
 
 
-def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_server_that_dies_and_comes_back_empty(
+    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
+) -> None:
+    """If nobody notices, that costs no error."""
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.2)
     tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(3)
     put(tier, names)
     own_server.kill()
-    check_away(tier)
+    if is_noticed:
+        check_away(tier)
     own_server.start()
-    wait_for(lambda: put(tier, names[:1]) == [True], "the server is asked again")
-    assert read(tier, names) == [content(names[0]), None, None]
+    if is_noticed:
+        wait_for(lambda: put(tier, names[:1]) == [True], "the server is asked again")
+        assert read(tier, names) == [content(names[0]), None, None]
+    else:
+        assert read(tier, names[:1]) == [None]
+        assert put(tier, names[:1]) == [True]
+        assert tier.counters.errors == 0
     assert tier.check_integrity() == []
-    tier.close()
-
-
-def test_a_restart_that_nobody_noticed_costs_no_error(own_server: ValkeyServer) -> None:
-    tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(1)
-    put(tier, names)
-    own_server.kill()
-    own_server.start()
-    assert read(tier, names) == [None]
-    assert put(tier, names) == [True]
-    assert tier.counters.errors == 0
     tier.close()
 
 
@@ -155,64 +150,66 @@ def test_a_server_that_sends_a_byte_at_a_time(monkeypatch: pytest.MonkeyPatch, g
     assert tier.counters.errors == 1
 
 
-@pytest.mark.parametrize("cut", [0, 5, 100, 250, 70_000, 310_000, 600_250, 899_000])
-def test_a_connection_cut_while_blocks_are_read(
-    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
-) -> None:
-    """What came whole is used, the rest of the batch is misses; nothing is damaged, and the next call is as before."""
+Behind = Callable[..., tuple[Proxy, RedisTier]]
+
+
+@pytest.fixture
+def behind(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
+    """Opens a tier of a form behind a proxy, which asks its server again at once."""
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
-    names = new_names(3)
-    with Proxy(own_server.port) as proxy:
-        tier = RedisTier.open(LARGE_FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
-        put(tier, names, LARGE_FORM)
-        proxy.left = cut
-        whole = cut // (300_000 + HEADER_BYTES + 11)
-        expected = [content(name, LARGE_FORM) if at < whole else None for at, name in enumerate(names)]
-        assert read(tier, names, LARGE_FORM) == expected
-        assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (whole, 3 - whole, 0)
-        assert tier.counters.errors == 1
-        proxy.left = None
-        assert read(tier, names, LARGE_FORM) == [content(name, LARGE_FORM) for name in names]
-        tier.close()
+    with contextlib.ExitStack() as stack:
+
+        def open_behind(form: BlockFormat = FORM) -> tuple[Proxy, RedisTier]:
+            proxy = stack.enter_context(Proxy(own_server.port))
+            tier = RedisTier.open(form, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
+            stack.callback(tier.close)
+            return proxy, tier
+
+        yield open_behind
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, 250, 70_000, 310_000, 600_250, 899_000])
+def test_a_connection_cut_while_blocks_are_read(behind: Behind, cut: int) -> None:
+    """What came whole is used, the rest of the batch is misses; nothing is damaged, and the next call is as before."""
+    (proxy, tier), names = behind(LARGE_FORM), new_names(3)
+    put(tier, names, LARGE_FORM)
+    proxy.left = cut
+    whole = cut // (300_000 + HEADER_BYTES + 11)
+    expected = [content(name, LARGE_FORM) if at < whole else None for at, name in enumerate(names)]
+    assert read(tier, names, LARGE_FORM) == expected
+    assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (whole, 3 - whole, 0)
+    assert tier.counters.errors == 1
+    proxy.left = None
+    assert read(tier, names, LARGE_FORM) == [content(name, LARGE_FORM) for name in names]
 
 
 @pytest.mark.parametrize("cut", [0, 10, 30, 50])
-def test_a_connection_cut_while_blocks_are_written(
-    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
-) -> None:
-    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
-    names = new_names(3)
-    with Proxy(own_server.port) as proxy:
-        tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
-        assert read(tier, names) == [None] * 3
-        proxy.left = cut
-        assert not all(put(tier, names))
-        assert tier.counters.errors == 1
-        proxy.left = None
-        assert put(tier, names) == [True] * 3
-        assert read(tier, names) == [content(name) for name in names]
-        assert (tier.read_usage().blocks, tier.read_usage().bytes) == (3, 3 * STORED_BYTES)
-        assert tier.check_integrity() == []
-        tier.close()
+def test_a_connection_cut_while_blocks_are_written(behind: Behind, cut: int) -> None:
+    (proxy, tier), names = behind(), new_names(3)
+    assert read(tier, names) == [None] * 3
+    proxy.left = cut
+    assert not all(put(tier, names))
+    assert tier.counters.errors == 1
+    proxy.left = None
+    assert put(tier, names) == [True] * 3
+    assert read(tier, names) == [content(name) for name in names]
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (3, 3 * STORED_BYTES)
+    assert tier.check_integrity() == []
 
 
-def test_a_late_reply_is_nobody_s(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_reply_is_nobody_s(behind: Behind) -> None:
     """A reply that comes after its call gave up goes with its connection."""
-    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
-    names = new_names(2)
-    with Proxy(own_server.port) as proxy:
-        tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
-        put(tier, names)
-        (wire,) = tier._nodes[0]._server._idle
-        wire._socket.settimeout(0.2)  # of this connection alone: what comes after it may take its time
-        wire._patience_s = wire._patience_left_s = 0.2
-        proxy.passing.clear()
-        assert read(tier, names[:1]) == [None]
-        assert tier.counters.errors == 1
-        proxy.passing.set()
-        assert read(tier, names[1:]) == [content(names[1])]
-        assert proxy.connections == 2
-        tier.close()
+    (proxy, tier), names = behind(), new_names(2)
+    put(tier, names)
+    (wire,) = tier._nodes[0]._server._idle
+    wire._socket.settimeout(0.2)  # of this connection alone: what comes after it may take its time
+    wire._patience_s = wire._patience_left_s = 0.2
+    proxy.passing.clear()
+    assert read(tier, names[:1]) == [None]
+    assert tier.counters.errors == 1
+    proxy.passing.set()
+    assert read(tier, names[1:]) == [content(names[1])]
+    assert proxy.connections == 2
 
 
 def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:

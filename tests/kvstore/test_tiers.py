@@ -25,6 +25,7 @@ from tests.kvstore.blocks import (
     read,
 )
 from tests.kvstore.conftest import Damage, MakeTier
+from tests.kvstore.places import Place
 
 AMPLE = 2**20
 """Room for all that a test puts there, unless it is about room."""
@@ -63,29 +64,22 @@ def test_what_is_put_is_got_in_the_order_asked(tier: Tier) -> None:
 
 def test_nothing_is_a_batch(tier: Tier) -> None:
     assert (tier.put([]), tier.get([]), tier.has_blocks([]), tier.remove_blocks([])) == ([], [], [], 0)
-    tier.lease_blocks("a job", [], 10)
-    tier.release_leases("a job", [])
+    for keys in ([], keys_of(new_names(3))):  # nor are there leases on what is not here
+        tier.lease_blocks("a job", keys, 600)
+        tier.release_leases("another", keys)
+        assert tier.read_usage().leased == 0
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
-def test_what_one_worker_puts_another_one_gets(make_tier: MakeTier) -> None:
+def test_what_one_worker_puts_another_one_gets_also_when_the_first_has_closed(make_tier: MakeTier) -> None:
     writer, reader = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE)
     names = new_names(5)
     assert read(reader, names) == [None] * 5
     put(writer, names)
     assert read(reader, names) == [content(name) for name in names]
-
-
-def test_blocks_stay_when_a_tier_is_closed(make_tier: MakeTier) -> None:
-    first, names = make_tier(FORM, AMPLE), new_names(3)
-    put(first, names)
-    first.close()
+    for tier in (writer, reader, writer):  # to close twice is harmless
+        tier.close()
     assert read(make_tier(FORM, AMPLE), names) == [content(name) for name in names]
-
-
-def test_closing_twice_is_harmless(tier: Tier) -> None:
-    tier.close()
-    tier.close()
 
 
 def test_a_block_that_is_here_already_counts_as_stored(tier: Tier) -> None:
@@ -146,11 +140,7 @@ def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable
 
 @pytest.mark.parametrize(
     "form",
-    [
-        replace(FORM, fingerprint=bytes(32)),
-        replace(FORM, layout=bytes(16)),
-        replace(FORM, payload_bytes=PAYLOAD_BYTES - 8),
-    ],
+    [replace(FORM, fingerprint=bytes(32)), replace(FORM, layout=bytes(16)), replace(FORM, payload_bytes=2992)],
     ids=["another model", "another layout", "another size"],
 )
 def test_a_block_of_another_model_is_a_miss(make_tier: MakeTier, form: BlockFormat) -> None:
@@ -171,76 +161,50 @@ def check_damage_was_removed(tier: Tier, *names: BlockKey) -> None:
     assert read(tier, names) == [content(name) for name in names]
 
 
-FLIPPED = [
-    *range(0, HEADER_BYTES - 48, 9),
-    HEADER_BYTES - 49,
-    HEADER_BYTES,
-    HEADER_BYTES + PAYLOAD_BYTES // 2,
-    STORED_BYTES - 1,
-]
+FLIPPED = [*range(0, HEADER_BYTES - 48, 9), HEADER_BYTES - 49, HEADER_BYTES, STORED_BYTES // 2, STORED_BYTES - 1]
+"""Places in a stored block. A header ends with 48 bytes that say nothing."""
 
 
-@pytest.mark.parametrize("at", FLIPPED)  # a header ends with 48 bytes that say nothing
-def test_a_flipped_bit_is_a_miss(tier: Tier, damage: Damage, at: int) -> None:
-    name, bit = new_name(), random.Random(at).randrange(8)
-
-    def flip(stored: bytes) -> bytes:
-        assert len(stored) == STORED_BYTES
-        return stored[:at] + bytes([stored[at] ^ 1 << bit]) + stored[at + 1 :]
-
-    put(tier, [name])
-    damage(tier, name.hash, flip)
-    assert read(tier, [name]) == [None]
-    check_damage_was_removed(tier, name)
+def flip_bit(stored: bytes, at: int) -> bytes:
+    assert len(stored) == STORED_BYTES
+    return stored[:at] + bytes([stored[at] ^ 1 << random.Random(at).randrange(8)]) + stored[at + 1 :]
 
 
-@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, STORED_BYTES - 1])
-def test_a_truncated_block_is_a_miss(tier: Tier, damage: Damage, length: int) -> None:
-    name = new_name()
-    put(tier, [name])
-    damage(tier, name.hash, lambda stored: stored[:length])
-    assert read(tier, [name]) == [None]
-    check_damage_was_removed(tier, name)
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    **{f"bit of {at}": lambda stored, other, at=at: flip_bit(stored, at) for at in FLIPPED},  # type: ignore[misc]
+    **{
+        f"cut at {length}": lambda stored, other, length=length: stored[:length]  # type: ignore[misc]
+        for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, STORED_BYTES - 1)
+    },
+    "another block": lambda stored, other: other,
+    "header of one, content of another": lambda stored, other: stored[:HEADER_BYTES] + other[HEADER_BYTES:],
+}
+"""What becomes of a stored block, from it and another one."""
 
 
-def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_block_is_a_miss(tier: Tier, damage: Damage, what: str) -> None:
     one, two = new_names(2)
     put(tier, [one, two])
     first, second = tier.read_stored(one.hash), tier.read_stored(two.hash)
     assert first
     assert second
-    damage(tier, one.hash, lambda _: second)
-    damage(tier, two.hash, lambda _: first)
+    damage(tier, one.hash, lambda stored: DAMAGES[what](stored, second))
+    damage(tier, two.hash, lambda stored: DAMAGES[what](stored, first))
     assert read(tier, [one, two]) == [None, None]
     check_damage_was_removed(tier, one, two)
 
 
-def test_the_header_of_one_on_the_content_of_another(tier: Tier, damage: Damage) -> None:
-    one, two = new_names(2)
-    put(tier, [one, two])
-    other = tier.read_stored(two.hash)
-    assert other
-    damage(tier, one.hash, lambda stored: stored[:HEADER_BYTES] + other[HEADER_BYTES:])
-    assert read(tier, [one]) == [None]
-    check_damage_was_removed(tier, one)
-
-
-def test_damage_does_not_spread(tier: Tier, damage: Damage) -> None:
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_damage_does_not_spread_and_ends_leases(tier: Tier, damage: Damage, is_leased: bool) -> None:
     names = new_names(7)
     put(tier, names)
+    tier.lease_blocks("a job", keys_of(names[3:4]) * is_leased, 60)
     damage(tier, names[3].hash, lambda stored: bytes(len(stored)))
-    found = read(tier, names)
-    assert found == [content(name) if name is not names[3] else None for name in names]
+    assert read(tier, names) == [content(name) if name is not names[3] else None for name in names]
     assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (6, 1, 1)
-
-
-def test_a_leased_block_that_is_damaged_is_removed(tier: Tier, damage: Damage) -> None:
-    name = new_name()
-    put(tier, [name])
-    tier.lease_blocks("a job", [name.hash], 60)
-    damage(tier, name.hash, lambda stored: bytes(len(stored)))
-    assert read(tier, [name]) == [None]
-    check_damage_was_removed(tier, name)
+    assert is_here(tier, names[3:4]) == [False]
+    assert put(tier, names[3:4]) == [True]
     assert tier.read_usage().leased == 0
 
 
@@ -295,25 +259,13 @@ def test_a_batch_larger_than_the_budget(make_tier: MakeTier) -> None:
     assert tier.counters.damaged == 0
 
 
-def use_by_get(tier: Tier, name: BlockKey) -> None:
-    assert read(tier, [name]) == [content(name)]
-
-
-def use_by_has(tier: Tier, name: BlockKey) -> None:
-    assert is_here(tier, [name]) == [True]
-
-
-def use_by_put(tier: Tier, name: BlockKey) -> None:
-    assert put(tier, [name]) == [True]
-
-
-@pytest.mark.parametrize("use", [use_by_get, use_by_has, use_by_put])
-def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable[[Tier, BlockKey], None]) -> None:
+@pytest.mark.parametrize("use", [read, is_here, put])
+def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable[..., list[object]]) -> None:
     tier = make_tier(FORM, 2 * SMALL)
     names = fill(tier)
     used = names[::2]
     for name in used:
-        use(tier, name)
+        assert all(use(tier, [name]))
     order = [name for name in names if name not in used] + used
     order += (added := new_names(len(names) // 4))
     for name in added:
@@ -384,12 +336,6 @@ def test_owners_are_independent(make_tier: MakeTier) -> None:
     assert tier.read_usage().leased == 0
 
 
-def test_nothing_to_lease(tier: Tier) -> None:
-    tier.lease_blocks("a job", keys_of(new_names(3)), 600)
-    tier.release_leases("a job", keys_of(new_names(3)))
-    assert tier.read_usage().leased == 0
-
-
 def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
@@ -418,20 +364,13 @@ def test_a_lease_ends_with_its_block(tier: Tier) -> None:
 # Looking and removing.
 
 
-def test_has_says_what_is_here_and_counts_nothing(tier: Tier) -> None:
-    one, two = new_names(2)
-    put(tier, [one])
-    assert is_here(tier, [two, one, two]) == [False, True, False]
-    assert (tier.counters.hits, tier.counters.misses) == (0, 0)
-
-
-def test_remove(tier: Tier) -> None:
+def test_what_is_removed_is_gone_and_to_look_counts_nothing(tier: Tier) -> None:
     names = new_names(4)
     put(tier, names)
     assert tier.remove_blocks(keys_of([names[0], new_name(), names[2]])) == 2
     assert tier.remove_blocks(keys_of([names[0]])) == 0
-    assert is_here(tier, names) == [False, True, False, True]
-    assert tier.counters.evictions == 0
+    assert is_here(tier, [names[0], *names]) == [False, False, True, False, True]
+    assert (tier.counters.hits, tier.counters.misses, tier.counters.evictions) == (0, 0, 0)
     assert tier.read_usage().blocks == 2
     tier.remove_blocks(keys_of(names))
     assert tier.read_usage().blocks == 0
@@ -450,11 +389,14 @@ def test_usage_follows_what_is_there(make_tier: MakeTier) -> None:
     assert other.read_usage() == before
 
 
-def test_entries_and_stored_show_what_is_there(tier: Tier) -> None:
-    names = new_names(3)
-    put(tier, names)
+def test_entries_and_stored_show_what_is_there_and_the_order_of_use(tier: Tier) -> None:
+    names = new_names(4)
+    for name in names:
+        put(tier, [name])
+    is_here(tier, names[:1])
     entries = {entry.key: entry for entry in tier.list_entries()}
     assert entries.keys() == set(keys_of(names))
+    assert entries[names[0].hash].used_s >= entries[names[3].hash].used_s >= entries[names[1].hash].used_s
     for name in names:
         assert entries[name.hash].bytes >= STORED_BYTES
         stored = tier.read_stored(name.hash)
@@ -465,13 +407,31 @@ def test_entries_and_stored_show_what_is_there(tier: Tier) -> None:
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
-def test_entries_tell_the_order_of_use(tier: Tier) -> None:
-    names = new_names(4)
-    for name in names:
-        put(tier, [name])
-    use_by_get(tier, names[0])
-    used = {entry.key: entry.used_s for entry in tier.list_entries()}
-    assert used[names[0].hash] >= used[names[3].hash] >= used[names[1].hash]
+def test_tools_look_and_change_nothing_but_what_they_remove(tier: Tier, place: Place) -> None:
+    names = new_names(3)
+    put(tier, names)
+    before = sorted((entry.key, entry.bytes, entry.leases) for entry in tier.list_entries())
+    tool = place.attach()
+    assert tool.read_usage() == tier.read_usage()
+    assert sorted((entry.key, entry.bytes, entry.leases) for entry in tool.list_entries()) == before
+    assert tool.read_stored(names[0].hash) == tier.read_stored(names[0].hash)
+    assert tool.remove_blocks(keys_of(names[:2])) == 2
+    assert is_here(tier, names) == [False, False, True]
+    tool.close()
+
+
+def test_a_closed_tier_has_nothing_and_takes_nothing(make_tier: MakeTier) -> None:
+    tier, other, names = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_names(2)
+    put(tier, names[:1])
+    tier.close()
+    assert read(tier, names) == [None, None]
+    assert put(tier, names) == is_here(tier, names) == [False, False]
+    tier.lease_blocks("a job", keys_of(names), 600)
+    tier.release_leases("a job", keys_of(names))
+    assert tier.remove_blocks(keys_of(names)) == tier.read_usage().blocks == len(list(tier.list_entries())) == 0
+    assert tier.read_stored(names[0].hash) is None
+    assert is_here(other, names) == [True, False]
+    assert other.read_usage().leased == 0
 
 
 # Threads.

@@ -1,13 +1,15 @@
 """Transfers: what is fetched lands, what is lent comes back, whatever happens in the threads."""
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config.settings import KVSettings
+from penstock.kvstore.block import BlockKey
 from penstock.kvstore.store import KVStore
 from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
 from sim.waiting import PATIENCE_S, wait_for
@@ -90,65 +92,70 @@ def all_back(transfers: Transfers, pool: Pool) -> None:
     assert set(pool.returned) == set(pool.lent)
 
 
-def test_what_the_tiers_have_lands(store: KVStore) -> None:
-    names, pool = fill(store, 0b11), Pool(held=1)
-    transfers = Transfers(store, pool, 10)
-    transfers.submit_load(LoadOperation("mine", names[:4], names[4], 4))
+@pytest.fixture
+def begin(store: KVStore) -> Iterator[Callable[..., Transfers]]:
+    """Begins transfers between a pool and the store: `begin(pool, 10)`. They are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda pool, limit=10: stack.enter_context(contextlib.closing(Transfers(store, pool, limit)))
+
+
+Begin = Callable[..., Transfers]
+
+
+def load(transfers: Transfers, *given: Any) -> LoadOperation:
+    """Load, and return the operation when it is done."""
+    transfers.submit_load(LoadOperation("mine", *given))
     (done,) = collected(transfers)
     assert isinstance(done, LoadOperation)
+    return done
+
+
+def store_all(transfers: Transfers, store: KVStore, owner: str = "", names: Sequence[BlockKey] = ()) -> StoreOperation:
+    """Submit the blocks of a prompt as one operation, for a job or for none."""
+    blocks = [(i, name, store.all_tiers) for i, name in enumerate(names or names_of(store))]
+    transfers.submit_store("seq", operation := StoreOperation("mine", blocks, owner))
+    return operation
+
+
+def test_what_the_tiers_have_lands(store: KVStore, begin: Begin) -> None:
+    names, pool = fill(store, 0b11), Pool(held=1)
+    done = load(begin(pool), names[:4], names[4], 4)
     assert (done.context, done.num_pool_blocks, done.missing_tiers) == ("mine", 1, [0, 0, 0, 0])
     assert pool.landed == [expected()[1:4]]
     assert done.tail_payload is not None
     assert bytes(done.tail_payload) == expected()[4]
     assert (store.stats.pool_hits, store.stats.pool_misses) == (1, 3)
-    transfers.close()
 
 
-def test_a_tail_without_its_blocks_is_not_read(store: KVStore) -> None:
+def test_a_tail_without_its_blocks_is_not_read(store: KVStore, begin: Begin) -> None:
     names, pool = fill(store, 0b11), Pool(room=2)
-    transfers = Transfers(store, pool, 10)
-    transfers.submit_load(LoadOperation("mine", names[:4], names[4], 4))
-    (done,) = collected(transfers)
-    assert isinstance(done, LoadOperation)
-    assert done.tail_payload is None
+    assert load(begin(pool), names[:4], names[4], 4).tail_payload is None
     assert pool.landed == [expected()[:2]]
-    transfers.close()
 
 
-def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
-    names, pool = fill(store, 0b10), Pool(held=3)
+def test_what_the_tiers_lack_is_said(store: KVStore, begin: Begin) -> None:
+    names = fill(store, 0b10)
     store.tiers[1].remove_blocks([names[0].hash])
-    transfers = Transfers(store, pool, 10)
-    transfers.submit_load(LoadOperation("mine", names[:4]))
-    (done,) = collected(transfers)
-    assert isinstance(done, LoadOperation)
-    assert done.missing_tiers == [0b11, 0b01, 0b01, 0b01]
-    transfers.close()
+    assert load(begin(Pool(held=3)), names[:4]).missing_tiers == [0b11, 0b01, 0b01, 0b01]
 
 
-def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
-    names, pool = names_of(store), Pool()
-    transfers = Transfers(store, pool, 10)
-    ship = StoreOperation("mine", [(i, name, store.all_tiers) for i, name in enumerate(names)], "job")
-    transfers.submit_store("seq", ship)
-    (done,) = collected(transfers)
-    assert done is ship
+def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore, begin: Begin) -> None:
+    transfers = begin(pool := Pool())
+    ship = store_all(transfers, store, "job")
+    assert collected(transfers) == [ship]
     assert ship.is_written.result() == ship.finished_s
     assert [payload for payload, _ in read(store)] == expected()
     assert store.tiers[0].read_usage().leased == 5
     all_back(transfers, pool)
     assert store.tiers[1].read_usage().blocks == 5
-    transfers.submit_release("job", names)
+    transfers.submit_release("job", names_of(store))
     transfers.close()
     assert store.tiers[0].read_usage().leased == 0
 
 
-def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore) -> None:
-    names, pool = names_of(store), Pool()
-    transfers = Transfers(store, pool, 4)
-    transfers.submit_store(
-        "seq", StoreOperation("mine", [(i, name, store.all_tiers) for i, name in enumerate(names)], "job")
-    )
+def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore, begin: Begin) -> None:
+    transfers = begin(pool := Pool(), 4)
+    store_all(transfers, store, "job")
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
@@ -157,11 +164,11 @@ def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KV
 
 
 def test_what_no_job_waits_for_takes_up_so_much_of_the_pool_at_most(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch
+    store: KVStore, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, pool, gate = names_of(store), Pool(), threading.Event()
     held_up(store, "store_blocks", gate, monkeypatch)
-    transfers = Transfers(store, pool, 3)
+    transfers = begin(pool, 3)
     for i, name in enumerate(names):
         transfers.submit_store("seq", StoreOperation(i, [(i, name, store.all_tiers)]))
     assert len(pool.lent) == 3
@@ -190,11 +197,11 @@ def held_up(store: KVStore, method: str, gate: threading.Event, monkeypatch: pyt
 
 
 def test_interactive_before_batch_and_what_needs_nothing_at_once(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch
+    store: KVStore, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, gate = fill(store, 0b11), threading.Event()
     begun = held_up(store, "load_blocks", gate, monkeypatch)
-    transfers = Transfers(store, Pool(), 10)
+    transfers = begin(Pool())
     transfers.submit_load(LoadOperation("first", names[:4], klass="batch"))
     assert begun.wait(PATIENCE_S)
     transfers.submit_load(LoadOperation("batch", names[:4], klass="batch"))
@@ -203,13 +210,12 @@ def test_interactive_before_batch_and_what_needs_nothing_at_once(
     assert [one.context for one in transfers.collect_finished()] == ["nothing"]
     gate.set()
     assert [one.context for one in collected(transfers, 3)] == ["first", "interactive", "batch"]
-    transfers.close()
 
 
-def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore) -> None:
+def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore, begin: Begin) -> None:
     names, pool = fill(store, 0b11), Pool(room=0)
     pool.is_full = True
-    transfers = Transfers(store, pool, 10)
+    transfers = begin(pool)
     transfers.submit_load(LoadOperation("batch", names[:2], klass="batch"))
     transfers.submit_load(LoadOperation("one", names[:4]))
     transfers.submit_load(LoadOperation("two", names[:1]))
@@ -217,17 +223,15 @@ def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore) -> None:
     pool.is_full, pool.room = False, 99
     assert [one.context for one in collected(transfers, 3)] == ["one", "two", "batch"]
     assert pool.landed == [expected()[:4], expected()[:1], expected()[:2]]
-    transfers.close()
 
 
-def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_drops_what_no_job_waits_for(store: KVStore, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the pool lent comes back, and every landing is closed."""
     names, pool, gate = names_of(store), Pool(), threading.Event()
     writes = held_up(store, "store_blocks", gate, monkeypatch)
     reads = held_up(store, "load_blocks", gate, monkeypatch)
-    transfers = Transfers(store, pool, 10)
-    ship = StoreOperation("job", [(0, names[0], store.all_tiers)], "job")
-    transfers.submit_store("seq", ship)
+    transfers = begin(pool)
+    ship = store_all(transfers, store, "job", names[:1])
     transfers.submit_store("seq", StoreOperation("answer", [(1, names[1], store.all_tiers)]))
     transfers.submit_load(LoadOperation("one", names[:4]))
     transfers.submit_load(LoadOperation("two", names[:4]))
@@ -248,46 +252,43 @@ def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest
     assert store.find_tiers([name.hash for name in names[:2]]) == [0, 2]
 
 
-def test_a_block_that_was_recycled_under_its_reader_is_not_stored(store: KVStore) -> None:
-    names, pool = names_of(store), Pool()
+def test_a_block_that_was_recycled_under_its_reader_is_not_stored(store: KVStore, begin: Begin) -> None:
+    pool = Pool()
     pool.valid = False
-    transfers = Transfers(store, pool, 10)
-    transfers.submit_store("seq", StoreOperation("mine", [(0, names[0], store.all_tiers)]))
+    transfers = begin(pool)
+    store_all(transfers, store, names=names_of(store)[:1])
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
     assert read(store) == []
 
 
-def test_a_failure_in_a_thread_loses_nothing(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_thread_loses_nothing(store: KVStore, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker goes on as if the store had been empty."""
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     names, pool = names_of(store), Pool(held=2)
-    transfers = Transfers(store, pool, 10)
+    transfers = begin(pool)
     monkeypatch.setattr(store, "load_blocks", broken)
     monkeypatch.setattr(store, "store_blocks", broken)
     transfers.submit_load(LoadOperation("one", names[:4]))
-    transfers.submit_store("seq", StoreOperation("two", [(0, names[0], store.all_tiers)]))
+    store_all(transfers, store, names=names[:1])
     done = {one.context: one for one in collected(transfers, 2)}
     assert isinstance(done["one"], LoadOperation)
     assert done["one"].missing_tiers == []
     assert pool.landed == [[]]
     all_back(transfers, pool)
     monkeypatch.undo()
-    transfers.submit_load(LoadOperation("three", names[:4]))
-    assert collected(transfers)[0].context == "three"
-    transfers.close()
+    assert load(transfers, names[:4]).context == "mine"
 
 
-def test_waiting_ends_with_the_transfer(store: KVStore) -> None:
-    transfers = Transfers(store, Pool(), 10)
+def test_waiting_ends_with_the_transfer(store: KVStore, begin: Begin) -> None:
+    transfers = begin(Pool())
     transfers.submit_load(LoadOperation("mine", names_of(store, PROMPT[:8])))
     done: list[LoadOperation | StoreOperation] = []
     while not done:
         transfers.wait_for_finished()
         done = list(transfers.collect_finished())
     assert len(done) == 1
-    transfers.close()
