@@ -90,15 +90,21 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "logprobs": [21, -1, True], "seed": [-1, 2**63], "stop": [[""], ["x" * 257], ["x"] * 17], "prompt_logprobs": [21],
     "min_tokens": [-1], "stop_token_ids": [[1] * 65],
 }  # fmt: skip
+BAD_VALUES = {"field": BAD_FIELDS, "prompt": BAD_PROMPTS, "sampling": BAD_SAMPLING}
+
+
+def place(where: str, name: str, value: Any) -> bytes:
+    """Return a request with a value at its place; a kind of prompt in place of its prompt."""
+    if where == "sampling":
+        return sampling(**{name: value})
+    return body(**{"prompt": ..., name: value} if where == "prompt" else {name: value})
+
+
 BAD: dict[str, tuple[bytes, type[RequestError]]] = {
     **{name: (value, InvalidRequest) for name, value in NO_JSON.items()},
     **{
-        f"{where} {name} {number}": (make(name, value), InvalidRequest)
-        for where, fields, make in (
-            ("field", BAD_FIELDS, lambda name, value: body(**{name: value})),
-            ("prompt", BAD_PROMPTS, lambda name, value: body(prompt=..., **{name: value})),
-            ("sampling", BAD_SAMPLING, lambda name, value: sampling(**{name: value})),
-        )
+        f"{where} {name} {number}": (place(where, name, value), InvalidRequest)
+        for where, fields in BAD_VALUES.items()
         for name, values in fields.items()
         for number, value in enumerate(values)
     },
