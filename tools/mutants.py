@@ -85,7 +85,8 @@ ROOMS = {
         "kafka or ends_itself",
     ),
     "record": Room(
-        "core/penstock/record/", ("tests/record",), ("tests/client/test_streams.py",), (("", "streams"),)
+        "core/penstock/record/", ("tests/record", "tests/protocol/test_replay.py"), ("tests/client/test_streams.py",),
+        (("", "streams"),),
     ),
     "bus": Room(
         BUS,
