@@ -9,6 +9,7 @@ import redis
 
 from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Outgoing
+from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
@@ -23,6 +24,7 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Record, connect_servers, open_record
 from penstock.redis.servers import Sharded
 from penstock.testing.bus import MemoryBus
+from penstock.testing.client import MemoryClient
 from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.loop import run_until_idle
@@ -97,6 +99,13 @@ class InProcessPipeline:
         if self._records is not None:
             return MemoryRecord(self._records, self.record_settings)
         return open_record(self.clients, self.pipeline, self.record_settings)
+
+    def open_client(self) -> Client:
+        """Return a client of the pipeline."""
+        if self._records is None:
+            return Client(self.addresses)
+        assert isinstance(self.bus, MemoryBus)
+        return MemoryClient(self.bus, self._records)
 
     def add_prefill(self, name: str) -> None:
         """Add a prefill worker and make it the current one. The one before keeps running."""

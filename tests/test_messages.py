@@ -60,91 +60,60 @@ def sampling(**changes: Any) -> bytes:
     return body(sampling=changes)
 
 
+NO_JSON: dict[str, bytes] = {
+    "nothing": b"", "not JSON": b"{not json", "cut short": body()[:-1], "two values": body() * 2, "null": b"null",
+    "an array": b"[]", "a number": b"7", "not UTF-8": b'{"v":1,"id":"r","prompt":"\xff\xfe"}',
+    "UTF-16": body().decode().encode("utf-16"), "a BOM": b"\xef\xbb\xbf" + body(),
+    "half a character": b'{"v":1,"id":"r","prompt":"\\ud800"}', "deep": b"[" * 100_000,
+    "deep objects": b'{"v":' * 100_000,
+    "deep inside": body()[:-1] + b',"messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "top_k with 5000 digits": body()[:-1] + b',"sampling":{"top_k":1' + b"0" * 5000 + b"}}",
+    "temperature 1e400": body()[:-1] + b',"sampling":{"temperature":1e400}}',
+}  # fmt: skip
+BAD_FIELDS: dict[str, list[Any]] = {
+    "v": [...], "epoch": [7], "klass": ["batch"], "id": [..., "", "r\n", "{r}", "r" * 129, 7], "token_ids": [[1]],
+    "prompt": [..., None, ""], "class": ["urgent"], "tenant": ["a\r\nb"], "model": ["m" * 257],
+    "deadline": [0, math.nan, "tomorrow"],
+}  # fmt: skip
+"""By field what it must not be; an ellipsis stands for none."""
+BAD_PROMPTS: dict[str, list[Any]] = {
+    "messages": [[], [{"role": "wizard", "content": "x"}], [{"role": "user"}]],
+    "token_ids": [[], [-1], [2**31], [1.5], [True]],
+}
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "beams": [4], "max_tokens": [0, "5", 2**31], "fit_context": [False], "top_k": [10**400, -1], "top_p": [0, 1.01],
+    "temperature": [-0.1, math.nan, math.inf], "min_p": [-0.1, 1.01], "presence_penalty": [2.01],
+    "frequency_penalty": [-2.01, math.nan], "repetition_penalty": [0],
+    "logit_bias": [
+        [[1, 2]], {"1": 100.5}, {"1": "2"}, {"the": 1}, {"-1": 1}, {str(token): 1 for token in range(1025)},
+    ],
+    "logprobs": [21, -1, True], "seed": [-1, 2**63], "stop": [[""], ["x" * 257], ["x"] * 17], "prompt_logprobs": [21],
+    "min_tokens": [-1], "stop_token_ids": [[1] * 65],
+}  # fmt: skip
+BAD_VALUES = {"field": BAD_FIELDS, "prompt": BAD_PROMPTS, "sampling": BAD_SAMPLING}
+
+
+def place(where: str, name: str, value: Any) -> bytes:
+    """Return a request with a value at its place; a kind of prompt in place of its prompt."""
+    if where == "sampling":
+        return sampling(**{name: value})
+    return body(**{"prompt": ..., name: value} if where == "prompt" else {name: value})
+
+
 BAD: dict[str, tuple[bytes, type[RequestError]]] = {
-    "nothing": (b"", InvalidRequest),
-    "not JSON": (b"{not json", InvalidRequest),
-    "cut short": (body()[:-1], InvalidRequest),
-    "two values": (body() * 2, InvalidRequest),
-    "null": (b"null", InvalidRequest),
-    "an array": (b"[]", InvalidRequest),
-    "a number": (b"7", InvalidRequest),
-    "not UTF-8": (b'{"v":1,"id":"r","prompt":"\xff\xfe"}', InvalidRequest),
-    "UTF-16": (body().decode().encode("utf-16"), InvalidRequest),
-    "a BOM": (b"\xef\xbb\xbf" + body(), InvalidRequest),
-    "half a character": (b'{"v":1,"id":"r","prompt":"\\ud800"}', InvalidRequest),
-    "deep": (b"[" * 100_000, InvalidRequest),
-    "deep objects": (b'{"v":' * 100_000, InvalidRequest),
-    "deep inside": (body()[:-1] + b',"messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}", InvalidRequest),
-    "no version": (body(v=...), InvalidRequest),
+    **{name: (value, InvalidRequest) for name, value in NO_JSON.items()},
+    **{
+        f"{where} {name} {number}": (place(where, name, value), InvalidRequest)
+        for where, fields in BAD_VALUES.items()
+        for name, values in fields.items()
+        for number, value in enumerate(values)
+    },
+    "logprobs of too many tokens": (sampling(logprobs=3, max_tokens=MAX_LOGPROBS // 4 + 1), InvalidRequest),
+    "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), InvalidRequest),
     "version 2": (body(v=2), UnsupportedVersion),
     "version 2 with new fields": (body(v=2, more=True), UnsupportedVersion),
     "version as text": (body(v="1"), UnsupportedVersion),
     "version null": (body(v=None), UnsupportedVersion),
-    "unknown field": (body(epoch=7), InvalidRequest),
-    "unknown sampling field": (sampling(beams=4), InvalidRequest),
-    "a field's Python name": (body(klass="batch"), InvalidRequest),
-    "no id": (body(id=...), InvalidRequest),
-    "empty id": (body(id=""), InvalidRequest),
-    "id with a line end": (body(id="r\n"), InvalidRequest),
-    "id with braces": (body(id="{r}"), InvalidRequest),
-    "id too long": (body(id="r" * 129), InvalidRequest),
-    "id a number": (body(id=7), InvalidRequest),
-    "two prompts": (body(token_ids=[1]), InvalidRequest),
-    "no prompt": (body(prompt=...), InvalidRequest),
-    "prompt null": (body(prompt=None), InvalidRequest),
-    "empty prompt": (body(prompt=""), InvalidRequest),
-    "empty messages": (body(prompt=..., messages=[]), InvalidRequest),
-    "empty token ids": (body(prompt=..., token_ids=[]), InvalidRequest),
-    "unknown role": (body(prompt=..., messages=[{"role": "wizard", "content": "x"}]), InvalidRequest),
-    "message without content": (body(prompt=..., messages=[{"role": "user"}]), InvalidRequest),
-    "negative token id": (body(prompt=..., token_ids=[-1]), InvalidRequest),
-    "token id too large": (body(prompt=..., token_ids=[2**31]), InvalidRequest),
-    "token id a fraction": (body(prompt=..., token_ids=[1.5]), InvalidRequest),
-    "token id true": (body(prompt=..., token_ids=[True]), InvalidRequest),
-    "max_tokens 0": (sampling(max_tokens=0), InvalidRequest),
-    "max_tokens as text": (sampling(max_tokens="5"), InvalidRequest),
-    "max_tokens huge": (sampling(max_tokens=2**31), InvalidRequest),
-    "fit_context false": (sampling(fit_context=False), InvalidRequest),
-    "top_k huge": (sampling(top_k=10**400), InvalidRequest),
-    "top_k with 5000 digits": (body()[:-1] + b',"sampling":{"top_k":1' + b"0" * 5000 + b"}}", InvalidRequest),
-    "top_k negative": (sampling(top_k=-1), InvalidRequest),
-    "top_p 0": (sampling(top_p=0), InvalidRequest),
-    "top_p over 1": (sampling(top_p=1.01), InvalidRequest),
-    "temperature negative": (sampling(temperature=-0.1), InvalidRequest),
-    "temperature NaN": (sampling(temperature=math.nan), InvalidRequest),
-    "temperature Infinity": (sampling(temperature=math.inf), InvalidRequest),
-    "temperature 1e400": (body()[:-1] + b',"sampling":{"temperature":1e400}}', InvalidRequest),
-    "min_p negative": (sampling(min_p=-0.1), InvalidRequest),
-    "min_p over 1": (sampling(min_p=1.01), InvalidRequest),
-    "presence_penalty over 2": (sampling(presence_penalty=2.01), InvalidRequest),
-    "frequency_penalty under -2": (sampling(frequency_penalty=-2.01), InvalidRequest),
-    "frequency_penalty NaN": (sampling(frequency_penalty=math.nan), InvalidRequest),
-    "repetition_penalty 0": (sampling(repetition_penalty=0), InvalidRequest),
-    "logit_bias a list": (sampling(logit_bias=[[1, 2]]), InvalidRequest),
-    "logit_bias over 100": (sampling(logit_bias={"1": 100.5}), InvalidRequest),
-    "logit_bias as text": (sampling(logit_bias={"1": "2"}), InvalidRequest),
-    "logit_bias of a word": (sampling(logit_bias={"the": 1}), InvalidRequest),
-    "logit_bias of a negative token": (sampling(logit_bias={"-1": 1}), InvalidRequest),
-    "too many logit_bias": (sampling(logit_bias={str(token): 1 for token in range(1025)}), InvalidRequest),
-    "logprobs 21": (sampling(logprobs=21), InvalidRequest),
-    "logprobs negative": (sampling(logprobs=-1), InvalidRequest),
-    "logprobs true": (sampling(logprobs=True), InvalidRequest),
-    "logprobs of too many tokens": (sampling(logprobs=3, max_tokens=MAX_LOGPROBS // 4 + 1), InvalidRequest),
-    "seed negative": (sampling(seed=-1), InvalidRequest),
-    "seed huge": (sampling(seed=2**63), InvalidRequest),
-    "empty stop": (sampling(stop=[""]), InvalidRequest),
-    "stop too long": (sampling(stop=["x" * 257]), InvalidRequest),
-    "too many stops": (sampling(stop=["x"] * 17), InvalidRequest),
-    "prompt_logprobs 21": (sampling(prompt_logprobs=21), InvalidRequest),
-    "min_tokens negative": (sampling(min_tokens=-1), InvalidRequest),
-    "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), InvalidRequest),
-    "too many stop tokens": (sampling(stop_token_ids=[1] * 65), InvalidRequest),
-    "unknown class": (body(**{"class": "urgent"}), InvalidRequest),
-    "tenant with a line end": (body(tenant="a\r\nb"), InvalidRequest),
-    "model name too long": (body(model="m" * 257), InvalidRequest),
-    "deadline 0": (body(deadline=0), InvalidRequest),
-    "deadline NaN": (body(deadline=math.nan), InvalidRequest),
-    "deadline as text": (body(deadline="tomorrow"), InvalidRequest),
     "too many bytes": (body(prompt="x" * MAX_REQUEST_BYTES), RequestTooLarge),
     "too many bytes, not JSON": (b"[" * (MAX_REQUEST_BYTES + 1), RequestTooLarge),
 }

@@ -1,6 +1,6 @@
 """Mutants: each is one change of the source, and it is found again by its lines."""
 
-from tools.mutants import Changes, Mutant, find_lua_changes
+from tools.mutants import ROOMS, ROOT, Changes, Mutant, find_lua_changes
 
 SOURCE = '''"""1 and 2."""
 if TYPE_CHECKING:
@@ -50,3 +50,9 @@ def test_a_mutant_is_found_by_its_lines_and_says_where_they_are_gone() -> None:
     second = Mutant("a.py", "    x = 1", "    x = 2", nth=1)
     assert second.apply("    x = 1\n        x = 1\n    x = 1\n") == "    x = 1\n        x = 1\n    x = 2\n"
     assert second.apply("    x = 1\n    x = 12\n") is None
+
+
+def test_the_tests_of_every_room_exist() -> None:
+    """Else pytest fails where it begins, and each mutant counts as noticed."""
+    named = [name for room in ROOMS.values() for name in room.tests + room.tests_of_modules]
+    assert [name for name in named if not (ROOT / name).exists()] == []

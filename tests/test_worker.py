@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -37,6 +38,13 @@ from tests.pipeline.site import hanging
 
 Fetch = Callable[[int], list[Delivery]]
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
+
+
+@pytest.fixture
+def record(server: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+    """A record whose sessions are renewed each second."""
+    with closing(Record(server, pipeline, RecordSettings(lease_s=3))) as made:
+        yield made
 
 
 @pytest.fixture
@@ -248,24 +256,16 @@ def test_where_only_interactive_work_fits_no_batch_is_taken() -> None:
         assert [delivery.klass for delivery in queue.poll(0, 1, is_idle=False)] == expected
 
 
-def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
-    queue, member = make_deferred_queue(32, 60.0)
-    assert queue.poll(32, 32, is_idle=False) == []
-    assert member.rooms == [{"interactive": 32, "batch": 31}]
-    assert len(queue) == 32
-
-
-def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
-    queue, member = make_deferred_queue(MAX_DEFERRED, 60.0)
-    queue.poll(32, 32, is_idle=False)
-    assert member.rooms == [{"interactive": 0, "batch": 31}]
-
-
-def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
-    queue, member = make_deferred_queue(40, 0.0)
-    assert len(queue.poll(32, 32, is_idle=False)) == 32
-    assert member.rooms == [{"interactive": 1, "batch": 31}]
-    assert len(queue.list_deferred()) == 8
+@pytest.mark.parametrize(
+    ("num_deferred", "wait_s", "num_due", "room"),
+    [(32, 60.0, 0, 32), (MAX_DEFERRED, 60.0, 0, 0), (40, 0.0, 32, 1)],
+    ids=["what waits takes up no room", "of what very many wait no more is asked for", "what is due takes up room"],
+)
+def test_room_for_what_was_put_back(num_deferred: int, wait_s: float, num_due: int, room: int) -> None:
+    queue, member = make_deferred_queue(num_deferred, wait_s)
+    assert len(queue.poll(32, 32, is_idle=False)) == num_due
+    assert member.rooms == [{"interactive": room, "batch": 31}]
+    assert len(queue) == len(queue.list_deferred()) == num_deferred - num_due
 
 
 def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,44 +467,6 @@ def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: 
         Reconnector(lambda: Failing(error), lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
 
 
-def test_a_name_that_another_process_took_meanwhile_ends_the_worker(addresses: Addresses, pipeline: Pipeline) -> None:
-    """It was stopped for so long that its lease ended, and goes on now."""
-    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat:
-        wait_for(lambda: read_worker_status(addresses), "the first beat")
-        # In a container beside it, which has the same host name and process id.
-        newer = {**read_worker_status(addresses)[0], "token": "another", "host": "there", "pid": 77}
-        key = pipeline.worker_key("prefill", "p-0")
-        with redis.Redis.from_url(addresses.stream_url) as client:
-            client.set(key, json.dumps(newer))
-            reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
-            with pytest.raises(NameTaken, match=r"p-0 .* on there with pid 77"):
-                reconnector.run_until_stopped(StopSignal(), 0.0)
-            beat.update_status(now=True)
-            wait_for(lambda: raises_failure(beat), "its thread finds it too")
-    with redis.Redis.from_url(addresses.stream_url) as client:
-        assert json.loads(client.get(key) or b"") == newer, "it says no goodbye for the other"
-        assert not client.exists(pipeline.left_key("prefill", "p-0"))
-
-
-def raises_failure(beat: Heartbeat) -> bool:
-    try:
-        beat.raise_failure()
-    except NameTaken:
-        return True
-    return False
-
-
-def test_a_worker_that_lost_its_name_ends_while_it_runs(addresses: Addresses, pipeline: Pipeline) -> None:
-    """The loop looks at the heartbeat in each turn."""
-    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_for(lambda: read_worker_status(addresses), "the first beat")
-        with redis.Redis.from_url(addresses.stream_url) as client:
-            newer = {**read_worker_status(addresses)[0], "token": "x", "host": "there", "pid": 7}
-            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
-        with pytest.raises(NameTaken):
-            Reconnector(Idle, lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
-
-
 class Idle(Failing):
     """A worker without work."""
 
@@ -513,6 +475,33 @@ class Idle(Failing):
 
     def run_once(self, *, accept: bool = True) -> bool:
         return False
+
+
+@pytest.mark.parametrize("make", [lambda: Failing(MemberFenced("replaced")), Idle], ids=["fenced", "idle"])
+def test_a_name_that_another_process_took_meanwhile_ends_the_worker(
+    addresses: Addresses, pipeline: Pipeline, server: "redis.Redis", make: Callable[[], Failing]
+) -> None:
+    """It was stopped for so long that its lease ended. The loop looks at the heartbeat in each turn."""
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 60.0) as beat:
+        wait_for(lambda: read_worker_status(addresses), "the first beat")
+        # In a container beside it, which has the same host name and process id.
+        newer = {**read_worker_status(addresses)[0], "token": "another", "host": "there", "pid": 77}
+        key = pipeline.worker_key("prefill", "p-0")
+        server.set(key, json.dumps(newer))
+        beat.update_status(now=True)
+        with pytest.raises(NameTaken, match=r"p-0 .* on there with pid 77"):
+            Reconnector(make, lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
+        wait_for(lambda: raises_failure(beat), "its thread finds it too")
+    assert json.loads(server.get(key) or b"") == newer, "it says no goodbye for the other"
+    assert not server.exists(pipeline.left_key("prefill", "p-0"))
+
+
+def raises_failure(beat: Heartbeat) -> bool:
+    try:
+        beat.raise_failure()
+    except NameTaken:
+        return True
+    return False
 
 
 def test_a_name_of_a_living_worker_is_refused_or_the_next_one_taken(addresses: Addresses, pipeline: Pipeline) -> None:

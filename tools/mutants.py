@@ -75,7 +75,7 @@ ROOMS = {
         (
             "tests/pipeline/test_exits.py", "tests/pipeline/test_confined_errors.py", "tests/test_result.py",
             "tests/pipeline/test_reading.py", "tests/pipeline/test_refused_writes.py",
-            "tests/pipeline/test_renamed_jobs.py", "tests/test_worker.py",
+            "tests/test_worker.py",
         ),
         (
             "tests/bus/test_settler.py", "tests/record/test_rescue.py", "tests/test_lag.py",
@@ -85,7 +85,8 @@ ROOMS = {
         "kafka or ends_itself",
     ),
     "record": Room(
-        "core/penstock/record/", ("tests/record",), ("tests/client/test_streams.py",), (("", "streams"),)
+        "core/penstock/record/", ("tests/record", "tests/protocol/test_replay.py"), ("tests/client/test_streams.py",),
+        (("", "streams"),),
     ),
     "bus": Room(
         BUS,

@@ -1,7 +1,6 @@
 """Endpoint workers on real servers are lost in the middle of answers."""
 
 import pytest
-import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.worker.worker import Worker
@@ -50,29 +49,3 @@ def test_who_ends_each_worker_behind_one_piece_is_given_up(make_pipeline: MakeEn
     assert result.error.code == "attempts_exhausted"
     assert result.text == write_numbers(num_killed)
     assert num_killed == 4
-
-
-@pytest.mark.parametrize("what", ["record", "log"])
-@pytest.mark.parametrize("moment", ["before", "meanwhile"])
-def test_a_record_or_log_that_redis_refuses_to_change_ends_its_request_alone(
-    make_pipeline: MakeEndpointPipeline, server: "redis.Redis", what: str, moment: str
-) -> None:
-    pipeline = make_pipeline("embedded")
-    pipeline.record_settings = RecordSettings(lease_s=600)  # no session is lost here
-    key = getattr(pipeline.pipeline, f"{what}_key")("bad")
-    with CountingEndpoint(pause_s=0.01) as endpoint:
-        worker = pipeline.add_worker(endpoint)
-        if moment == "before":
-            server.set(key, "no record and no log")
-        for name in ("a", "bad", "z"):
-            pipeline.send(max_tokens=8, id=name)
-        if moment == "meanwhile":
-            pipeline.run_until(lambda: "bad" in worker.running and worker.running["bad"].log_events)
-            server.set(key, "no record and no log")
-        results = {result.id: result for result in pipeline.run_until_results(3)}
-        pipeline.run_until(worker.is_settled)
-    assert len(results) == len(pipeline.read_results()) == 3
-    error = results.pop("bad").error
-    assert error is not None
-    assert error.code == "internal_error"
-    assert {(result.text, result.error) for result in results.values()} == {(write_numbers(8), None)}

@@ -24,48 +24,35 @@ def ask(prompt: str | None = "Say", text: str = "", num_pieces: int = 0, **field
     return body
 
 
-@pytest.mark.parametrize(
-    ("fields", "sent"),
-    [
-        ({"temperature": 0.0}, {"temperature": 0.0}),
-        ({"top_p": 0.5}, {"top_p": 0.5}),
-        ({"top_k": 5}, {"top_k": 5}),
-        ({"min_p": 0.1}, {"min_p": 0.1}),
-        ({"presence_penalty": 1.0}, {"presence_penalty": 1.0}),
-        ({"frequency_penalty": -1.0}, {"frequency_penalty": -1.0}),
-        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
-        ({"logit_bias": {302: -100}}, {"logit_bias": {"302": -100}}),
-        ({"seed": 7}, {"seed": 7}),
-        ({"stop": ["x"]}, {"stop": ["x"]}),
-        ({"stop_token_ids": [3]}, {"stop_token_ids": [3]}),
-        ({"max_tokens": 9}, {"max_tokens": 9}),
-        ({"min_tokens": 3}, {"min_tokens": 3}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
-        ({"max_tokens": OPEN_MAX_TOKENS, "fit_context": True}, {"max_tokens": None}),
-        ({"grammar": {"kind": "json_object"}}, {"response_format": {"type": "json_object"}}),
-        ({"grammar": {"kind": "regex", "source": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
-        ({"grammar": {"kind": "choice", "source": '["a"]'}}, {"structured_outputs": {"choice": ["a"]}}),
-        ({"grammar": {"kind": "lark", "source": "start: A"}}, {"structured_outputs": {"grammar": "start: A"}}),
-        (
-            {"grammar": {"kind": "json_schema", "source": '{"type": "object"}'}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
-                }
-            },
-        ),
-    ],
-)
+SENT_AS_THEY_ARE: dict[str, Any] = {
+    "temperature": 0.0, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
+    "repetition_penalty": 1.5, "seed": 7, "stop": ["x"], "stop_token_ids": [3], "max_tokens": 9, "min_tokens": 3,
+    "ignore_eos": True,
+}  # fmt: skip
+SCHEMA = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+SENT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({name: value}, {name: value}) for name, value in SENT_AS_THEY_ARE.items()),
+    ({"logit_bias": {302: -100}}, {"logit_bias": {"302": -100}}),
+    ({"max_tokens": OPEN_MAX_TOKENS, "fit_context": True}, {"max_tokens": None}),
+    ({"grammar": {"kind": "json_object"}}, {"response_format": {"type": "json_object"}}),
+    ({"grammar": {"kind": "regex", "source": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
+    ({"grammar": {"kind": "choice", "source": '["a"]'}}, {"structured_outputs": {"choice": ["a"]}}),
+    ({"grammar": {"kind": "lark", "source": "start: A"}}, {"structured_outputs": {"grammar": "start: A"}}),
+    (
+        {"grammar": {"kind": "json_schema", "source": '{"type": "object"}'}},
+        {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sent"), SENT)
 def test_each_field_is_sent(fields: dict[str, Any], sent: dict[str, Any]) -> None:
-    plain = ask()
-    assert ask(**fields) == plain | sent
+    assert ask(**fields) == ask() | sent
 
 
 def test_no_field_of_the_sampling_is_forgotten() -> None:
     """A field that is added to `Sampling` is mapped or refused: else it would be left out silently."""
-    given = test_each_field_is_sent.pytestmark[0].args[1]
-    assert {name for fields, _ in given for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
+    assert {name for fields, _ in SENT for name in fields} | NEVER_SENT == Sampling.model_fields.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,35 @@
 """Requests that fail or kill their workers end with a typed error, and all others are answered."""
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from penstock import names
-from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings
+from penstock.config.settings import RecordSettings
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.step_batch import StepBatch
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockHasher
-from penstock.local.processes import Child
 from penstock.messages import Job, Request, Result, Sampling, compute_body_hash, decode_message
-from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, Record
+from penstock.names import Stage
+from penstock.record import Busy, Claim
+from penstock.testing.bus import MemoryMember
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.forked import fork_process
 from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests
-from tests.pipeline import poisoned_worker
-from tests.pipeline.checks import results_of
-from tests.pipeline.poisoned_worker import POISON
 from tests.record.play import alive
 
+pytestmark = pytest.mark.in_memory
+
+POISON = 499
+"""A token that no other prompt of the tests has."""
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
 
@@ -82,7 +78,8 @@ def check(
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_who_makes_steps_fail_ends_alone(stage: Stage, make_line: Callable[..., InProcessPipeline]) -> None:
-    line, begun_ms = make_line("kafka", record=RECORD), time.time_ns() // 1_000_000
+    line = make_line(record=RecordSettings(retry_first_s=0.05, lease_s=600))
+    begun_ms = time.time_ns() // 1_000_000
     work, output = make_requests(8, line.pipeline.name), 0 if stage == "prefill" else 3
     breaks(line, stage, lambda: ZeroDivisionError("a bug"), output)
     line.send_requests(*work[:4], poison(), *work[4:])
@@ -138,11 +135,14 @@ def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> Non
     silent = line.silence_worker("prefill")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
 
-    def is_dead() -> bool:
+    def is_over() -> bool:
         line.prefill.run_once()
-        return bool(line.read_dead_letters())
+        status = line.prefill.record.read_status("poison")
+        return status is not None and status.stage == "end"
 
-    wait_for(is_dead, "a dead letter", 0)
+    wait_for(is_over, "its end", 0)
+    assert isinstance(silent.member, MemoryMember)
+    silent.member.give_back_all()  # the bus has noticed
     (dead,) = line.run_until_dead(1)
     assert dead.headers[names.REASON_HEADER].startswith("model_error")
     run_until_idle(silent)
@@ -152,28 +152,23 @@ def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> Non
     silent.close()
 
 
-def test_what_was_taken_over_waits_before_it_is_tried_again(
-    make_line: Callable[..., InProcessPipeline], pipeline: Pipeline
-) -> None:
+def test_what_was_taken_over_waits_before_it_is_tried_again(make_line: Callable[..., InProcessPipeline]) -> None:
     line = make_line(record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4))
     line.send_requests(poison())
-    silent = line.silence_worker("prefill")
+    silent, record = line.silence_worker("prefill"), line.prefill.record
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-    key, free = pipeline.record_key("poison"), pipeline.free_key("prefill")
 
     def is_left_alone() -> bool:
         line.prefill.run_once()
-        return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
+        status = record.read_status("poison")
+        return status is not None and (status.session, status.attempts) == ("", 2)
 
     wait_for(is_left_alone, "it failed, and is given back", 0)
-    assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
-    assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
+    busy = record.claim_prefill("poison", line.prefill.session.id, compute_body_hash(poison()))
+    assert isinstance(busy, Busy)
+    assert busy.wait_s > 500
+    assert record.take_over_free("prefill", line.prefill.session.id, 9) == []
     silent.close()
-
-
-def claim_for_dead(stage: Stage, claim: Callable[[str], object], record: Record) -> None:
-    """Claim a request for a worker that renews its session no more: where it is over already, another one is opened."""
-    wait_for(lambda: isinstance(claim(alive(record, "dead")), Claim), "it is claimed")
 
 
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
@@ -212,7 +207,11 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
     record, body, message = line.prefill.record, compute_body_hash(GOOD), serialize_delivery(delivery)
-    claim_for_dead("prefill", lambda session: record.claim_prefill(GOOD.id, session, body, message), record)
+
+    def is_claimed_for_dead() -> bool:  # where its session is over already, another one is opened
+        return isinstance(record.claim_prefill(GOOD.id, alive(record, "dead"), body, message), Claim)
+
+    wait_for(is_claimed_for_dead, "a worker that renews its session no more claims it")
 
     def is_handed_off() -> bool:
         line.prefill.run_once()
@@ -266,7 +265,9 @@ def test_what_failed_waits_through_its_workers_death(line: InProcessPipeline) ->
     (result,) = line.run_until_results(1)
     assert result.error is None
     assert len(result.token_ids) == 8
-    assert int(line.client.hget(line.pipeline.record_key("poison"), "attempts") or 0) == 0
+    status = line.prefill.record.read_status("poison")
+    assert status is not None
+    assert status.attempts == 0
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -317,78 +318,49 @@ def kill(worker: Worker) -> None:
     worker.record.close()
 
 
-def test_who_kills_each_worker_behind_one_token_is_given_up(make_line: Callable[..., InProcessPipeline]) -> None:
-    """The first attempt made more than none; those after it made no more than that one."""
-    line = make_line(record=RecordSettings(max_attempts=3, lease_s=0.4))
-    line.send_requests(poison(max_tokens=30))
-    line.run_prefill(1)
-    num_killed = 0
-
-    def has_made_one() -> bool:
-        line.decode.run_once()
-        return any(one.claim.num_tokens > one.claim.num_found_tokens for one in line.decode.running.values())
-
-    while not line.read_results():
-        wait_for(lambda: has_made_one() or line.read_results(), "a token, or the end", 0)
-        if line.decode.running:
-            kill(line.decode)
-            num_killed += 1
-            line.add_decode(f"decode-{num_killed}")
-    (result,) = line.read_results()
-    assert result.error is not None
-    assert result.error.code == "attempts_exhausted"
-    assert num_killed == len(result.token_ids) - 1 == 4
-    (dead,) = line.run_until_dead(1)
-    assert dead.headers[names.ATTEMPT_HEADER] == "3"
+class Killed(BaseException):
+    """A fault in native code, which no worker handles."""
 
 
-@contextlib.contextmanager
-def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage, Path]]:
-    """A prefill and a decode worker that die of poison, and are started again; gives their logs."""
-    environment = {
-        **os.environ,
-        "PENSTOCK_PIPELINE": addresses.pipeline,
-        "PENSTOCK_STREAM_URL": addresses.stream_url,
-        "PENSTOCK_RECORD_LEASE_S": "0.5",
-        "PENSTOCK_RECORD_MAX_ATTEMPTS": "3",
-        "PENSTOCK_BUS_SESSION_TIMEOUT_S": "1",
-        "PENSTOCK_ENGINE_DTYPE": "float32",
-        "PENSTOCK_KV_STORE_SHARED_MB": "0",
-    }
-    children: list[Child] = []
-    logs = {stage: directory / f"{stage}.log" for stage in names.STAGES}
-    try:
-        for stage, log in logs.items():
-            named = {**environment, "PENSTOCK_WORKER_NAME": f"{stage}-0"}
-            children.append(fork_process(stage, log, poisoned_worker.main, stage, environment=named))
-        yield logs
-    finally:
-        for child in children:
-            child.kill()
-
-
-@pytest.mark.full
-def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
-    redis_url: str, pipeline: Pipeline, tmp_path: Path
+def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
+    make_line: Callable[..., InProcessPipeline],
 ) -> None:
-    """One poison for each stage: it takes its worker with it, as a fault in native code does, until it is given up."""
-    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    bus = connect_bus(addresses, BusSettings())
-    bus.create_topics()
-    work = make_requests(12, pipeline.name)
-    everything = [*work[:5], poison("kills-prefill", max_tokens=1), *work[5:9], poison("kills-decode"), *work[9:]]
-    with contextlib.closing(bus.create_publisher()) as publisher:
-        publisher.publish([Outgoing(pipeline.request_topic("interactive"), one.encode(), one.id) for one in everything])
-    with deadly_workers(addresses, tmp_path) as logs:
-        wait_for(lambda: len(bus.read_all(pipeline.results_topic)) >= len(everything), "every answer", every_s=0.05)
-        deaths = {stage: log.read_text().count("died of signal -11") for stage, log in logs.items()}
-    found = {result.id: result for result in results_of(addresses)}
-    expected = compute_answers(work)
-    assert {one.id: found[one.id].token_ids for one in work} == {one.id: expected[one.id].token_ids for one in work}
-    errors = {name: found[name].error for name in ("kills-prefill", "kills-decode")}
-    assert all(error is not None and error.code == "attempts_exhausted" for error in errors.values())
-    assert all(error is not None and error.message.startswith("worker lost: 3 in a row") for error in errors.values())
-    letters = {message.key: message.headers for message in bus.read_all(pipeline.dead_letter_topic)}
-    assert set(letters) == set(errors)
-    assert [headers[names.ATTEMPT_HEADER] for headers in letters.values()] == ["3", "3"]
-    assert deaths == {"prefill": 3, "decode": 4}  # in decode once more, with the first tokens
+    """One request for each stage: in decode the first attempt made tokens, and those after it none."""
+    line = make_line(record=RecordSettings(max_attempts=3, lease_s=0.4))
+    work, num_killed = make_requests(4, line.pipeline.name), {"prefill": 0, "decode": 0}
+    line.send_requests(*work[:2], poison("kills-prefill", 1), *work[2:], poison("kills-decode", 30))
+
+    def run(worker: Worker) -> None:
+        """Turn a worker, or kill it by a poisoned step and start the next one."""
+        right = core_of(worker).runner.run_step
+
+        def deadly(batch: StepBatch) -> object:
+            for seq, _ in batch.plan:
+                kills = seq.id == "kills-prefill" if worker.stage == "prefill" else seq.num_output_tokens == 3
+                if POISON in seq.token_ids and kills:
+                    raise Killed
+            return right(batch)
+
+        try:
+            with mock.patch.object(core_of(worker).runner, "run_step", deadly):
+                worker.run_once()
+        except Killed:
+            kill(worker)
+            num_killed[worker.stage] += 1
+            add = line.add_prefill if worker.stage == "prefill" else line.add_decode
+            add(f"{worker.stage}-{num_killed[worker.stage]}")
+
+    def have_ended() -> bool:
+        run(line.prefill)
+        run(line.decode)
+        return len(line.read_results()) == 6
+
+    wait_for(have_ended, "all have their results", 0)
+    found = check(line, work, line.read_results(), num_errors=2)
+    for result in found.values():
+        assert result.error is not None
+        assert result.error.code == "attempts_exhausted"
+        assert result.error.message.startswith("worker lost: 3 in a row")
+    assert num_killed == {"prefill": 3, "decode": 4}  # in decode once more, with the first tokens
+    letters = {letter.key: letter.headers[names.ATTEMPT_HEADER] for letter in line.run_until_dead(2)}
+    assert letters == {"kills-prefill": "3", "kills-decode": "3"}

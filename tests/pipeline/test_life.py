@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 from penstock import names
-from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings, StaySettings
 from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
@@ -19,10 +18,12 @@ from sim.line import InProcessPipeline, core_of
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import load_split_model
 
+pytestmark = pytest.mark.in_memory
 
-@pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
-    return make_line(request.param, record=RecordSettings(max_attempts=2, retry_first_s=0.05))
+
+@pytest.fixture
+def line(make_line: Callable[..., InProcessPipeline]) -> InProcessPipeline:
+    return make_line(record=RecordSettings(max_attempts=2, retry_first_s=0.05))
 
 
 def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
@@ -30,25 +31,21 @@ def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
     return Request.model_validate({"id": name, "prompt": "In the beginning", "sampling": sampling, **changes})
 
 
-def test_cancelled_before_it_began(line: InProcessPipeline) -> None:
-    line.decode.record.cancel_request("gone")
-    line.send_requests(ask("gone"), ask("stays"))
-    results = {result.id: result for result in line.run_until_results(2)}
-    assert results["gone"].finish_reason == "cancelled"
-    assert results["gone"].error is not None
-    assert results["gone"].error.code == "cancelled"
-    assert results["gone"].token_ids == []
-    assert results["gone"].usage == Usage()
-    assert results["stays"].error is None
-    assert results["stays"].usage.prompt_tokens > 0
-
-
-def test_refused_or_too_late_it_has_used_nothing(line: InProcessPipeline) -> None:
-    line.send_requests(ask("long", prompt=None, token_ids=[5] * 5000), ask("late", deadline=now_s() - 1))
-    results = {result.id: result for result in line.run_until_results(2)}
-    codes = {name: result.error.code for name, result in results.items() if result.error is not None}
-    assert codes == {"long": "prompt_too_long", "late": "deadline_exceeded"}
-    assert {result.usage for result in results.values()} == {Usage()}
+def test_cancelled_refused_or_too_late_it_has_used_nothing(line: InProcessPipeline) -> None:
+    line.decode.record.cancel_request("cancelled")
+    line.send_requests(
+        ask("cancelled"),
+        ask("prompt_too_long", prompt=None, token_ids=[5] * 5000),
+        ask("deadline_exceeded", deadline=now_s() - 1),
+        ask("stays"),
+    )
+    results = {result.id: result for result in line.run_until_results(4)}
+    stays = results.pop("stays")
+    assert (stays.error, stays.usage.prompt_tokens > 0) == (None, True)
+    assert results["cancelled"].finish_reason == "cancelled"
+    for name, result in results.items():
+        assert result.error is not None
+        assert (result.error.code, result.token_ids, result.usage) == (name, [], Usage())
 
 
 def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProcessPipeline) -> None:
@@ -73,14 +70,8 @@ def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
     assert 5 < len(result.token_ids) < 20
     assert result.usage.prompt_tokens > 0
     assert core_of(line.decode).num_free_blocks == core_of(line.decode).pool.num_blocks
-    with Client(line.addresses) as client, pytest.raises(Cancelled):
+    with line.open_client() as client, pytest.raises(Cancelled):
         list(client.stream("cut"))
-
-
-def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
-    line.send_requests(ask("short", max_tokens=1))
-    (result,) = line.run_until_results(1)
-    assert (result.finish_reason, len(result.token_ids), result.usage.completion_tokens) == ("length", 1, 1)
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +130,7 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: InProcessPipel
     stop = StopSignal()
     thread = threading.Thread(target=run_until_stopped, args=(line.decode, stop, 0.0))
     thread.start()
-    with Client(line.addresses) as client:
+    with line.open_client() as client:
         events = client.stream("long")
         first = [next(events) for _ in range(5)]
         stop.set()

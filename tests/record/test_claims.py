@@ -6,7 +6,7 @@ import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_body_hash
-from penstock.names import START_HASH, Pipeline, Stage
+from penstock.names import Pipeline, Stage
 from penstock.record import (
     AppendOutcome,
     Bound,
@@ -19,25 +19,7 @@ from penstock.record import (
 )
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
-from sim.waiting import wait_for
 from tests.record.play import alive, die, end, prefill, say
-
-
-def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
-    claim = prefill(record)
-    assert (claim.num_tokens, claim.rolling_hash, claim.attempts) == (0, START_HASH, 1)
-    assert (claim.is_ended, claim.is_cancelled, claim.is_exhausted) == (False, False, False)
-    assert record.read_status("r1") == RequestStatus(
-        epoch=claim.epoch,
-        session="p1/1",
-        stage="prefill",
-        bound="",
-        body="b",
-        num_tokens=0,
-        attempts=1,
-        cancelled=False,
-    )
-    assert record.read_status("r2") is None
 
 
 def test_requests_that_are_claimed_together_have_each_their_outcome(record: Record) -> None:
@@ -52,6 +34,10 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert [type(one) for one in found] == [Claim, Busy, Conflict]
     claim = found[0]
     assert isinstance(claim, Claim)
+    assert record.read_status("r2") == RequestStatus(
+        claim.epoch, "p2/1", stage="prefill", bound="", body="b", num_tokens=0, attempts=1, cancelled=False
+    )
+    assert record.read_status("r3") is None
     say(record, claim, [7])
     assert record.note_all_handed_off([claim]) == [True]
     jobs = [UnclaimedMessage("r2", "", "j1", b"m"), UnclaimedMessage("r3", "", "j3", b"m")]
@@ -155,14 +141,6 @@ def test_attempts_that_make_more_tokens_than_those_before_or_many_are_good(recor
     assert (claim.attempts_in_vain, take_over(record, 9).attempts) == (1, 2)
 
 
-def test_what_prefill_made_is_no_measure_for_decode(record: Record) -> None:
-    claim = prefill(record)
-    say(record, claim, [7])
-    record.note_handed_off(claim)
-    make_tokens_and_die(record, claim_with_message(record, "decode"), 1, 1)
-    assert take_over(record, 2).attempts == 1
-
-
 def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> None:
     for number in range(5):
         claim_with_message(record, "decode", f"r{number}")
@@ -171,14 +149,6 @@ def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> N
     one, other = alive(record, "w2"), alive(record, "w3")
     taken = [taken.claim.id for session in (one, other) for taken in record.take_over_free("decode", session, 3)]
     assert sorted(taken) == [f"r{number}" for number in range(5)]
-
-
-def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> None:
-    """The one who gets the delivery has a lease's time to claim it, and may die in it."""
-    assert hasty.release_claim(claim_with_message(hasty, "prefill"))
-    wait_for(lambda: hasty.count_free("prefill") == 1, "a lease is over", 0.01)
-    (taken,) = hasty.take_over_free("prefill", alive(hasty, "w2"), 9)
-    assert (taken.claim.attempts, taken.message) == (1, b"message")
 
 
 def test_a_clock_that_went_back_keeps_nothing_from_anybody(

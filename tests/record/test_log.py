@@ -40,12 +40,6 @@ def test_entries_are_named_by_position_and_chained_by_hash(
     assert record.read_log("other") == []
 
 
-def test_a_stream_may_end_before_its_first_token(record: Record) -> None:
-    claim = prefill(record)
-    assert record.finish_request(claim, end("error"))
-    assert record.read_log("r1") == [end("error")]
-
-
 def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
     claims = [prefill(record, f"r{i}") for i in range(4)]
     decode(record, "r1")
