@@ -15,12 +15,15 @@ from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.processes import find_free_port
-from penstock.messages import Request, decode_message
-from penstock.names import Pipeline, PriorityClass
-from penstock.record import Record
+from penstock.messages import EndEvent, Request, decode_message
+from penstock.names import Pipeline, PriorityClass, stream_meta_key
+from penstock.record import Claim, Record
+from penstock.telemetry.meters import Meters
+from penstock.testing.gateway import TestGateway
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S, wait_for
+from tests.record.play import decode, end, say
 
 
 class GatewayProcess:
@@ -85,6 +88,25 @@ class ScriptedPipeline:
         """Have the worker report this as well."""
         self._heartbeat.update_status(**status)
         self._heartbeat.write_beat()
+
+    def gateway(self, **settings: Mapping[str, object]) -> TestGateway:
+        """Return a gateway in this process."""
+        return TestGateway(self.addresses, Meters(), **settings)
+
+    def write(self, request_id: str, count: int) -> Claim:
+        """Take the request as a worker and write so many tokens."""
+        claim = decode(self.record, request_id)
+        say(self.record, claim, range(count))
+        return claim
+
+    def finish(self, request_id: str, count: int = 3, ending: EndEvent | None = None) -> None:
+        """Answer the request with so many tokens."""
+        self.record.finish_request(self.write(request_id, count), ending or end())
+
+    def forget(self, request_id: str) -> None:
+        """Let Redis lose all that it has of a request that has ended."""
+        keys = stream_meta_key(request_id), self.pipeline.record_key(request_id), self.pipeline.log_key(request_id)
+        assert self.server.delete(*keys) == 3
 
     def read_requests(self, klass: PriorityClass = "interactive") -> list[Request]:
         """Return everything that was published."""
