@@ -1,10 +1,19 @@
 """A pipeline of worker processes with a gateway and the official SDK in front of it, and one without workers."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 
 import openai
 import pytest
+import pytest_asyncio
+from fastapi import FastAPI, Request
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.ingest.gateway import kept_responses
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.gateway.state import find_caller
+from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
@@ -52,6 +61,28 @@ def sdk(base_url: str) -> Iterator[openai.OpenAI]:
     """The official client, as it comes but for its retries."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
+
+
+def call_as_tenant(request: Request) -> Caller:
+    """Return the caller of a gateway that believes a header."""
+    return Caller(tenant=request.headers.get("x-tenant", "default"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateways(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[FastAPI]]:
+    """The applications of two gateways on the loop of this module's tests, with one store, before all pipelines.
+
+    They look for nothing by themselves while the tests run.
+    """
+    settings = load_group(GatewayProcessSettings, batch={"store": str(tmp_path_factory.mktemp("store"))})
+    async with AsyncExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(kept_responses, "RENEW_INTERVAL_S", 3600.0)
+        apps = [create_app(settings, Addresses(stream_url=redis_url)) for _ in range(2)]
+        for app in apps:
+            app.dependency_overrides[find_caller] = call_as_tenant
+            await app.state.gateway.open()
+            stack.push_async_callback(app.state.gateway.close)
+        yield apps
 
 
 @pytest.fixture

@@ -4,23 +4,18 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
+from fastapi import FastAPI
 
-from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
-from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.state import Gateway, find_caller
+from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import RESPONSES, StreamMeta
-from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
 from penstock.names import stream_meta_key
 from sim.waiting import wait_for
@@ -28,39 +23,24 @@ from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
 from tests.record.play import decode, end, say
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECRET = "a word that nobody else says"
 RESPONSE_TEMPLATE = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
-def call_as_tenant(request: Request) -> Caller:
-    """The caller of a gateway that believes a header."""
-    return Caller(tenant=request.headers.get("x-tenant", "default"))
-
-
 class Kept:
-    """Two gateways in this process over one scripted pipeline and one folder."""
+    """Two gateways over one scripted pipeline, and a tenant."""
 
-    def __init__(self, scripted: ScriptedPipeline, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, scripted: ScriptedPipeline, apps: list[FastAPI], patch: pytest.MonkeyPatch) -> None:
         self.scripted, self.server, self.pipeline = scripted, scripted.server, scripted.pipeline
-        self.record, self.finish, self.folder, self.patch = scripted.record, scripted.finish, folder, patch
+        self.record, self.finish, self.patch = scripted.record, scripted.finish, patch
         self.tenant = f"t-{uuid.uuid4().hex[:12]}"
-        self.gateways: list[Gateway] = []
-        self.clients: list[httpx.AsyncClient] = []
-
-    async def start(self, stack: AsyncExitStack) -> None:
-        for _ in range(2):
-            app = create_app(
-                load_group(GatewayProcessSettings, batch={"store": str(self.folder)}), self.scripted.addresses
-            )
-            app.dependency_overrides[find_caller] = call_as_tenant
-            self.gateways.append(gateway := app.state.gateway)
-            await gateway.open()
-            stack.push_async_callback(gateway.close)
-            transport, headers = httpx.ASGITransport(app), {"x-tenant": self.tenant}
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=None)
-            self.clients.append(await stack.enter_async_context(client))
+        self.gateways: list[Gateway] = [app.state.gateway for app in apps]
         self.keepers = [gateway.responses for gateway in self.gateways]
+        made: Any = {"base_url": "http://127.0.0.1", "headers": {"x-tenant": self.tenant}, "timeout": None}
+        self.clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), **made) for app in apps]
+        self.folder = Path(self.gateways[0].settings.batch.store) / "tenants" / self.tenant / "responses"
 
     async def ask(self, question: str = SECRET, **more: Any) -> dict[str, Any]:
         """Ask the first gateway in the background."""
@@ -116,15 +96,12 @@ class Kept:
 
     def stored(self) -> list[Path]:
         """The objects of all responses."""
-        return sorted(self.folder.glob("tenants/*/responses/*"))
+        return sorted(self.folder.glob("*"))
 
 
 @pytest.fixture
-async def kept(scripted: ScriptedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kept]:
-    async with AsyncExitStack() as stack:
-        made = Kept(scripted, tmp_path / "store", monkeypatch)
-        await made.start(stack)
-        yield made
+def kept(scripted: ScriptedPipeline, gateways: list[FastAPI], monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return Kept(scripted, gateways, monkeypatch)
 
 
 async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kept: Kept) -> None:
@@ -437,7 +414,7 @@ async def test_only_so_many_and_not_for_longer(kept: Kept) -> None:
         name = await kept.answered()
         await kept.move(name)
         written_s = time.time() - age_s
-        os.utime(kept.folder / "tenants" / kept.tenant / "responses" / name, (written_s, written_s))
+        os.utime(kept.folder / name, (written_s, written_s))
         names.append(name)
     await keeper.delete_expired()
     assert {one.name for one in kept.stored()} == set(names[1:])
@@ -458,7 +435,7 @@ async def test_a_gateway_that_keeps_nothing_says_so(kept: Kept) -> None:
     assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None)
 
 
-def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
+async def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
     scripted: ScriptedPipeline, tmp_path: Path
 ) -> None:
     settings = {"BATCH_STORE": str(tmp_path / "store"), "RECORD_KEEP_S": "12"}
