@@ -281,20 +281,16 @@ async def test_a_prompt_that_is_too_long_is_told_in_its_line_as_clients_know_it(
     await batch.run(pipeline)
     (response,) = [one["response"] for one in await batch.read_rows()]
     error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": "messages",
-        "code": "context_length_exceeded",
-    }
+        "message": message, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded",
+    }  # fmt: skip
     assert (response["status_code"], response["body"]) == (400, {"error": error})
 
 
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
     assert await batch.create(lines([row(0), row(0), {**row(1), "url": "/v1/none"}]) + b"{") == [
-        (2, "The custom_id 'row-0' was used before in this file."),
-        (3, f"The 'url' must be {URLS[type(batch)]}."),
+        (2, "The custom_id 'row-0' was used before in this file."), (3, f"The 'url' must be {URLS[type(batch)]}."),
         (4, "This line is not parseable as valid JSON."),
-    ]
+    ]  # fmt: skip
     assert await batch.create(b"\n \n") == [(None, "The file has no requests.")]
 
 

@@ -164,12 +164,10 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
-        ("POST", "/v1/models", "GET"),
-        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
-        ("GET", "/v1/responses/resp_1/cancel", "POST"),
+        ("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"), ("GET", "/v1/responses/resp_1/cancel", "POST"),
     ],
-)
+)  # fmt: skip
 async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
     app = create_app(load_group(GatewayProcessSettings), Addresses())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
@@ -220,10 +218,9 @@ ILL: dict[str, tuple[dict[str, Any], str]] = {
     "too little": ({"messages": []}, "Invalid value for 'messages': must have at least 1 item"),
     "a token by its name": ({"logit_bias": {"a": 1}}, "Invalid value for 'logit_bias.a"),
     "another kind": (
-        {"service_tier": "slow"},
-        "Invalid value for 'service_tier': must be 'auto', 'default', 'flex' or 'priority'",
+        {"service_tier": "slow"}, "Invalid value for 'service_tier': must be 'auto', 'default', 'flex' or 'priority'",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "message"), ILL.values(), ids=ILL)
@@ -244,12 +241,10 @@ def test_a_token_id_is_the_name_of_a_bias() -> None:
     [
         (b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}", "nested_too_deeply", "nested too deeply"),
         (b'{"messages": [', "invalid_json", "not valid JSON"),
-        (b'{"temperature": NaN}', "invalid_json", "not valid JSON"),
-        (b"\xff", "invalid_json", "not valid JSON"),
-        (b"[]", "invalid_value", "must be a JSON object"),
-        (b"3", "invalid_value", "must be a JSON object"),
+        (b'{"temperature": NaN}', "invalid_json", "not valid JSON"), (b"\xff", "invalid_json", "not valid JSON"),
+        (b"[]", "invalid_value", "must be a JSON object"), (b"3", "invalid_value", "must be a JSON object"),
     ],
-)
+)  # fmt: skip
 def test_a_body_that_is_no_object_says_why(raw: bytes, code: str, message: str) -> None:
     with pytest.raises(ApiError, match=message) as refused:
         CHAT.parse_body(raw)

@@ -176,16 +176,8 @@ def check_as_openai(sent: list[SentEvent], whole: Response) -> None:
 
 def test_the_tokens_of_reasoning_are_counted_and_have_no_log_probabilities() -> None:
     texts = [
-        "<think>",
-        "I",
-        " see",
-        "</think>",
-        "Yes",
-        ".",
-        "<tool_call>",
-        '{"name": "f", "arguments": {}}',
-        "</tool_call>",
-    ]
+        "<think>", "I", " see", "</think>", "Yes", ".", "<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>",
+    ]  # fmt: skip
     meta = make_meta(include=["message.output_text.logprobs"])
     whole = make_whole(meta, make_log(texts, has_logprobs=True))
     assert whole.usage is not None
@@ -231,26 +223,22 @@ def called(*call_ids: str) -> list[dict[str, Any]]:
 
 def test_what_the_model_said_in_one_go_is_one_turn() -> None:
     said = {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "Now", "annotations": []}],
-    }
+        "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Now", "annotations": []}],
+    }  # fmt: skip
     parts = [{"type": "input_text", "text": "gr"}, {"type": "input_text", "text": "een"}]
     turns = make_turns(
         USER, reasoning("Hm"), said, call("a"), call("b"), result("b"), result("a", parts), reasoning("So"), call("c"),
         result("c", ""), said, said, instructions="Be short.",
     )  # fmt: skip
     assert turns == [
-        {"role": "system", "content": "Be short."},
-        USER,
+        {"role": "system", "content": "Be short."}, USER,
         {"role": "assistant", "content": "Now", "reasoning_content": "Hm", "tool_calls": called("a", "b")},
         {"role": "tool", "content": "red", "tool_call_id": "b"},
         {"role": "tool", "content": "green", "tool_call_id": "a"},
         {"role": "assistant", "content": "", "reasoning_content": "So", "tool_calls": called("c")},
-        {"role": "tool", "content": "", "tool_call_id": "c"},
+        {"role": "tool", "content": "", "tool_call_id": "c"}, {"role": "assistant", "content": "Now"},
         {"role": "assistant", "content": "Now"},
-        {"role": "assistant", "content": "Now"},
-    ]
+    ]  # fmt: skip
     assert make_turns(USER, {"type": "reasoning", "encrypted_content": "x", "summary": []}) == [USER]
 
 

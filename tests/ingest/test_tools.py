@@ -147,11 +147,10 @@ def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: A
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"tool_choice": "required"}, BOTH),
-        ({"tool_choice": NAMED_AGE}, {"get_age"}),
+        ({"tool_choice": "required"}, BOTH), ({"tool_choice": NAMED_AGE}, {"get_age"}),
         ({"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}, BOTH),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_has_to_call_does(sdk: Any, model: str, given: dict[str, Any], names: set[str]) -> None:
     for content in ("Say hello.", "Repeat: red, blue."):
         asked = ASKED | given | {"messages": [{"role": "user", "content": content}], "max_tokens": 200}
@@ -305,15 +304,11 @@ ANSWER: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("choice", "names", "must_call"),
     [
-        (None, BOTH, False),
-        ("auto", BOTH, False),
-        ("none", set(), False),
-        ("required", BOTH, True),
-        (NAMED_AGE, {"get_age"}, True),
-        (allow_tools("auto", "get_age"), {"get_age"}, False),
+        (None, BOTH, False), ("auto", BOTH, False), ("none", set(), False), ("required", BOTH, True),
+        (NAMED_AGE, {"get_age"}, True), (allow_tools("auto", "get_age"), {"get_age"}, False),
         (allow_tools("required", "get_age"), {"get_age"}, True),
     ],
-)
+)  # fmt: skip
 def test_an_answer_calls_or_else_follows_its_schema(
     sdk: Any, model: str, is_response: bool, choice: Any, names: set[str], must_call: bool
 ) -> None:
@@ -409,16 +404,13 @@ def ask_response(sdk: Any, model: str, asked: dict[str, Any]) -> tuple[str, list
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "tools": [WEATHER, WEATHER]}, "tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-        ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": allow_tools("auto", "other")}, None),
+        ({"guided_regex": "a+"}, "guided_regex"), ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
+        ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": allow_tools("auto", "other")}, None),
         ({"tool_choice": allow_tools("auto")}, "tool_choice.allowed_tools.tools"),
         ({"tools": [make_strict({"type": "object", "not": {}})]}, "tools"),
-        ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
-        ({"chat_template_kwargs": {"messages": []}}, None),
+        ({"chat_template_kwargs": {"no_such_variable": 1}}, None), ({"chat_template_kwargs": {"messages": []}}, None),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_held_is_refused(sdk: Any, model: str, given: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.chat.completions.create(model=model, extra_body=given, **ASKED)
@@ -467,10 +459,9 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: Any, model: str) -> 
         if item.type == "function_call"
     ]
     turns = [
-        *TURNS,
-        {"role": "assistant", "content": first.output_text, "tool_calls": calls},
+        *TURNS, {"role": "assistant", "content": first.output_text, "tool_calls": calls},
         *({"role": "tool", "tool_call_id": one["call_id"], "content": one["output"]} for one in results),
-    ]
+    ]  # fmt: skip
     chat = sdk.chat.completions.create(model=model, **(ASKED | {"messages": turns}))
     assert chat.usage.prompt_tokens == kept.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="No tool call found for function call output") as refused:
@@ -525,12 +516,10 @@ TYPED_FLAT = {"text": {"format": {"type": "json_schema", "name": "a", "schema": 
 def test_lines_of_a_batch_are_answered_as_requests_are(sdk: Any, model: str, endpoint: Any) -> None:
     asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
     bodies = [
-        asked,
-        asked | {"tool_choice": "none"},
-        asked | {"tool_choice": "required", "parallel_tool_calls": False},
+        asked, asked | {"tool_choice": "none"}, asked | {"tool_choice": "required", "parallel_tool_calls": False},
         asked | (TYPED_FLAT if endpoint == "/v1/responses" else TYPED),
         asked | {"ignore_eos": True, "tool_choice": "required"},
-    ]
+    ]  # fmt: skip
     rows = [{"custom_id": str(n), "method": "POST", "url": endpoint, "body": body} for n, body in enumerate(bodies)]
     file = sdk.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     made = sdk.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
