@@ -89,7 +89,7 @@ class ScriptedPipeline:
         self._heartbeat.update_status(**status)
         self._heartbeat.write_beat()
 
-    def gateway(self, **settings: Mapping[str, object]) -> TestGateway:
+    def open_gateway(self, **settings: Mapping[str, object]) -> TestGateway:
         """Return a gateway in this process."""
         return TestGateway(self.addresses, Meters(), **settings)
 

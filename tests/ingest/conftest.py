@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -83,6 +84,14 @@ async def gateways(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> 
             await app.state.gateway.open()
             stack.push_async_callback(app.state.gateway.close)
         yield apps
+
+
+@pytest.fixture
+async def bare() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that has connected with nothing."""
+    transport = httpx.ASGITransport(create_app(load_group(GatewayProcessSettings), Addresses()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
 
 
 @pytest.fixture

@@ -98,6 +98,8 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(line: Stack, sdk: Any) -> No
     asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
     wait_for(lambda: len(result_ids(line, asked)) > 40, "some results")
     gateway = line.gateway
+    assert gateway is not None
+    assert gateway.child is not None
     gateway.child.kill()
     gateway.was_ready = False
     line.wait_until_ready(PATIENCE_S)

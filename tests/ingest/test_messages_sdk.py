@@ -52,15 +52,8 @@ SUM: Any = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
 @pytest.fixture(scope="module")
-def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Two gateways before a pipeline that serves the tool model."""
-    with GatewayProcess(tool_stack.addresses, tmp_path_factory.mktemp("gateway")) as other:
-        yield tool_stack.gateway_url, other.url
-
-
-@pytest.fixture(scope="module")
-def sdk(urls: tuple[str, str]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0, timeout=None) as client:
+def sdk(tool_stack: Stack) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tool_stack.gateway_url, api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
@@ -95,18 +88,6 @@ def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropi
         prompts = [one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0) for one in (told, whole)]
         assert prompts[0] == prompts[1] > 0
         assert (seen[0], seen[-1]) == ("message_start", "message_stop")
-
-
-def test_a_stream_that_is_resumed_at_any_event_is_the_same(urls: tuple[str, str]) -> None:
-    for fields in (ASKED, {"messages": SUM, "thinking": {"type": "enabled"}, "max_tokens": 40}):
-        first = EventSource(f"{urls[0]}/v1/messages")
-        whole = list(first.connect(fields | {"model": MODEL, "stream": True, "temperature": 0}))
-        assert first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
-        url = f"{urls[1]}{first.answer_headers['location']}"
-        for place, event in enumerate(whole[:-1]):
-            assert list(EventSource(url, last_event_id=event.id).connect()) == whole[place + 1 :]
-        over = EventSource(url, last_event_id=whole[-1].id)
-        assert (list(over.connect()), over.status) == ([], 204)
 
 
 def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic) -> None:

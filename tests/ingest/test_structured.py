@@ -49,7 +49,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_publishing(scripted:
         ("responses", {"input": "x", "text": {"format": RESPONSE_FORMAT}}, "text.format"),
         ("completions", {"prompt": "x", "guided_json": SCHEMA}, "guided_json"),
     )
-    with scripted.gateway() as gateway, gateway.client() as http:
+    with scripted.open_gateway() as gateway, gateway.client() as http:
         for path, given, param in cases:
             body = json.dumps({"model": scripted.model, **given})
             body = body.replace('"type": "integer"', '"type": "string", "format": "color"')

@@ -103,8 +103,11 @@ def test_a_stream_has_the_same_calls(sdk: Any, model: str) -> None:
 
 def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(gateways: Gateways, model: str) -> None:
     """In each form by the id of an event, and a response by its number, while its log is in Redis."""
-    thinking = ASKED_FLAT | {"reasoning": {"effort": "low"}}
-    for form, more in (("chat/completions", ASKED), ("messages", ASKED_OF_MESSAGES), ("responses", thinking)):
+    thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "thinking": {"type": "enabled"}}
+    for form, more in (
+        ("chat/completions", ASKED), ("messages", ASKED_OF_MESSAGES), ("messages", thinking | {"max_tokens": 40}),
+        ("responses", ASKED_FLAT | {"reasoning": {"effort": "low"}}),
+    ):  # fmt: skip
         first = EventSource(f"{gateways[0].url}/v1/{form}")
         whole = [(event.id, event.data) for event in first.connect(more | {"model": model, "stream": True})]
         assert len(whole) > 10 or form != "responses"
@@ -117,6 +120,9 @@ def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(gateways: Gate
                 readers.append(EventSource(f"{gateways[1].url}/v1/responses/{name}?stream=true&{after}"))
             for again in readers:
                 assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
+        over = EventSource(url, last_event_id=whole[-1][0])
+        assert (list(over.connect()), over.status) == ([], 204)
+        assert form != "messages" or first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
     found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=None).json()
     assert found == json.loads(whole[-1][1])["response"]
     assert found["reasoning"] == {"effort": "low", "summary": None}
@@ -418,7 +424,7 @@ def test_what_cannot_be_held_is_refused(sdk: Any, model: str, given: dict[str, A
 
 
 def test_a_model_without_a_response_template_is_offered_no_tools(scripted: ScriptedPipeline) -> None:
-    with scripted.gateway() as gateway, gateway.client() as http:
+    with scripted.open_gateway() as gateway, gateway.client() as http:
         answer = http.post("/v1/chat/completions", json={"model": scripted.model, **ASKED})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert scripted.read_requests() == []

@@ -57,7 +57,7 @@ class Site:
         keys, store = {"keys": str(self._folder / "keys.json")}, str(self._folder / "store")
         batch, webhook = {"store": store, "look_s": 0.2, "lease_s": 0.6}, {"secret": SECRET, "hosts": "127.0.0.1"}
         settings: dict[str, Any] = {"admission": keys, "batch": batch, "record": {"keep_s": 10}, "webhook": webhook}
-        with self.scripted.gateway(**settings) as gateway, gateway.client(headers=self._headers) as self.http:
+        with self.scripted.open_gateway(**settings) as gateway, gateway.client(headers=self._headers) as self.http:
             yield
 
     @contextlib.contextmanager
