@@ -376,6 +376,7 @@ def test_a_message_calls_or_else_follows_its_schema(
             continue
         assert calls or not must_call
         assert len(calls) <= 1 or choice is None or choice["type"] == "any"
+        assert answer["stop_reason"] == ("tool_use" if calls else "end_turn")
         if calls:
             assert not texts
         else:
