@@ -14,10 +14,12 @@ import pytest
 
 from penstock.config.settings import BatchSettings, WebhookSettings
 from penstock.errors import BusUnavailable
+from penstock.ingest import webhooks
 from penstock.ingest.batch.answer import Pipelines
 from penstock.ingest.batch.batches import BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.work import BatchWork
+from penstock.ingest.gateway import kept_responses
 from penstock.ingest.tenants import Caller, make_key
 from penstock.ingest.webhooks import Webhooks, derive_tenant_secret
 from penstock.messages import EndEvent
@@ -53,12 +55,15 @@ class Site:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Run a gateway in this process."""
+        """Run a gateway in this process, which looks often."""
         keys, store = {"keys": str(self._folder / "keys.json")}, str(self._folder / "store")
         batch, webhook = {"store": store, "look_s": 0.2, "lease_s": 0.6}, {"secret": SECRET, "hosts": "127.0.0.1"}
-        settings: dict[str, Any] = {"admission": keys, "batch": batch, "record": {"keep_s": 10}, "webhook": webhook}
-        with self.scripted.open_gateway(**settings) as gateway, gateway.client(headers=self._headers) as self.http:
-            yield
+        settings: dict[str, Any] = {"admission": keys, "batch": batch, "webhook": webhook}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kept_responses, "EVENT_ROUND_S", 0.2)
+            patch.setattr(webhooks, "LOOK_S", 0.2)
+            with self.scripted.open_gateway(**settings) as gateway, gateway.client(headers=self._headers) as self.http:
+                yield
 
     @contextlib.contextmanager
     def run_process(self) -> Iterator[GatewayProcess]:

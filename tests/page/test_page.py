@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FloatRect, Locator, Page, expect
 
 from penstock.ingest.keys import KeyBook
 from penstock.ingest.tenants import make_key
@@ -26,6 +26,13 @@ PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) 
 POLICY = "content-security-policy"
 MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"
 expect.set_options(timeout=PATIENCE_MS)
+
+
+def box(locator: Locator) -> FloatRect:
+    """Return where something is drawn."""
+    found = locator.bounding_box()
+    assert found is not None
+    return found
 
 
 def wait_for_state(page: Page, state: str) -> None:
@@ -129,9 +136,7 @@ def test_a_phone_needs_no_sideways_scroll(tabs: Tabs, line: Stack, width: int) -
     wide, there = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert wide <= there == width
     for station in page.locator(".station").all():
-        drawn, words = station.locator(".glyph").bounding_box(), station.locator("h3").bounding_box()
-        assert drawn is not None
-        assert words is not None
+        drawn, words = box(station.locator(".glyph")), box(station.locator("h3"))
         assert drawn["x"] + drawn["width"] <= words["x"], "the drawing is beside the words"
 
 
@@ -144,9 +149,7 @@ def test_stations_begin_where_their_column_does_and_the_pipe_reaches_the_end(
     starts = [station.evaluate(left) for station in page.locator(".station").all()]
     if width == 820:  # two rows of three
         assert starts[3:] == pytest.approx(starts[:3], abs=0.5)
-    title, desk = page.locator("#pipeline-title").bounding_box(), page.locator(".desk").bounding_box()
-    assert title is not None
-    assert desk is not None
+    title, desk = box(page.locator("#pipeline-title")), box(page.locator(".desk"))
     assert starts[0] == pytest.approx(title["x"], abs=0.5)
     jets = page.evaluate("document.querySelector('.jets').getBoundingClientRect().right")
     assert jets == pytest.approx(desk["width"] - title["x"], abs=10), "the nozzle is at the end of the sheet"
@@ -166,17 +169,14 @@ def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line
     why = failed.locator(".outcome").inner_text()
     assert "1,024" in why or "1024" in why, why
     assert page.input_value("#prompt") == too_long, "it can be sent again"
-    boxes = [page.locator(one).first.bounding_box() for one in ("#chat", ".turn .prompt", ".turn[data-state=failed]")]
-    whole, answered, after = (box for box in boxes if box is not None)
+    places = ("#chat", ".turn .prompt", ".turn[data-state=failed]")
+    whole, answered, after = (box(page.locator(one).first) for one in places)
     assert whole["y"] - 1 <= answered["y"] < after["y"], "the question before it, which was answered, is still seen"
     ask(page, "And what came then?", 60, temperature="0")
     wait_for_state(page, "done")
     expect(page.locator(".turn .prompt")).to_have_text(["Tell me of the beginning.", too_long, "And what came then?"])
     expect(failed.locator(".outcome")).to_have_text(why)
-    newest, chat, form = (page.locator(one).bounding_box() for one in (".turn:last-child", "#chat", "#prompt-form"))
-    assert newest is not None
-    assert chat is not None
-    assert form is not None
+    newest, chat, form = (box(page.locator(one)) for one in (".turn:last-child", "#chat", "#prompt-form"))
     assert newest["y"] + newest["height"] <= chat["y"] + chat["height"] + 1, "the end of the newest turn is seen"
     assert form["y"] + form["height"] <= page.evaluate("innerHeight"), "and the form below it"
 
@@ -254,9 +254,7 @@ def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:
     expect(spark.locator(".largest")).to_have_text(re.compile(r"^\d"))
     expect(spark.locator(".least")).to_have_text("0")
     expect(spark.locator(".oldest")).to_have_text(re.compile(r"^\d+ s ago$"))
-    plot, drawn = (spark.locator(one).bounding_box() for one in ("svg", ".line"))
-    assert plot is not None
-    assert drawn is not None
+    plot, drawn = (box(spark.locator(one)) for one in ("svg", ".line"))
     assert drawn["width"] == pytest.approx(plot["width"], rel=0.05), "it takes the whole width from the beginning"
 
 
