@@ -11,8 +11,8 @@ import openai
 import pytest
 from pydantic_core import from_json
 
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S, wait_for
+from penstock.local.stack import Stack
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
@@ -35,7 +35,6 @@ def make_strict(parameters: dict[str, Any], name: str = "get_weather") -> dict[s
     return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
 
 
-Gateways = tuple[GatewayProcess, ...]
 NAME = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bo"]}}, "required": ["name"]}
 AGE = make_strict(NAME | {"additionalProperties": False}, "get_age")
 NAMED_AGE = {"type": "function", "function": {"name": "get_age"}}
@@ -44,28 +43,21 @@ CALLS = [("get_weather", {"city": "Lisbon"}), ("get_weather", {"city": "Porto"})
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Gateways]:
+def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Two gateways before a pipeline that serves the tool model."""
-    folder = tmp_path_factory.mktemp("tools")
-    environment = {
-        "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL), "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
-        "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_KV_STORE_REDIS_MB": "0",
-    }  # fmt: skip
-    with ForkedStack(folder, pipeline="tools", redis=redis_url, environment=environment) as stack:
-        stack.wait_until_ready(PATIENCE_S)
-        with GatewayProcess(stack.addresses, folder) as one, GatewayProcess(stack.addresses, folder) as other:
-            yield one, other
+    with GatewayProcess(tool_stack.addresses, tmp_path_factory.mktemp("gateway")) as other:
+        yield tool_stack.gateway_url, other.url
 
 
 @pytest.fixture(scope="module")
-def sdk(gateways: Gateways) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{gateways[0].url}/v1", api_key="none", max_retries=0, timeout=None) as client:
+def sdk(urls: tuple[str, str]) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{urls[0]}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def model(sdk: Any) -> str:
-    assert TOOL_MODEL.name in {found.id for found in sdk.models.list()}  # others may serve theirs on the same Redis
+    assert [found.id for found in sdk.models.list()] == [TOOL_MODEL.name]
     return TOOL_MODEL.name
 
 
@@ -101,29 +93,29 @@ def test_a_stream_has_the_same_calls(sdk: Any, model: str) -> None:
     assert reasons == {None, "tool_calls"}
 
 
-def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(gateways: Gateways, model: str) -> None:
+def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[str, str], model: str) -> None:
     """In each form by the id of an event, and a response by its number, while its log is in Redis."""
     thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "thinking": {"type": "enabled"}}
     for form, more in (
         ("chat/completions", ASKED), ("messages", ASKED_OF_MESSAGES), ("messages", thinking | {"max_tokens": 40}),
         ("responses", ASKED_FLAT | {"reasoning": {"effort": "low"}}),
     ):  # fmt: skip
-        first = EventSource(f"{gateways[0].url}/v1/{form}")
+        first = EventSource(f"{urls[0]}/v1/{form}")
         whole = [(event.id, event.data) for event in first.connect(more | {"model": model, "stream": True})]
         assert len(whole) > 10 or form != "responses"
         location = first.answer_headers["location"]
-        url, name = f"{gateways[1].url}{location}", location.rpartition("/")[2]
+        url, name = f"{urls[1]}{location}", location.rpartition("/")[2]
         for place, (position, data) in enumerate(whole[:-1]):
             readers = [EventSource(url, last_event_id=position)]
             if form == "responses":
                 after = f"starting_after={json.loads(data)['sequence_number']}"
-                readers.append(EventSource(f"{gateways[1].url}/v1/responses/{name}?stream=true&{after}"))
+                readers.append(EventSource(f"{urls[1]}/v1/responses/{name}?stream=true&{after}"))
             for again in readers:
                 assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
         over = EventSource(url, last_event_id=whole[-1][0])
         assert (list(over.connect()), over.status) == ([], 204)
         assert form != "messages" or first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
-    found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=None).json()
+    found = httpx.get(f"{urls[1]}/v1/responses/{name}", timeout=None).json()
     assert found == json.loads(whole[-1][1])["response"]
     assert found["reasoning"] == {"effort": "low", "summary": None}
 
@@ -271,9 +263,9 @@ def join_calls(pieces: list[tuple[str, str]]) -> tuple[str, str]:
     ],
 )  # fmt: skip
 def test_a_long_call_that_is_cut_anywhere_says_the_same_streamed_and_whole(
-    gateways: Gateways, model: str, form: str, cut: str, ended: str
+    urls: tuple[str, str], model: str, form: str, cut: str, ended: str
 ) -> None:
-    url, seen = gateways[0].url, set[str]()
+    url, seen = urls[0], set[str]()
     limit, told = 0, ("", "", "")
     while told[2] != ended:
         limit += 3
@@ -358,7 +350,7 @@ def ask_chat(sdk: Any, model: str, asked: dict[str, Any]) -> tuple[str, list[tup
     ],
 )  # fmt: skip
 def test_a_message_calls_or_else_follows_its_schema(
-    gateways: Gateways, model: str, choice: Any, names: set[str], must_call: bool
+    urls: tuple[str, str], model: str, choice: Any, names: set[str], must_call: bool
 ) -> None:
     tools = [
         {"name": one["name"], "input_schema": one["parameters"], "strict": one.get("strict", False)}
@@ -368,7 +360,7 @@ def test_a_message_calls_or_else_follows_its_schema(
     body |= {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}}
     for question in ("Say hello.", "What is the weather of Lisbon and Porto?"):
         asked = body | {"messages": [{"role": "user", "content": question}]}
-        answer = httpx.post(f"{gateways[0].url}/v1/messages", json=asked, timeout=None).raise_for_status().json()
+        answer = httpx.post(f"{urls[0]}/v1/messages", json=asked, timeout=None).raise_for_status().json()
         calls = [block for block in answer["content"] if block["type"] == "tool_use"]
         texts = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
         assert {block["name"] for block in calls} <= names
