@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +22,24 @@ from penstock.record import Claim, Record
 from penstock.telemetry.meters import Meters
 from penstock.testing.gateway import TestGateway
 from penstock.worker.heartbeat import Heartbeat
-from sim.forked import fork_process, run_penstock
+from sim.forked import ForkedStack, fork_process, run_penstock
 from sim.waiting import PATIENCE_S, wait_for
 from tests.record.play import decode, end, say
+
+ENVIRONMENT = {
+    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64",
+    "PENSTOCK_BATCH_LOOK_S": "0.2", "PENSTOCK_BATCH_LEASE_S": "0.6", "PENSTOCK_BATCH_MAX_LINES": "2000",
+    "PENSTOCK_BATCH_MAX_FILE_BYTES": "600000",
+}  # fmt: skip
+
+
+@contextmanager
+def open_stack(folder: Path, model: Path | None = None, **numbers: Any) -> Iterator[ForkedStack]:
+    """Run workers with a gateway, and wait until they are ready. `numbers` are `Stack`'s, with its pipeline."""
+    environment = ENVIRONMENT if model is None else {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(model)}
+    with ForkedStack(folder, gateway=find_free_port(), environment=environment, **numbers) as stack:
+        stack.wait_until_ready(PATIENCE_S)
+        yield stack
 
 
 class GatewayProcess:

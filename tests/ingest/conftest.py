@@ -15,39 +15,23 @@ from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.state import find_caller
 from penstock.ingest.tenants import Caller
-from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
-from tests.gateways import ScriptedPipeline
-
-ENVIRONMENT = {
-    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64",
-    "PENSTOCK_BATCH_LOOK_S": "0.2", "PENSTOCK_BATCH_LEASE_S": "0.6", "PENSTOCK_BATCH_MAX_LINES": "2000",
-    "PENSTOCK_BATCH_MAX_FILE_BYTES": "600000",
-}  # fmt: skip
+from tests.gateways import ScriptedPipeline, open_stack
 
 
 @pytest.fixture(scope="session")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and two decode workers, and a gateway."""
-    directory = tmp_path_factory.mktemp("line")
-    with ForkedStack(
-        directory, pipeline="ingest", decode=2, gateway=find_free_port(), environment=ENVIRONMENT
-    ) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("line"), pipeline="ingest", decode=2) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and one decode worker of the model that calls tools, and a gateway."""
-    environment = {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
-    directory = tmp_path_factory.mktemp("tools")
-    with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("tools"), TOOL_MODEL, pipeline="tools") as stack:
         yield stack
 
 

@@ -12,13 +12,10 @@ from playwright.sync_api import FloatRect, Locator, Page, expect
 
 from penstock.ingest.keys import KeyBook
 from penstock.ingest.tenants import make_key
-from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.chaos.proxy import Proxy
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S, wait_for
-from tests.gateways import EventSource, GatewayProcess
-from tests.ingest.conftest import ENVIRONMENT
+from sim.waiting import wait_for
+from tests.gateways import EventSource, GatewayProcess, open_stack
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 from tests.pipeline.site import hanging
 
@@ -92,11 +89,7 @@ def test_a_request_is_drawn_with_parts_that_add_up(tabs: Tabs, line: Stack) -> N
 
 
 def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole(tabs: Tabs, tmp_path: Path) -> None:
-    port = find_free_port()
-    with ForkedStack(
-        tmp_path, pipeline="both", prefill=0, decode=0, auto=1, gateway=port, environment=ENVIRONMENT
-    ) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path, pipeline="both", prefill=0, decode=0, auto=1) as stack:
         page = tabs.open(stack.gateway_url)
         for stage in ("prefill", "decode"):
             expect(page.locator(f"[data-workers={stage}] .worker")).to_have_attribute("data-worker", "auto-0")
@@ -259,9 +252,7 @@ def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:
 
 
 def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> None:
-    port = find_free_port()
-    with ForkedStack(tmp_path, pipeline="empty", prefill=0, decode=0, gateway=port, environment=ENVIRONMENT) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path, pipeline="empty", prefill=0, decode=0) as stack:
         page = tabs.open(stack.gateway_url)
         expect(page.locator("#no-model")).to_contain_text("No worker serves a model yet")
         expect(page.locator("#send")).to_be_disabled()
