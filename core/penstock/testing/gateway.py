@@ -13,11 +13,11 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import fakeredis
 import httpx2
 
 from penstock.bus.connect import connect_bus
@@ -193,8 +193,12 @@ class MemoryServers:
     """What a gateway connects with where there are no servers: bus and record in memory, other keys in fakeredis."""
 
     def __init__(self, bus: MemoryBus, records: MemoryRecords) -> None:
-        self._bus, self._records, self._server = bus, records, fakeredis.FakeServer(server_type="valkey")
-        self.keys: Any = fakeredis.FakeRedis(server=self._server)
+        import fakeredis  # who tests against real servers does without
+
+        self._bus, self._records, server = bus, records, fakeredis.FakeServer(server_type="valkey")
+        self._open_client = partial(fakeredis.FakeRedis, server=server)
+        self._open_async_client = partial(fakeredis.FakeAsyncRedis, server=server)
+        self.keys: Any = self._open_client()
 
     def serve_model(self, name: str, **beat: object) -> None:
         """Let a worker's heartbeat say that it serves a model."""
@@ -208,8 +212,8 @@ class MemoryServers:
         """Run a gateway, whose connections lead here; see `TestGateway`."""
         doubles: dict[int, object] = {
             id(connect_bus): lambda *_: self._bus,
-            id(redis_client): lambda *_: fakeredis.FakeRedis(server=self._server),
-            id(async_redis_client): lambda *_: fakeredis.FakeAsyncRedis(server=self._server),
+            id(redis_client): lambda *_: self._open_client(),
+            id(async_redis_client): lambda *_: self._open_async_client(),
             id(LiveFeed): lambda *_: MemoryFeed(self._records),
             id(AsyncTokenLog): lambda *_: MemoryAsyncLog(MemoryRecord(self._records, RecordSettings())),
         }
