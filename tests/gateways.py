@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,12 +16,30 @@ from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.processes import find_free_port
-from penstock.messages import Request, decode_message
-from penstock.names import Pipeline, PriorityClass
-from penstock.record import Record
+from penstock.messages import EndEvent, Request, decode_message
+from penstock.names import Pipeline, PriorityClass, stream_meta_key
+from penstock.record import Claim, Record
+from penstock.telemetry.meters import Meters
+from penstock.testing.gateway import TestGateway
 from penstock.worker.heartbeat import Heartbeat
-from sim.forked import fork_process, run_penstock
+from sim.forked import ForkedStack, fork_process, run_penstock
 from sim.waiting import PATIENCE_S, wait_for
+from tests.record.play import decode, end, say
+
+ENVIRONMENT = {
+    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64",
+    "PENSTOCK_BATCH_LOOK_S": "0.2", "PENSTOCK_BATCH_LEASE_S": "0.6", "PENSTOCK_BATCH_MAX_LINES": "2000",
+    "PENSTOCK_BATCH_MAX_FILE_BYTES": "600000",
+}  # fmt: skip
+
+
+@contextmanager
+def open_stack(folder: Path, model: Path | None = None, **numbers: Any) -> Iterator[ForkedStack]:
+    """Run workers with a gateway, and wait until they are ready. `numbers` are `Stack`'s, with its pipeline."""
+    environment = ENVIRONMENT if model is None else {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(model)}
+    with ForkedStack(folder, gateway=find_free_port(), environment=environment, **numbers) as stack:
+        stack.wait_until_ready(PATIENCE_S)
+        yield stack
 
 
 class GatewayProcess:
@@ -85,6 +104,25 @@ class ScriptedPipeline:
         """Have the worker report this as well."""
         self._heartbeat.update_status(**status)
         self._heartbeat.write_beat()
+
+    def open_gateway(self, **settings: Mapping[str, object]) -> TestGateway:
+        """Return a gateway in this process."""
+        return TestGateway(self.addresses, Meters(), **settings)
+
+    def write(self, request_id: str, count: int) -> Claim:
+        """Take the request as a worker and write so many tokens."""
+        claim = decode(self.record, request_id)
+        say(self.record, claim, range(count))
+        return claim
+
+    def finish(self, request_id: str, count: int = 3, ending: EndEvent | None = None) -> None:
+        """Answer the request with so many tokens."""
+        self.record.finish_request(self.write(request_id, count), ending or end())
+
+    def forget(self, request_id: str) -> None:
+        """Let Redis lose all that it has of a request that has ended."""
+        keys = stream_meta_key(request_id), self.pipeline.record_key(request_id), self.pipeline.log_key(request_id)
+        assert self.server.delete(*keys) == 3
 
     def read_requests(self, klass: PriorityClass = "interactive") -> list[Request]:
         """Return everything that was published."""

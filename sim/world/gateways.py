@@ -7,7 +7,7 @@ connection where its process dies. They send their request again then under its 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.testing.bus import MemoryBus, MemoryFollower
 from penstock.testing.client import MemoryAsyncLog, MemoryFeed
+from penstock.testing.gateway import answer_request, make_scope
 from sim.world.loop import WorldLoop
 from sim.world.network import Link, WorldPublisher, WorldRecord
 from sim.world.redis_server import AsyncClient
@@ -249,7 +250,10 @@ class Gateways:
             return None
         connection = Connection(SimQueue(self._world), running.loop, asyncio.Event())
         running.connections.add(connection)
-        scope = _make_scope(method, path, headers, body)
+        sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
+        scope = make_scope(
+            method, path, [(name.encode(), value.encode()) for name, value in (sent | dict(headers)).items()]
+        )
         running.loop.call_soon_threadsafe(
             lambda: running.loop.create_task(self._answer(running, connection, scope, body))
         )
@@ -258,34 +262,12 @@ class Gateways:
     async def _answer(
         self, running: RunningGateway, connection: Connection, scope: dict[str, Any], body: bytes
     ) -> None:
-        requests: Sequence[dict[str, Any]] = [{"type": "http.request", "body": body}]
-        waiting = iter(requests)
-
-        async def receive() -> dict[str, Any]:
-            if (message := next(waiting, None)) is not None:
-                return message
-            await connection.left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            connection.messages.put(message)
-
         try:
-            await running.app(scope, receive, send)
+            await answer_request(running.app, scope, body, connection.left, connection.messages.put)
         except Exception as error:  # an application answers all errors that it expects
             self._note_failure(running.process, error)
         running.connections.discard(connection)
         connection.messages.put(None)
-
-
-def _make_scope(method: str, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))} | dict(headers)
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
-        "client": ("127.0.0.1", 1), "server": ("localhost", 8080),
-    }  # fmt: skip
 
 
 def parse_frames(buffer: bytes) -> tuple[list[dict[str, str]], bytes]:

@@ -19,14 +19,15 @@ import time
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import Empty
-from types import ModuleType
 from typing import Any
 
 import greenlet
+
+from penstock.testing.doubles import replace_values
 
 EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning."""
@@ -266,24 +267,13 @@ class Doubles:
         clock = types.SimpleNamespace(**vars(self.time) | {"time": lambda: EPOCH_S + self.world.now_s})
         return self.install(prefix, [(self.time, clock)])
 
-    @contextlib.contextmanager
-    def install(self, prefix: str | tuple[str, ...], others: Sequence[tuple[object, object]] = ()) -> Iterator[None]:
+    def install(
+        self, prefix: str | tuple[str, ...], others: Sequence[tuple[object, object]] = ()
+    ) -> "contextlib.AbstractContextManager[None]":
         """Let all loaded modules whose names begin so have these doubles, and the second of each of `others` in the
         place of the first.
         """
-        by_id = self._by_id | {id(original): double for original, double in others}
-        changed: list[tuple[ModuleType, str, Any]] = []
-        for name, module in list(sys.modules.items()):
-            if name.startswith(prefix):
-                for attribute, value in list(vars(module).items()):
-                    if (double := by_id.get(id(value))) is not None:
-                        changed.append((module, attribute, value))
-                        setattr(module, attribute, double)
-        try:
-            yield
-        finally:
-            for module, attribute, value in changed:
-                setattr(module, attribute, value)
+        return replace_values(prefix, self._by_id | {id(original): double for original, double in others})
 
 
 class SimThread:

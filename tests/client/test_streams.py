@@ -1,7 +1,8 @@
 """Reading streams from a real server while a scripted worker writes them."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import redis
@@ -23,20 +24,9 @@ def tokens_of(events: list[Event]) -> list[int]:
     return [event.token for event in events if isinstance(event, TokenEvent)]
 
 
-def write(record: Record, tokens: list[int], request_id: str = "r1") -> Claim:
-    claim = decode(record, request_id)
-    say(record, claim, tokens)
-    return claim
-
-
-def whole(record: Record, request_id: str = "r1") -> list[Event]:
-    record.finish_request(write(record, WORDS, request_id), end())
-    return record.read_log(request_id)
-
-
-def wait_for_readers(server: "redis.Redis", pipeline: Pipeline, count: int) -> None:
-    channel = pipeline.live_channel("r1").encode()
-    wait_for(lambda: dict(server.pubsub_numsub(channel))[channel] == count, "they are subscribed")
+def id_of(event: Event) -> str:
+    assert isinstance(event, TokenEvent)
+    return event.id
 
 
 class Reading:
@@ -56,8 +46,8 @@ class Reading:
         except Exception as error:
             self.error = error
 
-    def wait(self, done: Callable[[list[Event]], bool]) -> None:
-        wait_for(lambda: done(self.events), "so many events")
+    def wait(self, count: int) -> None:
+        wait_for(lambda: len(self.events) == count, "so many events")
 
     def join(self) -> list[Event]:
         self._thread.join()
@@ -66,76 +56,96 @@ class Reading:
         return self.events
 
 
-def test_a_finished_stream_is_read_from_the_log(client: Client, record: Record) -> None:
-    events = whole(record)
-    assert list(client.stream("r1")) == events
-    answer = client.result("r1")
+@dataclass
+class Live:
+    """The stream of the request `r1`, whose worker a test plays."""
+
+    client: Client
+    record: Record
+    server: "redis.Redis"
+    pipeline: Pipeline
+
+    def read(self, after: str | None = None) -> Reading:
+        return Reading(self.client.stream("r1", after=after))
+
+    def write(self, tokens: list[int]) -> Claim:
+        claim = decode(self.record)
+        say(self.record, claim, tokens)
+        return claim
+
+    def whole(self) -> list[Event]:
+        self.record.finish_request(self.write(WORDS), end())
+        return self.record.read_log("r1")
+
+    def wait_for_readers(self, count: int) -> None:
+        channel = self.pipeline.live_channel("r1").encode()
+        wait_for(lambda: dict(self.server.pubsub_numsub(channel))[channel] == count, "they are subscribed")
+
+    def log_unpublished(self, claim: Claim, token: int) -> None:
+        """A token gets into the log and not to the live readers: so it looks when a connection lost the message."""
+        event, position = claim.next_event(token, ""), claim.num_tokens
+        self.server.xadd(self.pipeline.log_key("r1"), {"e": event.encode()}, id=f"{position}-1")
+        rolled = event.id.partition("-")[2]
+        self.server.hset(self.pipeline.record_key("r1"), mapping={"tokens": position + 1, "hash": rolled})
+
+    def decode_again(self, claim: Claim) -> Claim:
+        self.record.release_claim(claim)
+        return decode(self.record, claim.id)
+
+
+@pytest.fixture
+def live(client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline) -> Live:
+    return Live(client, record, server, pipeline)
+
+
+def test_a_finished_stream_is_read_from_the_log(live: Live) -> None:
+    events = live.whole()
+    assert list(live.client.stream("r1")) == events
+    answer = live.client.result("r1")
     assert (answer.token_ids, answer.text) == (WORDS, "<11><22><33><44><55>")
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("stop", 5)
 
 
-def test_every_event_id_can_be_resumed_from(client: Client, record: Record) -> None:
-    *tokens, last = whole(record)
+def test_every_event_id_can_be_resumed_from(live: Live) -> None:
+    *tokens, last = live.whole()
     for position, event in enumerate(tokens):
-        assert isinstance(event, TokenEvent)
-        assert list(client.stream("r1", after=event.id)) == [*tokens[position + 1 :], last]
+        assert list(live.client.stream("r1", after=id_of(event))) == [*tokens[position + 1 :], last]
 
 
-def test_a_reader_may_come_before_the_first_token(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    reading = Reading(client.stream("r1"))
-    wait_for_readers(server, pipeline, 1)
-    claim = decode(record)
+def test_a_reader_may_come_before_the_first_token(live: Live) -> None:
+    reading = live.read()
+    live.wait_for_readers(1)
+    claim = decode(live.record)
     for count, token in enumerate(WORDS, 1):  # each is seen before the next is written
-        say(record, claim, [token])
-        reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    record.finish_request(claim, end())
-    assert reading.join() == record.read_log("r1")
-    wait_for_readers(server, pipeline, 0)
+        say(live.record, claim, [token])
+        reading.wait(count)
+    live.record.finish_request(claim, end())
+    assert reading.join() == live.record.read_log("r1")
+    live.wait_for_readers(0)
 
 
-def test_a_reader_that_stops_early_leaves_nothing_behind(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    write(record, WORDS)
-    stream = client.stream("r1")
+def test_a_reader_that_stops_early_leaves_nothing_behind(live: Live) -> None:
+    live.write(WORDS)
+    stream = live.client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
     stream.close()  # type: ignore[attr-defined]
-    if isinstance(client, Client):
-        wait_for_readers(server, pipeline, 0)
-    assert tokens_of([next(client.stream("r1"))]) == WORDS[:1]
+    if isinstance(live.client, Client):
+        live.wait_for_readers(0)
+    assert tokens_of([next(live.client.stream("r1"))]) == WORDS[:1]
 
 
-def test_a_gap_is_filled_from_the_log(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    reading = Reading(client.stream("r1"))
-    claim = write(record, WORDS[:1])
-    reading.wait(lambda events: len(events) == 1)
-    log_unpublished(server, pipeline, claim, WORDS[1])
-    again = decode_again(record, claim)
-    say(record, again, WORDS[2:])
-    record.finish_request(again, end())
+def test_a_gap_is_filled_from_the_log(live: Live) -> None:
+    reading = live.read()
+    claim = live.write(WORDS[:1])
+    reading.wait(1)
+    live.log_unpublished(claim, WORDS[1])
+    again = live.decode_again(claim)
+    say(live.record, again, WORDS[2:])
+    live.record.finish_request(again, end())
     assert tokens_of(reading.join()) == WORDS
 
 
-def log_unpublished(server: "redis.Redis", pipeline: Pipeline, claim: Claim, token: int) -> None:
-    """A token gets into the log and not to the live readers: so it looks when a connection lost the message."""
-    event, position = claim.next_event(token, ""), claim.num_tokens
-    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id=f"{position}-1")
-    rolled = event.id.partition("-")[2]
-    server.hset(pipeline.record_key("r1"), mapping={"tokens": position + 1, "hash": rolled})
-
-
-def decode_again(record: Record, claim: Claim) -> Claim:
-    record.release_claim(claim)
-    return decode(record, claim.id)
-
-
-def test_a_live_event_before_the_first_log_reading_is_not_dropped(
-    client: Client, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_event_before_the_first_log_reading_is_not_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log cannot be read when the subscription begins; the first token then comes live."""
     failed = threading.Event()
     read, read_async = TokenLog.read_events, AsyncTokenLog.read_events
@@ -157,143 +167,127 @@ def test_a_live_event_before_the_first_log_reading_is_not_dropped(
 
     monkeypatch.setattr(TokenLog, "read_events", fragile)
     monkeypatch.setattr(AsyncTokenLog, "read_events", fragile_async)
-    reading = Reading(client.stream("r1"))
+    reading = live.read()
     wait_for(failed.is_set, "reading the log fails")
-    record.finish_request(write(record, WORDS), end())
+    live.record.finish_request(live.write(WORDS), end())
     assert tokens_of(reading.join()) == WORDS
 
 
 @pytest.mark.parametrize("kinds", [["pubsub"], ["pubsub", "normal"]])
-def test_a_killed_connection_loses_nothing(
-    client: Client, record: Record, server: "redis.Redis", kinds: list[str]
-) -> None:
-    reading = Reading(client.stream("r1"))
-    claim = decode(record)
+def test_a_killed_connection_loses_nothing(live: Live, kinds: list[str]) -> None:
+    reading = live.read()
+    claim = decode(live.record)
     for count, token in enumerate(WORDS, 1):
         for kind in kinds:
-            server.client_kill_filter(_type=kind, skipme=True)
-        say(record, claim, [token])
-        reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    record.finish_request(claim, end())
+            live.server.client_kill_filter(_type=kind, skipme=True)
+        say(live.record, claim, [token])
+        reading.wait(count)
+    live.record.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS
 
 
-def test_a_reader_that_takes_nothing_for_long_gets_it_all_from_the_log(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
+def test_a_reader_that_takes_nothing_for_long_gets_it_all_from_the_log(live: Live) -> None:
     count = 3 * MAX_MAILBOX_EVENTS
-    claim = write(record, [0])
-    stream = client.stream("r1")
+    claim = live.write([0])
+    stream = live.client.stream("r1")
     first = next(stream)
     for token in range(1, count):
-        record.send_tokens([(claim, claim.next_event(token, ""))])
-    assert all(record.collect_outcomes())
-    record.finish_request(claim, end())
+        live.record.send_tokens([(claim, claim.next_event(token, ""))])
+    assert all(live.record.collect_outcomes())
+    live.record.finish_request(claim, end())
     assert tokens_of([first, *stream]) == list(range(count))
 
 
-def test_a_silence_is_looked_up_in_the_log(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    reading = Reading(client.stream("r1"))
-    wait_for_readers(server, pipeline, 1)
-    claim = write(record, WORDS[:1])
-    reading.wait(lambda events: len(events) == 1)
-    log_unpublished(server, pipeline, claim, WORDS[1])
-    reading.wait(lambda events: len(events) == 2)
-    record.finish_request(decode_again(record, claim), end())
+def test_a_silence_is_looked_up_in_the_log(live: Live) -> None:
+    reading = live.read()
+    live.wait_for_readers(1)
+    claim = live.write(WORDS[:1])
+    reading.wait(1)
+    live.log_unpublished(claim, WORDS[1])
+    reading.wait(2)
+    live.record.finish_request(live.decode_again(claim), end())
     assert tokens_of(reading.join()) == WORDS[:2]
 
 
-def test_nothing_within_the_patience_is_a_timeout(client: Client, record: Record) -> None:
+def test_nothing_within_the_patience_is_a_timeout(live: Live) -> None:
     with pytest.raises(StreamTimeout):
-        list(client.stream("never", timeout_s=0.05))
-    write(record, WORDS[:1])
+        list(live.client.stream("never", timeout_s=0.05))
+    live.write(WORDS[:1])
     with pytest.raises(StreamTimeout):
-        list(client.stream("r1", timeout_s=0.05))
+        list(live.client.stream("r1", timeout_s=0.05))
 
 
-def test_a_log_that_is_gone_is_expired(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
+def test_a_log_that_is_gone_is_expired(live: Live) -> None:
     with pytest.raises(StreamExpired):
-        list(client.stream("never", after=event_id(3, "0" * 16)))
-    write(record, WORDS)
-    stream = client.stream("r1", timeout_s=0.05)
+        list(live.client.stream("never", after=event_id(3, "0" * 16)))
+    live.write(WORDS)
+    stream = live.client.stream("r1", timeout_s=0.05)
     assert tokens_of([next(stream) for _ in WORDS]) == WORDS
-    server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
+    live.server.delete(live.pipeline.log_key("r1"), live.pipeline.record_key("r1"))
     with pytest.raises(StreamExpired):
         next(stream)
 
 
-def test_a_log_begun_again_with_other_tokens_has_diverged(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    reading = Reading(client.stream("r1"))
-    write(record, WORDS)
-    reading.wait(lambda events: len(events) == 5)
-    last = reading.events[2]
-    assert isinstance(last, TokenEvent)
-    with server.pipeline(transaction=True) as lost:
-        lost.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
-        lost.hset(pipeline.record_key("r1"), "stage", "new")  # a record is there whenever the reader looks
+def test_a_log_begun_again_with_other_tokens_has_diverged(live: Live) -> None:
+    reading = live.read()
+    live.write(WORDS)
+    reading.wait(5)
+    with live.server.pipeline(transaction=True) as lost:
+        lost.delete(live.pipeline.log_key("r1"), live.pipeline.record_key("r1"))
+        lost.hset(live.pipeline.record_key("r1"), "stage", "new")  # a record is there whenever the reader looks
         lost.execute()
-    write(record, [11, 99, 98, 97, 96])
+    live.write([11, 99, 98, 97, 96])
     with pytest.raises(StreamDiverged):
         reading.join()
     with pytest.raises(StreamDiverged):
-        list(client.stream("r1", after=last.id))
+        list(live.client.stream("r1", after=id_of(reading.events[2])))
 
 
-def test_a_log_begun_again_with_the_same_tokens_is_waited_for(
-    client: Client, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    seen = list(client.stream("r1", after=None)) if whole(record) else []
-    server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
-    claim = write(record, WORDS[:1])
-    third = seen[2]
-    assert isinstance(third, TokenEvent)
-    reading = Reading(client.stream("r1", after=third.id))
-    wait_for_readers(server, pipeline, 1)
-    say(record, claim, WORDS[1:])
-    record.finish_request(claim, end())
+def test_a_log_begun_again_with_the_same_tokens_is_waited_for(live: Live) -> None:
+    seen = list(live.client.stream("r1", after=None)) if live.whole() else []
+    live.server.delete(live.pipeline.log_key("r1"), live.pipeline.record_key("r1"))
+    claim = live.write(WORDS[:1])
+    reading = live.read(id_of(seen[2]))
+    live.wait_for_readers(1)
+    say(live.record, claim, WORDS[1:])
+    live.record.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS[3:]
 
 
-def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, record: Record) -> None:
-    claim = write(record, WORDS[:2])
+def test_an_end_with_an_error_raises_it_after_the_tokens(live: Live) -> None:
+    claim = live.write(WORDS[:2])
     error = ErrorInfo.from_error(PromptTooLong("too long by far"))
-    record.finish_request(claim, EndEvent(finish_reason="error", error=error))
-    stream = client.stream("r1")
+    live.record.finish_request(claim, EndEvent(finish_reason="error", error=error))
+    stream = live.client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
     with pytest.raises(PromptTooLong, match="too long by far"):
         next(stream)
     with pytest.raises(PromptTooLong):
-        client.result("r1")
+        live.client.result("r1")
 
 
-def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client, record: Record) -> None:
-    assert client.cancel("r1")
-    claim = prefill(record)
+def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(live: Live) -> None:
+    assert live.client.cancel("r1")
+    claim = prefill(live.record)
     assert claim.is_cancelled
-    record.finish_request(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
+    live.record.finish_request(
+        claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked")))
+    )
     with pytest.raises(Cancelled):
-        client.result("r1")
-    assert not client.cancel("r1")
+        live.client.result("r1")
+    assert not live.client.cancel("r1")
 
 
-def test_two_readers_of_one_stream_and_one_of_another(
-    redis_url: str, record: Record, server: "redis.Redis", pipeline: Pipeline
-) -> None:
-    with Client(redis=redis_url, pipeline=pipeline.name) as client:
+def test_two_readers_of_one_stream_and_one_of_another(redis_url: str, live: Live) -> None:
+    with Client(redis=redis_url, pipeline=live.pipeline.name) as client:
         readings = [Reading(client.stream(request_id)) for request_id in ("r1", "r1", "r2")]
-        wait_for_readers(server, pipeline, 1)  # one connection, however many readers
-        first, second = decode(record, "r1"), decode(record, "r2")
+        live.wait_for_readers(1)  # one connection, however many readers
+        first, second = decode(live.record, "r1"), decode(live.record, "r2")
         for token in WORDS:
-            say(record, first, [token])
-            say(record, second, [token + 1])
-        record.finish_request(first, end())
-        record.finish_request(second, end())
+            say(live.record, first, [token])
+            say(live.record, second, [token + 1])
+        live.record.finish_request(first, end())
+        live.record.finish_request(second, end())
         seen = [tokens_of(reading.join()) for reading in readings]
     assert seen == [WORDS, WORDS, [token + 1 for token in WORDS]]
 

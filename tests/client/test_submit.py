@@ -50,19 +50,12 @@ def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"prompt": ""},
-        {"prompt": "a", "token_ids": [1]},
-        {"prompt": "a", "temperature": -1.0},
-        {"prompt": "a", "temperature": float("nan")},
-        {"prompt": "a", "colour": "red"},
-        {"prompt": "a", "id": "with a space"},
-        {"prompt": "a", "max_tokens": "many"},
-        {"prompt": "a", "stop": [object()]},
-        {"prompt": "\ud800"},
-        {"prompt": "a", "klass": "urgent"},
+        {}, {"prompt": ""}, {"prompt": "a", "token_ids": [1]}, {"prompt": "a", "temperature": -1.0},
+        {"prompt": "a", "temperature": float("nan")}, {"prompt": "a", "colour": "red"},
+        {"prompt": "a", "id": "with a space"}, {"prompt": "a", "max_tokens": "many"},
+        {"prompt": "a", "stop": [object()]}, {"prompt": "\ud800"}, {"prompt": "a", "klass": "urgent"},
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_request_is_refused_before_it_is_sent(
     client: Client, bus: Bus, pipeline: Pipeline, fields: dict[str, Any]
 ) -> None:

@@ -1,43 +1,37 @@
 """A pipeline of worker processes with a gateway and the official SDK in front of it, and one without workers."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 
+import httpx
 import openai
 import pytest
+import pytest_asyncio
+from fastapi import FastAPI, Request
 
-from penstock.local.processes import find_free_port
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.ingest.gateway import kept_responses
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.gateway.state import find_caller
+from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
-from tests.gateways import ScriptedPipeline
-
-ENVIRONMENT = {
-    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "64",
-    "PENSTOCK_BATCH_LOOK_S": "0.2", "PENSTOCK_BATCH_LEASE_S": "0.6", "PENSTOCK_BATCH_MAX_LINES": "2000",
-    "PENSTOCK_BATCH_MAX_FILE_BYTES": "600000",
-}  # fmt: skip
+from tests.gateways import ScriptedPipeline, open_stack
 
 
 @pytest.fixture(scope="session")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and two decode workers, and a gateway."""
-    directory = tmp_path_factory.mktemp("line")
-    with ForkedStack(
-        directory, pipeline="ingest", decode=2, gateway=find_free_port(), environment=ENVIRONMENT
-    ) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("line"), pipeline="ingest", decode=2) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and one decode worker of the model that calls tools, and a gateway."""
-    environment = {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
-    directory = tmp_path_factory.mktemp("tools")
-    with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("tools"), TOOL_MODEL, pipeline="tools") as stack:
         yield stack
 
 
@@ -51,6 +45,36 @@ def base_url(line: Stack) -> str:
 def sdk(base_url: str) -> Iterator[openai.OpenAI]:
     """The official client, as it comes but for its retries."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=None) as client:
+        yield client
+
+
+def call_as_tenant(request: Request) -> Caller:
+    """Return the caller of a gateway that believes a header."""
+    return Caller(tenant=request.headers.get("x-tenant", "default"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateways(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[FastAPI]]:
+    """The applications of two gateways on the loop of this module's tests, with one store, before all pipelines.
+
+    They look for nothing by themselves while the tests run.
+    """
+    settings = load_group(GatewayProcessSettings, batch={"store": str(tmp_path_factory.mktemp("store"))})
+    async with AsyncExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(kept_responses, "RENEW_INTERVAL_S", 3600.0)
+        apps = [create_app(settings, Addresses(stream_url=redis_url)) for _ in range(2)]
+        for app in apps:
+            app.dependency_overrides[find_caller] = call_as_tenant
+            await app.state.gateway.open()
+            stack.push_async_callback(app.state.gateway.close)
+        yield apps
+
+
+@pytest.fixture
+async def bare() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that has connected with nothing."""
+    transport = httpx.ASGITransport(create_app(load_group(GatewayProcessSettings), Addresses()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 
 

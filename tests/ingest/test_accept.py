@@ -3,22 +3,23 @@
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import redis
+from fastapi import FastAPI
 
 from penstock.client.aio import AsyncClient
 from penstock.client.core import make_request
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings, GatewayProcessSettings, RecordSettings, load_group
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
 from penstock.ingest.gateway.accept import RequestHeaders, accept_request
+from penstock.ingest.gateway.broadcast import LiveBroadcast
 from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.gateway.stream_meta import StreamMetaStore
@@ -34,244 +35,224 @@ from penstock.ops.lag import LagWatch
 from penstock.record import Record
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.redis.servers import Sharded
-from penstock.telemetry.meters import Meters
 from tests.gateways import ScriptedPipeline
 from tests.record.play import end, prefill, say
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY, NO_KEY = RequestHeaders(idempotency_key="k"), RequestHeaders()
 
 
-@pytest.fixture
-async def gateways(scripted: ScriptedPipeline) -> AsyncIterator[list[Gateway]]:
-    async with AsyncExitStack() as stack:
-        made = [Gateway(load_group(GatewayProcessSettings), scripted.addresses, Meters()) for _ in range(2)]
-        for gateway in made:
-            await gateway.open()
-            stack.push_async_callback(gateway.close)
-        yield made
+@dataclass
+class Site:
+    """Two gateways over a scripted pipeline, and a caller."""
+
+    scripted: ScriptedPipeline
+    gateways: list[Gateway]
+    patch: pytest.MonkeyPatch
+    caller: Caller = field(default_factory=lambda: Caller(tenant=f"t-{uuid.uuid4().hex[:12]}"))
+
+    def __post_init__(self) -> None:
+        self.server, self.record = self.scripted.server, self.scripted.record
+        self.metas = [gateway.stream_metas for gateway in self.gateways]
+
+    def list_published(self) -> list[str]:
+        return [request.id for request in self.scripted.read_requests()]
+
+    async def post(self, number: int, headers: RequestHeaders = KEY, **body: Any) -> StreamMeta:
+        endpoint = ENDPOINTS["/v1/completions"]
+        parsed = endpoint.parse_body({"model": self.scripted.model, "prompt": "hello", "max_tokens": 5} | body)
+        meta, _ = await accept_request(self.gateways[number], self.caller, headers, endpoint, parsed, now_s())
+        return meta
+
+    async def refuse(self, number: int, headers: RequestHeaders = KEY, **body: Any) -> ApiError:
+        with pytest.raises(ApiError) as refused:
+            await self.post(number, headers, **body)
+        return refused.value
+
+    def answer(self, meta: StreamMeta, body: str) -> None:
+        """Play the workers, for a request with that body."""
+        claim = prefill(self.record, meta.id, body=body)
+        say(self.record, claim, [1, 2])
+        self.record.finish_request(claim, end())
+
+    async def is_renewed(self, metas: StreamMetaStore, meta: StreamMeta) -> bool:
+        """Whether a store that renews what it holds gives a stream's metadata more time."""
+        self.server.pexpire(stream_meta_key(meta.id), 60_000)
+        await metas.renew_all()
+        return self.server.pttl(stream_meta_key(meta.id)) > 60_000
 
 
 @pytest.fixture
-def caller() -> Caller:
-    return Caller(tenant=f"t-{uuid.uuid4().hex[:12]}")
-
-
-async def post(gateway: Gateway, caller: Caller, headers: RequestHeaders = KEY, **body: Any) -> StreamMeta:
-    endpoint = ENDPOINTS["/v1/completions"]
-    parsed = endpoint.parse_body({"model": gateway.addresses.pipeline, "prompt": "hello", "max_tokens": 5} | body)
-    meta, _ = await accept_request(gateway, caller, headers, endpoint, parsed, now_s())
-    return meta
-
-
-def answer(scripted: ScriptedPipeline, meta: StreamMeta, body: str) -> None:
-    """Play the workers, for a request with that body."""
-    claim = prefill(scripted.record, meta.id, body=body)
-    say(scripted.record, claim, [1, 2])
-    scripted.record.finish_request(claim, end())
+def site(scripted: ScriptedPipeline, gateways: list[FastAPI], monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(scripted, [app.state.gateway for app in gateways], monkeypatch)
 
 
 def refuse_to_make(*_: object) -> None:
     raise AssertionError("a request was made")
 
 
-async def test_each_post_under_one_key_costs_a_request_and_publishes_nothing_more(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller
-) -> None:
-    limited = replace(caller, requests_per_min=3)
-    metas = [await post(gateways[n % 2], limited) for n in range(3)]
+async def test_each_post_under_one_key_costs_a_request_and_publishes_nothing_more(site: Site) -> None:
+    site.caller = replace(site.caller, requests_per_min=3)
+    metas = [await site.post(n % 2) for n in range(3)]
     assert len({meta.id for meta in metas}) == 1, "gateways agree about the id"
-    for gateway in gateways:
-        with pytest.raises(ApiError) as refused:
-            await post(gateway, limited)
-        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
-    assert [request.id for request in scripted.read_requests()] == [metas[0].id]
+    for number in range(2):
+        error = await site.refuse(number)
+        assert (error.status, error.code) == (429, "rate_limit_exceeded")
+    assert site.list_published() == [metas[0].id]
 
 
-async def test_what_was_not_published_is_published_by_the_next_post(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_not_published_is_published_by_the_next_post(site: Site) -> None:
     async def refuse(*_: object) -> None:
         raise BusUnavailable("no acknowledgement")
 
-    with monkeypatch.context() as patch:
+    with site.patch.context() as patch:
         patch.setattr(AsyncClient, "send", refuse)
         with pytest.raises(BusUnavailable):
-            await post(gateways[0], caller)
-    name = "cmpl-" + await gateways[0].stream_metas.derive_name(caller.tenant, "k")
-    assert await gateways[1].get_client(scripted.model).cancel(name)  # which makes a record that no worker has seen
-    meta = await post(gateways[1], caller)
-    assert [request.id for request in scripted.read_requests()] == [meta.id] == [name]
-    await post(gateways[0], caller)
-    assert len(scripted.read_requests()) == 1
+            await site.post(0)
+    name = "cmpl-" + await site.metas[0].derive_name(site.caller.tenant, "k")
+    client = site.gateways[1].get_client(site.scripted.model)
+    assert await client.cancel(name)  # which makes a record that no worker has seen
+    for number in (1, 0):
+        assert (await site.post(number)).id == name
+        assert site.list_published() == [name]
 
 
-async def test_what_waits_is_published_again_once_a_minute_and_what_a_worker_has_seen_never(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accepting, "REPUBLISH_AFTER_S", 0.0)
-    meta = await post(gateways[0], caller)
-    await post(gateways[1], caller)
-    assert len(scripted.read_requests()) == 2
-    prefill(scripted.record, meta.id, body=meta.bodies[0])
-    await post(gateways[0], caller)
-    assert len(scripted.read_requests()) == 2
+async def test_what_waits_is_published_again_once_a_minute_and_what_a_worker_has_seen_never(site: Site) -> None:
+    site.patch.setattr(accepting, "REPUBLISH_AFTER_S", 0.0)
+    meta = await site.post(0)
+    await site.post(1)
+    assert len(site.list_published()) == 2
+    prefill(site.record, meta.id, body=meta.bodies[0])
+    await site.post(0)
+    assert len(site.list_published()) == 2
 
 
-async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accepting, "make_request", refuse_to_make)
-    limited = replace(caller, requests_per_min=3)
+@pytest.mark.parametrize("body", [{"prompt": "x" * (MAX_REQUEST_BYTES // 4), "n": 5}, {"prompt": [[7] * 100_000] * 20}])
+async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(site: Site, body: dict[str, Any]) -> None:
+    site.patch.setattr(accepting, "make_request", refuse_to_make)
+    site.caller = replace(site.caller, requests_per_min=3)
     with pytest.raises(RequestTooLarge, match="fewer choices"):
-        await post(gateways[0], limited, NO_KEY, prompt="x" * (MAX_REQUEST_BYTES // 4), n=5)
-    with pytest.raises(RequestTooLarge, match="fewer choices"):
-        await post(gateways[0], limited, NO_KEY, prompt=[[7] * 100_000] * 20)
-    assert not scripted.server.exists(rate_key(limited.tenant))
+        await site.post(0, NO_KEY, **body)
+    assert not site.server.exists(rate_key(site.caller.tenant))
 
 
-async def test_who_is_refused_by_the_limits_has_nothing_made(
-    gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limited = replace(caller, requests_per_min=1)
-    await post(gateways[0], limited, NO_KEY)
-    monkeypatch.setattr(accepting, "make_request", refuse_to_make)
-    with pytest.raises(ApiError) as refused:
-        await post(gateways[0], limited, NO_KEY, prompt="x" * 1_000_000, n=8)
-    assert refused.value.status == 429
+async def test_who_is_refused_by_the_limits_has_nothing_made(site: Site) -> None:
+    site.caller = replace(site.caller, requests_per_min=1)
+    await site.post(0, NO_KEY)
+    site.patch.setattr(accepting, "make_request", refuse_to_make)
+    assert (await site.refuse(0, NO_KEY, prompt="x" * 1_000_000, n=8)).status == 429
 
 
-async def test_large_requests_are_made_beside_the_event_loop(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_on_the_loop = []
+async def test_large_requests_are_made_beside_the_event_loop(site: Site) -> None:
+    loops = list[object]()
 
     def make(prompt: Any, fields: Any) -> Request:
-        try:
-            made_on_the_loop.append(bool(asyncio.get_running_loop()))
-        except RuntimeError:
-            made_on_the_loop.append(False)
+        loops.append(asyncio._get_running_loop())
         return make_request(prompt, fields)
 
-    monkeypatch.setattr(accepting, "make_request", make)
-    await post(gateways[0], caller, NO_KEY, prompt="x" * 200_000, n=2)
-    assert made_on_the_loop == [False, False]
-    assert [len(request.prompt or "") for request in scripted.read_requests()] == [200_000] * 2
+    site.patch.setattr(accepting, "make_request", make)
+    await site.post(0, NO_KEY, prompt="x" * 200_000, n=2)
+    assert loops == [None, None]
+    assert [len(request.prompt or "") for request in site.scripted.read_requests()] == [200_000] * 2
 
 
-async def test_an_answer_is_told_to_its_own_body_alone(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller
-) -> None:
-    other = await post(gateways[0], caller)
-    answer(scripted, other, body="f" * 64)
+async def test_an_answer_is_told_to_its_own_body_alone(site: Site) -> None:
+    other = await site.post(0)
+    site.answer(other, body="f" * 64)
     with pytest.raises(IdConflict):
-        await read_answers(gateways[1], other)
+        await read_answers(site.gateways[1], other)
 
     async def ended(_: object) -> None:
         pass
 
-    sent = b"".join([frame async for frame in StreamFeed(gateways[0], other, ResumePoint(1), ended).read_frames()])
-    assert b"id_conflict" in sent
-    assert b'"text"' not in sent
+    feed = StreamFeed(site.gateways[0], other, ResumePoint(1), ended)
+    sent = b"".join([frame async for frame in feed.read_frames()])
+    assert (b"id_conflict" in sent, b'"text"' in sent) == (True, False)
 
-    own = await post(gateways[0], caller, NO_KEY)
-    answer(scripted, own, body=own.bodies[0])
-    (found,) = await read_answers(gateways[1], own)
+    own = await site.post(0, NO_KEY)
+    site.answer(own, body=own.bodies[0])
+    (found,) = await read_answers(site.gateways[1], own)
     assert found.token_ids == [1, 2]
 
 
-async def test_an_id_cannot_be_told_from_tenant_and_key(scripted: ScriptedPipeline, gateways: list[Gateway]) -> None:
-    mine, again = [await gateway.stream_metas.derive_name("acme", "k") for gateway in gateways]
+async def test_an_id_cannot_be_told_from_tenant_and_key(site: Site) -> None:
+    mine, again = [await metas.derive_name("acme", "k") for metas in site.metas]
     assert mine == again
-    assert mine != await gateways[0].stream_metas.derive_name("other", "k")
-    scripted.server.delete("penstock:gateway:secret")
-    kept = await gateways[0].stream_metas.derive_name("acme", "k")
-    assert mine == kept, "a gateway gives the secret back to a Redis that lost it"
-    stranger = StreamMetaStore(gateways[0].servers, RecordSettings())
-    scripted.server.delete("penstock:gateway:secret")
+    assert mine != await site.metas[0].derive_name("other", "k")
+    site.server.delete("penstock:gateway:secret")
+    assert mine == await site.metas[0].derive_name("acme", "k"), "it gives the secret back to a Redis that lost it"
+    stranger = StreamMetaStore(site.gateways[0].servers, RecordSettings())
+    site.server.delete("penstock:gateway:secret")
     assert mine != await stranger.derive_name("acme", "k")
 
 
-async def is_renewed(scripted: ScriptedPipeline, metas: StreamMetaStore, meta: StreamMeta) -> bool:
-    """Whether a store that renews what it holds gives a stream's metadata more time."""
-    scripted.server.pexpire(stream_meta_key(meta.id), 60_000)
-    await metas.renew_all()
-    return scripted.server.pttl(stream_meta_key(meta.id)) > 60_000
-
-
-async def test_metadata_is_renewed_until_its_requests_have_ended(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller
-) -> None:
-    meta = await post(gateways[0], caller)
-    assert 0 < scripted.server.pttl(stream_meta_key(meta.id)) <= 3600 * 1000
-    first, second = (gateway.stream_metas for gateway in gateways)
-    assert await is_renewed(scripted, first, meta)
-    assert not await is_renewed(scripted, second, meta), "it has never seen it"
+async def test_metadata_is_renewed_until_its_requests_have_ended(site: Site) -> None:
+    meta = await site.post(0)
+    assert 0 < site.server.pttl(stream_meta_key(meta.id)) <= 3600 * 1000
+    first, second = site.metas
+    assert await site.is_renewed(first, meta)
+    assert not await site.is_renewed(second, meta), "it has never seen it"
     await second.find_of_tenant(meta.id, meta.tenant)
-    assert await is_renewed(scripted, second, meta), "it has a reader"
-    answer(scripted, meta, body=meta.bodies[0])
-    for metas in (first, second):
-        assert await is_renewed(scripted, metas, meta), "kept as long as its records"
-        assert not await is_renewed(scripted, metas, meta)
+    assert await site.is_renewed(second, meta), "it has a reader"
+    site.answer(meta, body=meta.bodies[0])
+    for metas in site.metas:
+        assert await site.is_renewed(metas, meta), "kept as long as its records"
+        assert not await site.is_renewed(metas, meta)
 
 
-async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, redis_url: str
-) -> None:
+async def test_metadata_is_renewed_until_its_requests_on_all_servers_have_ended(site: Site, redis_url: str) -> None:
     urls = [redis_url, redis_url.rpartition("/")[0] + "/9"]
     servers = Sharded.from_urls(",".join(urls), async_redis_client)
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
-    posted = await post(gateways[0], caller)
+    posted = await site.post(0)
     metas = StreamMetaStore(servers, RecordSettings())
     meta = await metas.put(posted.model_copy(update={"id": uuid.uuid4().hex, "request_ids": chosen}))
     for url, request_id in zip(urls, chosen, strict=True):
-        assert await is_renewed(scripted, metas, meta)
-        with redis_client(url) as server:
-            record = Record(server, scripted.pipeline, RecordSettings(lease_s=30))
+        assert await site.is_renewed(metas, meta)
+        with redis_client(url) as server, closing(Record(server, site.scripted.pipeline, RecordSettings())) as record:
             record.finish_request(prefill(record, request_id), end())
-            record.close()
-    assert await is_renewed(scripted, metas, meta), "kept as long as its records"
-    assert not await is_renewed(scripted, metas, meta)
+    assert await site.is_renewed(metas, meta), "kept as long as its records"
+    assert not await site.is_renewed(metas, meta)
     for part in servers.parts:
         await part.aclose()
 
 
-async def test_what_a_tenant_sees_of_the_pipeline_names_no_worker(gateways: list[Gateway]) -> None:
-    seen = {}
+async def test_what_a_tenant_sees_of_the_pipeline_names_no_worker(site: Site) -> None:
+    seen, broadcast = {}, LiveBroadcast(site.gateways[0].metrics.watch_pipeline(site.scripted.pipeline.name))
     for is_whole in (True, False):
-        async with aclosing(gateways[0].broadcast.read_frames(is_whole=is_whole)) as frames:
+        async with aclosing(broadcast.read_frames(is_whole=is_whole)) as frames:
             seen[is_whole] = json.loads((await anext(frames)).partition(b"data: ")[2])
+    broadcast.stop()
     assert [worker["name"] for worker in seen[True]["workers"]] == ["nobody"]
     assert set(seen[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s"}
     assert seen[False]["health"] == {"state": seen[True]["health"]["state"], "reasons": []}
 
 
-async def test_settings_are_read_once(
-    scripted: ScriptedPipeline, gateways: list[Gateway], caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = Client(scripted.addresses)
-    monkeypatch.setenv("PENSTOCK_BUS_PARTITIONS", "not a number")
+async def test_settings_are_read_once(site: Site) -> None:
+    client = Client(site.scripted.addresses)
+    site.patch.setenv("PENSTOCK_BUS_PARTITIONS", "not a number")
     with pytest.raises(SettingsError):
-        Client(scripted.addresses)
+        Client(site.scripted.addresses)
     with client:
         await asyncio.to_thread(client.submit, "hello")
         await asyncio.to_thread(client.lag)
-    await post(gateways[0], caller)
-    await gateways[0].get_client(scripted.model).lag()
-    assert len(scripted.read_requests()) == 2
+    await site.post(0)
+    await site.gateways[0].get_client(site.scripted.model).lag()
+    assert len(site.list_published()) == 2
 
 
-def test_all_lags_are_read_by_one_connection(scripted: ScriptedPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lag, "MAX_AGE_S", 0.0)
-    made = []
+async def test_all_lags_are_read_by_one_connection(site: Site) -> None:
+    site.patch.setattr(lag, "MAX_AGE_S", 0.0)
+    made = list[str]()
 
     def count_client(url: str) -> "redis.Redis":
         made.append(url)
         return redis_client(url)
 
     for module in (lag, status):
-        monkeypatch.setattr(module, "redis_client", count_client)
-    watch = LagWatch(scripted.addresses, BusSettings())
+        site.patch.setattr(module, "redis_client", count_client)
+    watch = LagWatch(site.scripted.addresses, BusSettings())
     for _ in range(3):
         watch.read_latest()
     watch.close()

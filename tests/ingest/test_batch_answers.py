@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -15,16 +16,19 @@ from penstock.config.settings import BatchSettings
 from penstock.errors import BusUnavailable, ModelError, PromptTooLong, StreamExpired, StreamTimeout
 from penstock.ingest.batch import answer as answer_module
 from penstock.ingest.batch import journal as journal_module
+from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work as work_module
 from penstock.ingest.batch.answer import BatchJob, BatchRun, FinishedRow, ModelPipeline, Pipelines
-from penstock.ingest.batch.batches import BatchSpec, BatchStore
+from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
 from penstock.ingest.batch.journal import Journal, JournalError, answer_batch_file, check_batch_file
 from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
+from penstock.redis.client import async_redis_client
 from sim.workload import TOOL_MODEL
 from tests.ingest.batch_files import ScriptedClient, create_batch, each_once, lines, read, read_file, row
 
@@ -113,6 +117,17 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 def objects() -> Iterator[ObjectStorage]:
     with closing(ObjectStorage(MemoryStore())) as made:
         yield made
+
+
+Clients = dict[str, ScriptedClient]
+
+
+@pytest.fixture
+def clients() -> Clients:
+    """Two models: `demo` is served, and nobody works for `dead`."""
+    made = {"demo": ScriptedClient(), "dead": ScriptedClient()}
+    made["dead"].is_open.clear()
+    return made
 
 
 @pytest.fixture(params=["gateway", "command"])
@@ -281,20 +296,16 @@ async def test_a_prompt_that_is_too_long_is_told_in_its_line_as_clients_know_it(
     await batch.run(pipeline)
     (response,) = [one["response"] for one in await batch.read_rows()]
     error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": "messages",
-        "code": "context_length_exceeded",
-    }
+        "message": message, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded",
+    }  # fmt: skip
     assert (response["status_code"], response["body"]) == (400, {"error": error})
 
 
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
     assert await batch.create(lines([row(0), row(0), {**row(1), "url": "/v1/none"}]) + b"{") == [
-        (2, "The custom_id 'row-0' was used before in this file."),
-        (3, f"The 'url' must be {URLS[type(batch)]}."),
+        (2, "The custom_id 'row-0' was used before in this file."), (3, f"The 'url' must be {URLS[type(batch)]}."),
         (4, "This line is not parseable as valid JSON."),
-    ]
+    ]  # fmt: skip
     assert await batch.create(b"\n \n") == [(None, "The file has no requests.")]
 
 
@@ -461,14 +472,11 @@ async def test_open_batches_have_a_limit_of_tokens(objects: ObjectStorage) -> No
     assert await third.create(content) == []
 
 
-async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: ObjectStorage) -> None:
-    clients = {"demo": ScriptedClient(), "dead": ScriptedClient()}
-    clients["dead"].is_open.clear()
-
-    async def find_pipeline(model: str) -> ModelPipeline:
-        return await clients[model].find(model)
-
-    pipelines, settings = Pipelines(find_pipeline, MAX_ROWS), BatchSettings(rows_in_flight=MAX_ROWS)
+async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: ObjectStorage, clients: Clients) -> None:
+    pipelines, settings = (
+        Pipelines(lambda model: clients[model].find(model), MAX_ROWS),
+        BatchSettings(rows_in_flight=MAX_ROWS),
+    )
     content = {model: lines([row(number, model=model) for number in range(3 * MAX_ROWS)]) for model in clients}
     dead, live = [await create_batch(objects, CALLER, content[model]) for model in ("dead", "demo")]
     async with under_way(BatchWork(objects, dead, pipelines, settings).run()):
@@ -563,3 +571,58 @@ async def test_a_journal_of_an_older_version_is_gone_on_with(tmp_path: Path) -> 
     assert each_once(await batch.read_rows(), 4)
     with Journal(batch.output, batch.errors, digest) as journal:
         assert (journal.finished_rows, journal.num_failed) == ({1, 2, 3, 4}, 1)
+
+
+RUNNER_SETTINGS = BatchSettings(rows_in_flight=4, look_s=0.1, lease_s=2)
+
+
+@pytest.fixture
+async def runner(redis_url: str, objects: ObjectStorage, clients: Clients) -> AsyncIterator[BatchRunner]:
+    async with async_redis_client(redis_url) as client:
+        made = BatchRunner(objects, client, lambda model: clients[model].find(model), RUNNER_SETTINGS)
+        yield made
+        await made.close()
+
+
+async def make_batch(objects: ObjectStorage, tenant: str, model: str) -> BatchSpec:
+    return await create_batch(objects, Caller(tenant=tenant), lines([row(0, max_tokens=1, model=model)]))
+
+
+async def wait_for_state(objects: ObjectStorage, spec: BatchSpec, status: str) -> None:
+    while (await BatchStore(objects).read_state(spec)).status != status:
+        await asyncio.sleep(0.02)
+
+
+async def test_a_tenant_with_many_batches_makes_way_for_another(objects: ObjectStorage, runner: BatchRunner) -> None:
+    """None of the first tenant's will end, and one gateway works on so many at once."""
+    specs = [await make_batch(objects, "many", "dead") for _ in range(runner_module.MAX_MOVING_BATCHES)]
+    runner.start()
+    for spec in specs:
+        await wait_for_state(objects, spec, "in_progress")
+    late = await make_batch(objects, "few", "demo")
+    runner.look_now()
+    await wait_for_state(objects, late, "completed")
+
+
+async def test_batches_that_stand_still_take_no_turn(
+    objects: ObjectStorage, runner: BatchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_module, "STALLED_AFTER_S", 0.0)
+    specs = [await make_batch(objects, f"t{n}", "dead") for n in range(runner_module.MAX_MOVING_BATCHES)]
+    runner.start()
+    for spec in specs:
+        await wait_for_state(objects, spec, "in_progress")
+    late = await make_batch(objects, "late", "demo")
+    runner.look_now()
+    await wait_for_state(objects, late, "completed")
+
+
+async def test_a_batch_that_cannot_be_read_is_named_and_left_alone(
+    objects: ObjectStorage, runner: BatchRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, whole = [await make_batch(objects, "acme", "demo") for _ in range(2)]
+    await objects.put(object_path(damaged, "birth.json"), b"{half")
+    with caplog.at_level(logging.ERROR):
+        runner.start()
+        await wait_for_state(objects, whole, "completed")
+    assert [damaged.id in message for message in caplog.messages] == [True]

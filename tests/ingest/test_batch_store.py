@@ -117,13 +117,13 @@ async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> 
     assert await objects.get("a/empty") == b""
 
 
-async def test_objects_are_listed_by_their_age(objects: ObjectStorage) -> None:
-    begun_s = time.time()
+async def test_objects_are_listed_by_their_age(objects: ObjectStorage, request: pytest.FixtureRequest) -> None:
+    begun_s, ticks_per_s = time.time(), 1 if "s3" in request.node.callspec.id else 20  # S3 tells whole seconds
     for name in ("b", "a", "c/d"):
         await objects.put(f"x/{name}", b"1")
         written_s = time.time()
-        while int(time.time()) == int(written_s):  # S3 tells whole seconds
-            await asyncio.sleep(0.05)
+        while int(time.time() * ticks_per_s) == int(written_s * ticks_per_s):
+            await asyncio.sleep(0.01)
     found = await objects.list_by_age("x")
     assert [name for _, name in found] == ["b", "a"]
     assert all(begun_s - 2 < written_s < time.time() + 2 for written_s, _ in found)

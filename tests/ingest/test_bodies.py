@@ -9,12 +9,9 @@ import pytest
 
 from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import make_request
-from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
-from penstock.ingest.gateway.app import create_app
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint
 
 TURN = {"role": "user", "content": "hi"}
@@ -37,6 +34,8 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "a tool of a response in the form of chats": (
         RESPONSES, {"tools": [TOOL]}, "tools.0.name", "missing_required_parameter",
     ),
+    "a stored prompt": (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+    "an effort": (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort", "invalid_value"),
     "a search of a response": (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "invalid_value"),
     "thoughts of all turns": (
         RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", "unsupported_parameter",
@@ -77,6 +76,7 @@ NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
     "no choice": (CHAT, {"n": 0}, "n", "invalid_value"),
     "no turn": (CHAT, {"messages": []}, "messages", "invalid_value"),
 }  # fmt: skip
+EFFORTS = "must be 'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"
 OURS = (
     "tenant", "epoch", "class", "klass", "weight", "id", "deadline", "session", "attempt", "v", "token_ids",
     "request_ids",
@@ -139,6 +139,8 @@ def test_a_refusal_says_what_to_do() -> None:
         CHAT.parse_body(prompted(CHAT, {"priority": 1}))
     with pytest.raises(ApiError, match=r"not support it\. Send true, or leave it out\."):
         CHAT.parse_body(prompted(CHAT, {"skip_special_tokens": False}))
+    with pytest.raises(ApiError, match=EFFORTS):
+        RESPONSES.parse_body(prompted(RESPONSES, {"reasoning": {"effort": "most"}}))
 
 
 def test_reasoning_need_not_be_included() -> None:
@@ -164,53 +166,28 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, par
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
-        ("POST", "/v1/models", "GET"),
-        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
-        ("GET", "/v1/responses/resp_1/cancel", "POST"),
+        ("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"), ("GET", "/v1/responses/resp_1/cancel", "POST"),
     ],
-)
-async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
-    app = create_app(load_group(GatewayProcessSettings), Addresses())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        answer = await client.request(method, path)
+)  # fmt: skip
+async def test_another_method_is_told_which_there_are(
+    bare: httpx.AsyncClient, method: str, path: str, allowed: str
+) -> None:
+    answer = await bare.request(method, path)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "method_not_allowed")
     assert answer.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/threads"])
-async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(path: str) -> None:
-    app = create_app(load_group(GatewayProcessSettings), Addresses())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        answer = await client.post(path, json={"model": "demo"})
+async def test_an_endpoint_that_does_not_exist_is_unknown_and_no_response(bare: httpx.AsyncClient, path: str) -> None:
+    answer = await bare.post(path, json={"model": "demo"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
     assert "allow" not in answer.headers
 
 
-def test_a_prompt_instead_of_input_is_refused_by_name() -> None:
-    with pytest.raises(ApiError) as raised:
-        RESPONSES.parse_body({"model": "demo", "prompt": {"id": "pmpt_1"}})
-    assert (raised.value.status, raised.value.param) == (400, "prompt")
-    assert raised.value.body.error.code == "unsupported_parameter"
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "asked", "param"),
-    [
-        (CHAT, {"messages": [TURN], "reasoning_effort": "most"}, "reasoning_effort"),
-        (RESPONSES, {"input": "x", "reasoning": {"effort": "most"}}, "reasoning.effort"),
-    ],
-)
-def test_an_unknown_effort_is_refused_with_the_list(
-    endpoint: ApiEndpoint[Any], asked: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(ApiError, match="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'") as raised:
-        endpoint.parse_body({"model": "demo", **asked})
-    assert raised.value.param == param
-
-
 ILL: dict[str, tuple[dict[str, Any], str]] = {
+    "an effort": ({"reasoning_effort": "most"}, f"Invalid value for 'reasoning_effort': {EFFORTS}"),
     "no list": ({"messages": "hi"}, "Invalid value for 'messages': must be a valid list"),
     "no object": ({"tools": [3]}, "Invalid value for 'tools.0': must be an object"),
     "a text for a number": ({"n": "3"}, "Invalid value for 'n': must be a valid integer"),
@@ -220,10 +197,9 @@ ILL: dict[str, tuple[dict[str, Any], str]] = {
     "too little": ({"messages": []}, "Invalid value for 'messages': must have at least 1 item"),
     "a token by its name": ({"logit_bias": {"a": 1}}, "Invalid value for 'logit_bias.a"),
     "another kind": (
-        {"service_tier": "slow"},
-        "Invalid value for 'service_tier': must be 'auto', 'default', 'flex' or 'priority'",
+        {"service_tier": "slow"}, "Invalid value for 'service_tier': must be 'auto', 'default', 'flex' or 'priority'",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "message"), ILL.values(), ids=ILL)
@@ -244,35 +220,26 @@ def test_a_token_id_is_the_name_of_a_bias() -> None:
     [
         (b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}", "nested_too_deeply", "nested too deeply"),
         (b'{"messages": [', "invalid_json", "not valid JSON"),
-        (b'{"temperature": NaN}', "invalid_json", "not valid JSON"),
-        (b"\xff", "invalid_json", "not valid JSON"),
-        (b"[]", "invalid_value", "must be a JSON object"),
-        (b"3", "invalid_value", "must be a JSON object"),
+        (b'{"temperature": NaN}', "invalid_json", "not valid JSON"), (b"\xff", "invalid_json", "not valid JSON"),
+        (b"[]", "invalid_value", "must be a JSON object"), (b"3", "invalid_value", "must be a JSON object"),
     ],
-)
+)  # fmt: skip
 def test_a_body_that_is_no_object_says_why(raw: bytes, code: str, message: str) -> None:
     with pytest.raises(ApiError, match=message) as refused:
         CHAT.parse_body(raw)
     assert (refused.value.status, refused.value.code) == (400, code)
 
 
-async def test_a_compressed_body_is_called_so() -> None:
-    app = create_app(load_group(GatewayProcessSettings), Addresses())
-    body = gzip.compress(b"{}")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        for path, kind in (
-            ("/v1/chat/completions", "invalid_request_error"),
-            ("/v1/messages", "invalid_request_error"),
-        ):
-            answer = await client.post(path, content=body, headers={"content-encoding": "gzip"})
-            error = answer.json()["error"]
-            assert (answer.status_code, error["type"]) == (415, kind)
-            assert "'gzip'" in error["message"]
-        plain = await client.post("/v1/messages", content=b"{}", headers={"content-encoding": "identity"})
-    assert plain.status_code == 400
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_compressed_body_is_called_so(bare: httpx.AsyncClient, path: str) -> None:
+    answer = await bare.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (415, "invalid_request_error")
+    assert "'gzip'" in error["message"]
+    assert (await bare.post(path, content=b"{}", headers={"content-encoding": "identity"})).status_code == 400
 
 
-async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probes_of_readiness_ask_one_bus(bare: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StreamsBus] = []
 
     def check(bus: StreamsBus, timeout_s: float = 5.0) -> str:
@@ -280,8 +247,6 @@ async def test_probes_of_readiness_ask_one_bus(monkeypatch: pytest.MonkeyPatch) 
         raise BusUnavailable("away")
 
     monkeypatch.setattr(StreamsBus, "check_connection", check)
-    app = create_app(load_group(GatewayProcessSettings), Addresses())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        assert [(await client.get("/readyz")).status_code for _ in range(3)] == [503] * 3
+    assert [(await bare.get("/readyz")).status_code for _ in range(3)] == [503] * 3
     assert len(asked) == 3
     assert len({id(bus) for bus in asked}) == 1

@@ -14,8 +14,8 @@ from penstock.ingest.gateway.sse import encode_frames
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, StreamMeta, make_stream_meta
 from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.sse import ResumePoint, SseEvent, make_token_positions
-from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
-from penstock.names import START_HASH, roll_hash
+from penstock.messages import EndEvent, ErrorInfo, TokenEvent, Usage
+from tests.ingest.answers import make_log
 
 TURNS = [{"role": "user", "content": "hi"}]
 TEXTS = ["a", "", "b c", "", "", "d"]
@@ -32,17 +32,9 @@ def make_meta(endpoint: ApiEndpoint[Any], body: dict[str, Any]) -> StreamMeta:
     return make_stream_meta(endpoint, endpoint.parse_body({"model": "demo"} | body), f"{endpoint.id_prefix}1")
 
 
-def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list[Event]:
+def log_of(seed: int, with_logprobs: bool = False) -> list[Event]:
     """A whole stream: tokens, some of them without text, and the end."""
-    events: list[Event] = []
-    rolled = START_HASH
-    for position, text in enumerate(TEXTS):
-        token = seed * 100 + position
-        rolled = roll_hash(rolled, token)
-        logprobs = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
-        events.append(TokenEvent.at_position(position, rolled, token, text, logprobs if with_logprobs else None))
-    usage = Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=len(TEXTS))
-    return [*events, EndEvent(finish_reason="length", text=held_back, usage=usage)]
+    return make_log(TEXTS, "!", "length", has_logprobs=with_logprobs, seed=seed)
 
 
 def send_events(

@@ -107,129 +107,6 @@ WEATHER: Any = {
 }
 
 
-def call_openai(url: str, weather: Weather) -> str:
-    turns: list[Any] = [{"role": "user", "content": QUESTION}]
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        while True:
-            made = client.chat.completions.create(model=MODEL, messages=turns, tools=[WEATHER], temperature=0)
-            message = made.choices[0].message
-            turns.append(message)
-            if not message.tool_calls:
-                return message.content or ""
-            for call in message.tool_calls:
-                assert call.type == "function"
-                result = weather.get_weather(**json.loads(call.function.arguments))
-                turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-def call_openai_stream(url: str, weather: Weather) -> str:
-    """The SDK's own reader of a stream puts the calls together."""
-    turns: list[Any] = [{"role": "user", "content": QUESTION}]
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        while True:
-            with client.chat.completions.stream(model=MODEL, messages=turns, tools=[WEATHER], temperature=0) as stream:
-                done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-                message = stream.get_final_completion().choices[0].message
-            turns.append(message)
-            assert [event.arguments for event in done] == [one.function.arguments for one in message.tool_calls or ()]
-            if not message.tool_calls:
-                return message.content or ""
-            for call in message.tool_calls:
-                result = weather.get_weather(**json.loads(call.function.arguments))
-                turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-def call_openai_responses(url: str, weather: Weather) -> str:
-    """The SDK's own reader of a stream puts the items together, and their results follow on the response."""
-    tool: Any = {"type": "function", **WEATHER["function"]}
-    given: Any = QUESTION
-    previous: str | None = None
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        while True:
-            with client.responses.stream(
-                model=MODEL, input=given, tools=[tool], temperature=0, previous_response_id=previous
-            ) as stream:
-                stream.until_done()
-                made = stream.get_final_response()
-            calls = [item for item in made.output if item.type == "function_call"]
-            if not calls:
-                return made.output_text
-            given, previous = answer_calls(calls, weather), made.id
-
-
-def answer_calls(calls: list[Any], weather: Weather) -> list[dict[str, Any]]:
-    """Return the input of a response that goes on with the results of calls."""
-    results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
-    return [
-        {"type": "function_call_output", "call_id": call.call_id, "output": result}
-        for call, result in zip(calls, results, strict=True)
-    ]
-
-
-def call_langchain_responses(url: str, weather: Weather) -> str:
-    return call_langchain(url, weather, use_responses_api=True)
-
-
-def call_pydantic_ai_responses(url: str, weather: Weather) -> str:
-    return call_pydantic_ai(url, weather, "OpenAIResponsesModel")
-
-
-def call_langchain(url: str, weather: Weather, **options: Any) -> str:
-    langchain = pytest.importorskip("langchain_openai")
-    tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
-    tool = tools.tool(weather.get_weather)
-    chat = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, **options)
-    model = chat.bind_tools([tool])
-    turns = [messages.HumanMessage(QUESTION)]
-    while (answer := model.invoke(turns)).tool_calls:
-        turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
-    return str(answer.content)
-
-
-def call_langchain_stream(url: str, weather: Weather) -> str:
-    langchain = pytest.importorskip("langchain_openai")
-    tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
-    tool = tools.tool(weather.get_weather)
-    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0).bind_tools([tool])
-    turns = [messages.HumanMessage(QUESTION)]
-    while True:
-        first, *rest = model.stream(turns)
-        answer = sum(rest, first)
-        if not answer.tool_calls:
-            return str(answer.content)
-        turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
-
-
-def call_pydantic_ai(url: str, weather: Weather, kind: str = "OpenAIChatModel") -> str:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
-
-    async def run_agent() -> Any:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
-            model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
-            agent = pydantic_ai.Agent(model, tools=[weather.get_weather], model_settings={"temperature": 0})
-            return (await agent.run(QUESTION)).output
-
-    return str(asyncio.run(run_agent()))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        call_openai, call_openai_stream, call_openai_responses, call_langchain, call_langchain_stream,
-        call_langchain_responses, call_pydantic_ai, call_pydantic_ai_responses,
-    ],
-)  # fmt: skip
-def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(
-    tool_url: str, call: Callable[[str, Weather], str]
-) -> None:
-    weather = Weather()
-    answer = call(tool_url, weather)
-    assert sorted(weather.cities) == PLACES  # some call at once
-    assert answer
-
-
 class Report(BaseModel):
     """What is answered at last."""
 
@@ -245,114 +122,151 @@ class City(BaseModel):
     city: str = Field(max_length=20)
 
 
-def report_openai_chat(url: str, weather: Weather) -> Any:
-    """The SDK sends strict tools and the schema, and parses both."""
+STRICT: Any = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)
+Run = Callable[[str, Weather, Any], Any]
+"""Lets a framework call the tool and returns its last answer: a text, or an object of a type that is given."""
+
+
+def answer_chat(message: Any, weather: Weather, kind: Any) -> list[Any]:
+    """Return the turns of the results of calls. The SDK has parsed their arguments where a type is given."""
+    found = [
+        (call.id, call.function.parsed_arguments.city if kind else json.loads(call.function.arguments)["city"])
+        for call in message.tool_calls or ()
+    ]
+    return [{"role": "tool", "tool_call_id": name, "content": weather.get_weather(city)} for name, city in found]
+
+
+def run_openai(url: str, weather: Weather, kind: Any = None) -> Any:
+    """With a type the SDK sends a strict tool and the schema, and parses both."""
     turns: list[Any] = [{"role": "user", "content": QUESTION}]
-    tool = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)
+    asked: Any = {"model": MODEL, "messages": turns, "temperature": 0, "tools": [STRICT if kind else WEATHER]}
     with openai.OpenAI(base_url=url, api_key="none") as client:
         while True:
-            message = client.chat.completions.parse(
-                model=MODEL, messages=turns, tools=[tool], response_format=Report, temperature=0
-            ).choices[0].message  # fmt: skip
+            chats: Any = client.chat.completions
+            made = chats.parse(**asked, response_format=kind) if kind else chats.create(**asked)
+            message = made.choices[0].message
             turns.append(message)
             if not message.tool_calls:
-                return message.parsed
-            for call in message.tool_calls:
-                city: Any = call.function.parsed_arguments
-                turns.append({"role": "tool", "tool_call_id": call.id, "content": weather.get_weather(city.city)})
+                return message.parsed if kind else message.content
+            turns += answer_chat(message, weather, kind)
 
 
-def report_openai_chat_stream(url: str, weather: Weather) -> Any:
-    """The SDK's reader of a stream puts arguments together from their pieces, and parses them as they come."""
+def run_openai_stream(url: str, weather: Weather, kind: Any = None) -> Any:
+    """The SDK's own reader of a stream puts the calls together; with a type it parses the arguments as they come."""
     turns: list[Any] = [{"role": "user", "content": QUESTION}]
-    tool = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)
+    asked: Any = {"model": MODEL, "messages": turns, "temperature": 0, "tools": [STRICT if kind else WEATHER]}
+    asked |= {"response_format": kind} if kind else {}
     with openai.OpenAI(base_url=url, api_key="none") as client:
         while True:
-            with client.chat.completions.stream(
-                model=MODEL, messages=turns, tools=[tool], response_format=Report, temperature=0
-            ) as stream:
-                deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
-                message = stream.get_final_completion().choices[0].message
+            with client.chat.completions.stream(**asked) as stream:
+                events = list(stream)
+                message: Any = stream.get_final_completion().choices[0].message
             turns.append(message)
-            if not message.tool_calls:
-                return message.parsed
-            assert len(deltas) > len(message.tool_calls), "they come in pieces"
-            for call in message.tool_calls:
-                city: Any = call.function.parsed_arguments
-                turns.append({"role": "tool", "tool_call_id": call.id, "content": weather.get_weather(city.city)})
+            calls = message.tool_calls or ()
+            done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+            assert [event.arguments for event in done] == [one.function.arguments for one in calls]
+            if not calls:
+                return message.parsed if kind else message.content
+            deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+            assert kind is None or len(deltas) > len(calls), "they come in pieces"
+            turns += answer_chat(message, weather, kind)
 
 
-def report_openai_responses(url: str, weather: Weather) -> Any:
+def run_openai_responses(url: str, weather: Weather, kind: Any = None) -> Any:
+    """The results follow on the response; without a type the SDK's own reader of a stream puts the items together."""
     given: Any = QUESTION
     previous: str | None = None
-    function: Any = openai.pydantic_function_tool(City, name="get_weather", description=City.__doc__)["function"]
-    tool: Any = {"type": "function", **function}
+    tool: Any = {"type": "function", **(STRICT if kind else WEATHER)["function"]}
     with openai.OpenAI(base_url=url, api_key="none") as client:
         while True:
-            made = client.responses.parse(
-                model=MODEL, input=given, tools=[tool], text_format=Report, temperature=0,
-                previous_response_id=previous,
-            )  # fmt: skip
+            asked: Any = {"model": MODEL, "input": given, "tools": [tool], "temperature": 0}
+            asked["previous_response_id"] = previous
+            made: Any
+            if kind:
+                made = client.responses.parse(**asked, text_format=kind)
+            else:
+                with client.responses.stream(**asked) as stream:
+                    made = stream.until_done().get_final_response()
             calls = [item for item in made.output if item.type == "function_call"]
             if not calls:
-                return made.output_parsed
-            given, previous = answer_calls(calls, weather), made.id
+                return made.output_parsed if kind else made.output_text
+            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
+            given, previous = (
+                [
+                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
+                    for call, result in zip(calls, results, strict=True)
+                ],
+                made.id,
+            )
 
 
-def report_langchain(url: str, weather: Weather, **options: Any) -> Any:
+def run_langchain(url: str, weather: Weather, kind: Any = None, *, is_streamed: bool = False, **options: Any) -> Any:
     langchain = pytest.importorskip("langchain_openai")
     tools, messages = pytest.importorskip("langchain_core.tools"), pytest.importorskip("langchain_core.messages")
     tool = tools.tool(weather.get_weather)
     chat = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, **options)
-    model = chat.bind_tools([tool], response_format=Report, strict=True)
+    model = chat.bind_tools([tool], **({"response_format": kind, "strict": True} if kind else {}))
     turns = [messages.HumanMessage(QUESTION)]
-    while (answer := model.invoke(turns)).tool_calls:
+    while True:
+        if is_streamed:
+            first, *rest = model.stream(turns)
+            answer = sum(rest, first)
+        else:
+            answer = model.invoke(turns)
+        if not answer.tool_calls:
+            return answer.additional_kwargs["parsed"] if kind else str(answer.content)
         turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
-    return answer.additional_kwargs["parsed"]
 
 
-def report_langchain_responses(url: str, weather: Weather) -> Any:
-    return report_langchain(url, weather, use_responses_api=True)
+def run_langchain_stream(url: str, weather: Weather, _: Any = None) -> Any:
+    return run_langchain(url, weather, is_streamed=True)
 
 
-def report_pydantic_ai(url: str, weather: Weather, output: str, kind: str = "OpenAIChatModel") -> Any:
+def run_langchain_responses(url: str, weather: Weather, kind: Any = None) -> Any:
+    return run_langchain(url, weather, kind, use_responses_api=True)
+
+
+def run_pydantic_ai(
+    url: str, weather: Weather, kind: Any = None, output: str = "NativeOutput", model_kind: str = "OpenAIChatModel"
+) -> Any:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
 
     async def run_agent() -> Any:
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
-            model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            model = getattr(models, model_kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            typed = {"output_type": getattr(pydantic_ai, output)(kind)} if kind else {}
             agent = pydantic_ai.Agent(
-                model, tools=[weather.get_weather], output_type=getattr(pydantic_ai, output)(Report),
-                model_settings={"temperature": 0},
+                model, tools=[weather.get_weather], model_settings={"temperature": 0}, **typed
             )  # fmt: skip
             return (await agent.run(QUESTION)).output
 
     return asyncio.run(run_agent())
 
 
-def report_pydantic_ai_native(url: str, weather: Weather) -> Any:
-    return report_pydantic_ai(url, weather, "NativeOutput")
+def run_pydantic_ai_responses(url: str, weather: Weather, kind: Any = None) -> Any:
+    return run_pydantic_ai(url, weather, kind, model_kind="OpenAIResponsesModel")
 
 
-def report_pydantic_ai_responses(url: str, weather: Weather) -> Any:
-    return report_pydantic_ai(url, weather, "NativeOutput", "OpenAIResponsesModel")
+TYPED = [
+    run_openai, run_openai_stream, run_openai_responses, run_langchain, run_langchain_responses, run_pydantic_ai,
+    run_pydantic_ai_responses,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "report",
-    [
-        report_openai_chat, report_openai_chat_stream, report_openai_responses, report_langchain,
-        report_langchain_responses, report_pydantic_ai_native, report_pydantic_ai_responses,
-    ],
-)  # fmt: skip
-def test_a_framework_calls_tools_and_gets_an_object_of_its_type_at_last(
-    tool_url: str, report: Callable[[str, Weather], Any]
-) -> None:
+@pytest.mark.parametrize("run", [*TYPED, run_langchain_stream])
+def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(tool_url: str, run: Run) -> None:
     weather = Weather()
-    found = report(tool_url, weather)
-    assert isinstance(found, Report)
+    answer = run(tool_url, weather, None)
+    assert sorted(weather.cities) == PLACES  # some call at once
+    assert answer
+
+
+@pytest.mark.parametrize("run", TYPED)
+def test_a_framework_calls_tools_and_gets_an_object_of_its_type_at_last(tool_url: str, run: Run) -> None:
+    weather = Weather()
+    assert isinstance(run(tool_url, weather, Report), Report)
     assert weather.cities
 
 
@@ -360,7 +274,7 @@ def test_a_framework_may_demand_any_object_beside_tools(tool_url: str) -> None:
     """The schema is in the prompt. Small as it is, the model may break it, but no request is refused."""
     pydantic_ai = pytest.importorskip("pydantic_ai")
     with contextlib.suppress(pydantic_ai.exceptions.UnexpectedModelBehavior):
-        assert isinstance(report_pydantic_ai(tool_url, Weather(), "PromptedOutput"), Report)
+        assert isinstance(run_pydantic_ai(tool_url, Weather(), Report, "PromptedOutput"), Report)
 
 
 SCRIPTS = Path(__file__).parent / "frameworks"

@@ -85,12 +85,8 @@ def test_what_is_no_chat_stays_as_it_is(body: dict[str, Any]) -> None:
 
 def test_a_response_repeats_what_is_repeated_there() -> None:
     given = {
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "max_tool_calls": 3,
-        "metadata": {"a": "b"},
-    }
+        "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 3, "metadata": {"a": "b"},
+    }  # fmt: skip
     body = RESPONSES.parse_body({"model": "demo", "input": "hi", "presence_penalty": 0.5, **given})
     response = make_unfinished_response(make_stream_meta(RESPONSES, body, "resp_1"), "in_progress").model_dump()
     assert {name: response[name] for name in given} == given
@@ -108,11 +104,10 @@ def list_fields(endpoint: ApiEndpoint[Any], place: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     ("endpoint", "params"),
     [
-        (CHAT, chats.CompletionCreateParamsBase),
-        (COMPLETIONS, completions.CompletionCreateParamsBase),
+        (CHAT, chats.CompletionCreateParamsBase), (COMPLETIONS, completions.CompletionCreateParamsBase),
         (RESPONSES, responses.ResponseCreateParamsBase),
     ],
-)
+)  # fmt: skip
 def test_each_parameter_of_the_sdk_has_an_effect_or_is_ignored_or_refused(
     endpoint: ApiEndpoint[Any], params: Any
 ) -> None:

@@ -4,23 +4,18 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
+from fastapi import FastAPI
 
-from penstock.config.settings import GatewayProcessSettings, load_group
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import kept_responses
 from penstock.ingest.gateway import responses as routes
-from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.state import Gateway, find_caller
+from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import RESPONSES, StreamMeta
-from penstock.ingest.tenants import Caller
 from penstock.messages import EndEvent
 from penstock.names import stream_meta_key
 from sim.waiting import wait_for
@@ -28,36 +23,24 @@ from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline, ServerSentEvent
 from tests.record.play import decode, end, say
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECRET = "a word that nobody else says"
 RESPONSE_TEMPLATE = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
-def call_as_tenant(request: Request) -> Caller:
-    """The caller of a gateway that believes a header."""
-    return Caller(tenant=request.headers.get("x-tenant", "default"))
+class Kept:
+    """Two gateways over one scripted pipeline, and a tenant."""
 
-
-class KeptPipeline:
-    """Two gateways in this process over one scripted pipeline and one folder."""
-
-    def __init__(self, scripted: ScriptedPipeline, folder: Path) -> None:
-        self.scripted, self.folder = scripted, folder
+    def __init__(self, scripted: ScriptedPipeline, apps: list[FastAPI], patch: pytest.MonkeyPatch) -> None:
+        self.scripted, self.server, self.pipeline = scripted, scripted.server, scripted.pipeline
+        self.record, self.finish, self.patch = scripted.record, scripted.finish, patch
         self.tenant = f"t-{uuid.uuid4().hex[:12]}"
-        self.gateways: list[Gateway] = []
-        self.clients: list[httpx.AsyncClient] = []
-
-    async def start(self, stack: AsyncExitStack) -> None:
-        for _ in range(2):
-            app = create_app(load_group(GatewayProcessSettings), self.scripted.addresses)
-            app.dependency_overrides[find_caller] = call_as_tenant
-            gateway: Gateway = app.state.gateway
-            await gateway.open()
-            stack.push_async_callback(gateway.close)
-            transport, headers = httpx.ASGITransport(app), {"x-tenant": self.tenant}
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=None)
-            self.gateways.append(gateway)
-            self.clients.append(await stack.enter_async_context(client))
+        self.gateways: list[Gateway] = [app.state.gateway for app in apps]
+        self.keepers = [gateway.responses for gateway in self.gateways]
+        made: Any = {"base_url": "http://127.0.0.1", "headers": {"x-tenant": self.tenant}, "timeout": None}
+        self.clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), **made) for app in apps]
+        self.folder = Path(self.gateways[0].settings.batch.store) / "tenants" / self.tenant / "responses"
 
     async def ask(self, question: str = SECRET, **more: Any) -> dict[str, Any]:
         """Ask the first gateway in the background."""
@@ -79,21 +62,21 @@ class KeptPipeline:
         body = {"model": self.scripted.model, "input": SECRET} | more
         return await self.clients[0].post("/v1/responses", json=body, headers={"idempotency-key": key})
 
-    def finish(self, name: str, count: int = 3, ending: EndEvent | None = None) -> None:
-        claim = decode(self.scripted.record, name)
-        say(self.scripted.record, claim, range(count))
-        self.scripted.record.finish_request(claim, ending or end())
+    async def move_ended(self, gateway: int = 1) -> None:
+        """Move what has ended."""
+        await self.keepers[gateway].move_ended(self.pipeline)
 
     async def move(self, *names: str) -> None:
         """Move what has ended, on the second gateway; then Redis forgets these responses."""
-        await self.gateways[1].responses.move_ended(self.scripted.pipeline)
-        pipeline = self.scripted.pipeline
+        await self.move_ended()
         for name in names:
-            assert not self.scripted.server.hexists(pipeline.responses_key, name)
-            assert (
-                self.scripted.server.delete(stream_meta_key(name), pipeline.record_key(name), pipeline.log_key(name))
-                == 3
-            )
+            assert not self.server.hexists(self.pipeline.responses_key, name)
+            self.scripted.forget(name)
+
+    async def move_once(self, name: str) -> None:
+        """Move one response, if none has moved yet."""
+        if not self.stored():
+            await self.move(name)
 
     async def get(self, path: str, gateway: int = 1, **params: Any) -> Any:
         return (await self.clients[gateway].get(f"/v1/responses/{path}", params=params)).json()
@@ -104,38 +87,31 @@ class KeptPipeline:
         data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
         return [json.loads(one)["sequence_number"] for one in data]
 
-    async def check_nothing_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check_nothing_left(self) -> None:
         """Check that after an hour there is no object, and no mark."""
-        monkeypatch.setattr(kept_responses, "DELETED_S", -1.0)
-        await self.gateways[0].responses.move_ended(self.scripted.pipeline)
+        self.patch.setattr(kept_responses, "DELETED_S", -1.0)
+        await self.move_ended(0)
         assert self.stored() == []
-        assert not self.scripted.server.exists(self.scripted.pipeline.responses_key)
+        assert not self.server.exists(self.pipeline.responses_key)
 
     def stored(self) -> list[Path]:
         """The objects of all responses."""
-        return sorted(self.folder.glob("tenants/*/responses/*"))
+        return sorted(self.folder.glob("*"))
 
 
 @pytest.fixture
-async def kept(
-    scripted: ScriptedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[KeptPipeline]:
-    monkeypatch.setenv("PENSTOCK_BATCH_STORE", str(tmp_path / "store"))
-    made = KeptPipeline(scripted, tmp_path / "store")
-    async with AsyncExitStack() as stack:
-        await made.start(stack)
-        yield made
+def kept(scripted: ScriptedPipeline, gateways: list[FastAPI], monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return Kept(scripted, gateways, monkeypatch)
 
 
-async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kept: KeptPipeline) -> None:
+async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kept: Kept) -> None:
     posted = await kept.ask(metadata={"for": "a test"})
     assert (posted["status"], posted["background"], posted["store"], posted["output"]) == ("queued", True, True, [])
     name = posted["id"]
     assert (await kept.get(name))["status"] == "queued"
-    claim = decode(kept.scripted.record, name)
-    say(kept.scripted.record, claim, range(3))
+    claim = kept.scripted.write(name, 3)
     assert (await kept.get(name))["status"] == "in_progress"
-    kept.scripted.record.finish_request(claim, end())
+    kept.record.finish_request(claim, end())
     live = await kept.get(name)
     assert (live["status"], live["metadata"]) == ("completed", {"for": "a test"})
     assert live["output"][0]["content"][0]["text"] == "<0><1><2>"
@@ -144,7 +120,7 @@ async def test_a_background_response_is_read_while_it_is_made_and_afterwards(kep
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-async def test_its_stream_goes_on_after_any_event(kept: KeptPipeline, is_moved: bool) -> None:
+async def test_its_stream_goes_on_after_any_event(kept: Kept, is_moved: bool) -> None:
     name = await kept.answered()
     if is_moved:
         await kept.move(name)
@@ -156,7 +132,7 @@ async def test_its_stream_goes_on_after_any_event(kept: KeptPipeline, is_moved: 
     assert refused["error"]["param"] == "starting_after"
 
 
-async def test_a_response_that_failed_says_why(kept: KeptPipeline) -> None:
+async def test_a_response_that_failed_says_why(kept: Kept) -> None:
     name = (await kept.ask())["id"]
     kept.finish(name, 1, EndEvent.model_validate({
         "finish_reason": "error", "error": {"code": "deadline_exceeded", "message": "too late"},
@@ -164,11 +140,10 @@ async def test_a_response_that_failed_says_why(kept: KeptPipeline) -> None:
     for _ in range(2):
         found = await kept.get(name)
         assert (found["status"], found["error"]["code"], found["output"]) == ("failed", "deadline_exceeded", [])
-        if not kept.stored():
-            await kept.move(name)
+        await kept.move_once(name)
 
 
-async def test_a_background_response_is_cancelled(kept: KeptPipeline) -> None:
+async def test_a_background_response_is_cancelled(kept: Kept) -> None:
     name = (await kept.ask())["id"]
     for gateway in kept.clients:
         assert (await gateway.post(f"/v1/responses/{name}/cancel")).json()["status"] == "cancelled"
@@ -182,7 +157,7 @@ async def test_a_background_response_is_cancelled(kept: KeptPipeline) -> None:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "response_not_found")
 
 
-async def test_the_turns_before_come_before_the_input(kept: KeptPipeline) -> None:
+async def test_the_turns_before_come_before_the_input(kept: Kept) -> None:
     first = await kept.answered("one", instructions="Be short.")
     second = await kept.answered("two", previous_response_id=first)
     await kept.move(first)
@@ -197,14 +172,14 @@ async def test_the_turns_before_come_before_the_input(kept: KeptPipeline) -> Non
     assert early["error"]["code"] == "previous_response_not_completed"
 
 
-async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: KeptPipeline) -> None:
+async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: Kept) -> None:
     kept.scripted.report(response_template=RESPONSE_TEMPLATE)
     name = (await kept.ask("red?", tools=[TOOL], reasoning={"effort": "low"}))["id"]
-    claim = decode(kept.scripted.record, name)
+    claim = decode(kept.record, name)
     call = '<tool_call>{"name": "f !", "arguments": {"a": 1}}</tool_call>'
     for token, text in enumerate(["<think>", "Hm", "</think>", "Now", call, call]):
-        kept.scripted.record.append_tokens([(claim, claim.next_event(token, text))])
-    kept.scripted.record.finish_request(claim, end())
+        kept.record.append_tokens([(claim, claim.next_event(token, text))])
+    kept.record.finish_request(claim, end())
     live, numbers = await kept.get(name), await kept.numbers(name)
     thought, message, *calls = live["output"]
     assert (thought["type"], message["content"][0]["text"]) == ("reasoning", "Now")
@@ -227,26 +202,24 @@ async def test_calls_and_reasoning_are_kept_and_come_before_the_input(kept: Kept
     assert (stranger["error"]["param"], stranger["error"]["code"]) == ("input", "invalid_value")
 
 
-async def test_what_cannot_be_gone_on_from_is_refused(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_gone_on_from_is_refused(kept: Kept) -> None:
     first = await kept.answered("one")
     second = await kept.answered("two", previous_response_id=first)
-    missing = await kept.ask(previous_response_id="resp_none")
-    assert (missing["error"]["code"], missing["error"]["param"]) == (
-        "previous_response_not_found", "previous_response_id",
-    )  # fmt: skip
+    missing = (await kept.ask(previous_response_id="resp_none"))["error"]
+    assert (missing["code"], missing["param"]) == ("previous_response_not_found", "previous_response_id")
     body = RESPONSES.parse_body({"model": "m", "input": "x", "previous_response_id": first})
     with pytest.raises(ApiError, match=f"Previous response with id '{first}' not found"):
         await routes.prepare_response(kept.gateways[0], "somebody", body)
-    monkeypatch.setattr(routes, "MAX_EARLIER_RESPONSES", 1)
+    kept.patch.setattr(routes, "MAX_EARLIER_RESPONSES", 1)
     assert (await kept.ask(previous_response_id=second))["error"]["code"] == "conversation_too_long"
-    monkeypatch.setattr(routes, "MAX_EARLIER_RESPONSES", 2)
+    kept.patch.setattr(routes, "MAX_EARLIER_RESPONSES", 2)
     assert (await kept.ask(previous_response_id=second))["status"] == "queued"
-    monkeypatch.setattr(routes, "MAX_REQUEST_BYTES", 100)
+    kept.patch.setattr(routes, "MAX_REQUEST_BYTES", 100)
     assert (await kept.ask(previous_response_id=second))["error"]["code"] == "request_too_large"
     assert (await kept.ask(conversation="conv_1"))["error"]["param"] == "conversation"
 
 
-async def test_input_items_come_in_pages(kept: KeptPipeline) -> None:
+async def test_input_items_come_in_pages(kept: Kept) -> None:
     turns = [{"role": "user" if n % 2 else "assistant", "content": f"turn {n}"} for n in range(5)]
     turns[3]["id"] = "msg_mine"
     name = await kept.answered("", input=turns)
@@ -259,20 +232,19 @@ async def test_input_items_come_in_pages(kept: KeptPipeline) -> None:
         rest = await kept.get(f"{name}/input_items", after=first["last_id"])
         assert [*first["data"], *rest["data"]] == everything["data"][::-1]
         assert (first["has_more"], rest["has_more"], everything["has_more"]) == (True, False, False)
-        if not kept.stored():
-            await kept.move(name)
+        await kept.move_once(name)
     assert (await kept.get(f"{name}/input_items", after="msg_none"))["error"]["param"] == "after"
 
 
-async def test_store_false_leaves_only_what_a_stream_needs(kept: KeptPipeline) -> None:
+async def test_store_false_leaves_only_what_a_stream_needs(kept: Kept) -> None:
     posted = await kept.post_answered(store=False, stream=True)
     name = posted.headers["x-request-id"]
     assert json.loads(posted.text.split("data: ")[-1])["response"]["store"] is False
-    stored = kept.scripted.server.get(stream_meta_key(name))
+    stored = kept.server.get(stream_meta_key(name))
     assert stored is not None
     assert SECRET.encode() not in stored
-    assert not kept.scripted.server.exists(kept.scripted.pipeline.responses_key)
-    await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
+    assert not kept.server.exists(kept.pipeline.responses_key)
+    await kept.move_ended()
     assert kept.stored() == []
     for path in (name, f"{name}/input_items"):
         assert (await kept.get(path))["error"]["code"] == "response_not_found"
@@ -281,7 +253,7 @@ async def test_store_false_leaves_only_what_a_stream_needs(kept: KeptPipeline) -
     assert "'background' needs 'store'" in refused["error"]["message"]
 
 
-async def test_a_response_is_its_tenants_alone(kept: KeptPipeline) -> None:
+async def test_a_response_is_its_tenants_alone(kept: Kept) -> None:
     name = await kept.answered()
     stranger = {"x-tenant": "somebody"}
     for _ in range(2):
@@ -291,13 +263,12 @@ async def test_a_response_is_its_tenants_alone(kept: KeptPipeline) -> None:
         ):  # fmt: skip
             answer = await kept.clients[1].request(method, f"/v1/responses/{path}", headers=stranger)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
-        if not kept.stored():
-            await kept.move(name)
+        await kept.move_once(name)
     assert (await kept.get(name))["status"] == "completed"
 
 
 @pytest.mark.parametrize("when", ["in progress", "ended", "moved"])
-async def test_a_deleted_response_is_gone(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+async def test_a_deleted_response_is_gone(kept: Kept, when: str) -> None:
     name = (await kept.ask())["id"]
     if when != "in progress":
         kept.finish(name)
@@ -309,20 +280,18 @@ async def test_a_deleted_response_is_gone(kept: KeptPipeline, monkeypatch: pytes
         for path in (name, f"{name}/input_items"):
             assert (await kept.get(path))["error"]["code"] == "response_not_found"
         assert (await kept.clients[1].get(f"/v1/streams/{name}")).status_code == 404
-        await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
-    await kept.check_nothing_left(monkeypatch)
+        await kept.move_ended()
+    await kept.check_nothing_left()
     if when == "in progress":
-        status = kept.scripted.record.read_status(name)
+        status = kept.record.read_status(name)
         assert status is not None
         assert status.cancelled
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_response_deleted_while_it_is_moved_does_not_come_back(
-    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, is_killed: bool
-) -> None:
+async def test_a_response_deleted_while_it_is_moved_does_not_come_back(kept: Kept, is_killed: bool) -> None:
     name = await kept.answered()
-    mover = kept.gateways[1].responses
+    mover = kept.keepers[1]
     put = mover._objects.put
 
     async def delete_then_put(path: str, value: bytes) -> None:
@@ -331,91 +300,82 @@ async def test_a_response_deleted_while_it_is_moved_does_not_come_back(
         if is_killed:
             raise ConnectionError("the gateway died here")
 
-    with monkeypatch.context() as patch:
+    with kept.patch.context() as patch:
         patch.setattr(mover._objects, "put", delete_then_put)
         if is_killed:
             with pytest.raises(ConnectionError):
-                await mover.move_ended(kept.scripted.pipeline)
+                await kept.move_ended()
             assert len(kept.stored()) == 1
         else:
-            await mover.move_ended(kept.scripted.pipeline)
+            await kept.move_ended()
             assert kept.stored() == []
     assert (await kept.get(name))["error"]["code"] == "response_not_found", "the mark says so"
-    await kept.check_nothing_left(monkeypatch)
+    await kept.check_nothing_left()
 
 
-async def test_a_response_deleted_just_before_its_mark_is_removed_stays_marked(
-    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_response_deleted_just_before_its_mark_is_removed_stays_marked(kept: Kept) -> None:
     name = await kept.answered()
-    mover = kept.gateways[1].responses
+    mover = kept.keepers[1]
     read_mark = mover._read_mark
 
     async def read_then_delete(meta: StreamMeta) -> Any:
         mark = await read_mark(meta)
-        await kept.gateways[0].responses.delete_response(meta)
+        await kept.keepers[0].delete_response(meta)
         return mark
 
-    with monkeypatch.context() as patch:
+    with kept.patch.context() as patch:
         patch.setattr(mover, "_read_mark", read_then_delete)
-        await mover.move_ended(kept.scripted.pipeline)
-    assert kept.scripted.server.hexists(kept.scripted.pipeline.responses_key, name), "for whoever may move it as well"
+        await kept.move_ended()
+    assert kept.server.hexists(kept.pipeline.responses_key, name), "for whoever may move it as well"
     assert (await kept.get(name))["error"]["code"] == "response_not_found"
-    await kept.check_nothing_left(monkeypatch)
+    await kept.check_nothing_left()
 
 
-async def test_two_gateways_that_move_the_same_response_keep_it(
-    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_gateways_that_move_the_same_response_keep_it(kept: Kept) -> None:
     name = await kept.answered()
-    first, second = (gateway.responses for gateway in kept.gateways)
-    put = first._objects.put
+    put = kept.keepers[0]._objects.put
 
     async def put_and_be_overtaken(path: str, value: bytes) -> None:
         await put(path, value)
-        await second.move_ended(kept.scripted.pipeline)
+        await kept.move_ended()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(first._objects, "put", put_and_be_overtaken)
-        await first.move_ended(kept.scripted.pipeline)
+    with kept.patch.context() as patch:
+        patch.setattr(kept.keepers[0]._objects, "put", put_and_be_overtaken)
+        await kept.move_ended(0)
     await kept.move(name)
     assert (await kept.get(name))["status"] == "completed"
 
 
-async def test_a_gateway_that_died_before_it_removed_the_mark_costs_nothing(
-    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_that_died_before_it_removed_the_mark_costs_nothing(kept: Kept) -> None:
     name = await kept.answered()
     live = await kept.get(name)
 
     async def die(*_: object) -> None:
         raise ConnectionError("the gateway died here")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kept.gateways[0].responses, "_remove_mark", die)
+    with kept.patch.context() as patch:
+        patch.setattr(kept.keepers[0], "_remove_mark", die)
         with pytest.raises(ConnectionError):
-            await kept.gateways[0].responses.move_ended(kept.scripted.pipeline)
+            await kept.move_ended(0)
     assert len(kept.stored()) == 1
     assert await kept.get(name) == live
     await kept.move(name)
     assert await kept.get(name) == live
 
 
-async def test_metadata_of_unended_responses_is_renewed_by_any_gateway(kept: KeptPipeline) -> None:
+async def test_metadata_of_unended_responses_is_renewed_by_any_gateway(kept: Kept) -> None:
     name = (await kept.ask())["id"]
-    kept.scripted.server.pexpire(stream_meta_key(name), 60_000)
-    await kept.gateways[1].responses.move_ended(kept.scripted.pipeline)
-    assert kept.scripted.server.pttl(stream_meta_key(name)) > 60_000
+    kept.server.pexpire(stream_meta_key(name), 60_000)
+    await kept.move_ended()
+    assert kept.server.pttl(stream_meta_key(name)) > 60_000
 
 
 @pytest.mark.parametrize("lost", ["metadata", "id", "time"])
-async def test_what_is_lost_is_looked_for_no_more(
-    kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
-) -> None:
-    keeper, server, pipeline = kept.gateways[1].responses, kept.scripted.server, kept.scripted.pipeline
+async def test_what_is_lost_is_looked_for_no_more(kept: Kept, caplog: pytest.LogCaptureFixture, lost: str) -> None:
+    keeper, server, pipeline = kept.keepers[1], kept.server, kept.pipeline
     name = (await kept.ask())["id"]
     if lost == "time":
-        monkeypatch.setattr(keeper, "_pending_s", -1.0)
+        kept.patch.setattr(keeper, "_pending_s", -1.0)
     else:
         kept.finish(name)
         if lost == "metadata":
@@ -428,9 +388,9 @@ async def test_what_is_lost_is_looked_for_no_more(
     assert kept.stored() == []
 
 
-async def test_one_that_cannot_be_moved_holds_up_no_other(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_cannot_be_moved_holds_up_no_other(kept: Kept) -> None:
     names = [await kept.answered() for _ in range(3)]
-    keeper = kept.gateways[1].responses
+    keeper = kept.keepers[1]
     put = keeper._objects.put
 
     async def fail_once(path: str, value: bytes) -> None:
@@ -438,35 +398,35 @@ async def test_one_that_cannot_be_moved_holds_up_no_other(kept: KeptPipeline, mo
             raise ApiError(503, "the file store cannot be used now")
         await put(path, value)
 
-    with monkeypatch.context() as patch:
+    with kept.patch.context() as patch:
         patch.setattr(keeper._objects, "put", fail_once)
         with pytest.raises(ApiError, match="file store"):
-            await keeper.move_ended(kept.scripted.pipeline)
+            await kept.move_ended()
     assert {one.name for one in kept.stored()} == {names[0], names[2]}
     await kept.move(*names)
     assert (await kept.get(names[1]))["status"] == "completed"
 
 
-async def test_only_so_many_and_not_for_longer(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = kept.gateways[1].responses
+async def test_only_so_many_and_not_for_longer(kept: Kept) -> None:
+    keeper = kept.keepers[1]
     names = []
     for age_s in (40 * 86_400, 300, 200, 100):
         name = await kept.answered()
         await kept.move(name)
         written_s = time.time() - age_s
-        os.utime(kept.folder / "tenants" / kept.tenant / "responses" / name, (written_s, written_s))
+        os.utime(kept.folder / name, (written_s, written_s))
         names.append(name)
     await keeper.delete_expired()
     assert {one.name for one in kept.stored()} == set(names[1:])
-    monkeypatch.setattr(keeper, "_max_per_tenant", 2)
+    kept.patch.setattr(keeper, "_max_per_tenant", 2)
     await keeper.delete_expired()
     assert {one.name for one in kept.stored()} == set(names[2:])
-    monkeypatch.setattr(keeper, "_keep_s", 0.0)
+    kept.patch.setattr(keeper, "_keep_s", 0.0)
     assert (await kept.get(names[3]))["error"]["code"] == "response_not_found", "over, though not deleted yet"
 
 
-async def test_a_gateway_that_keeps_nothing_says_so(kept: KeptPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept.gateways[0].responses, "_keep_s", 0.0)
+async def test_a_gateway_that_keeps_nothing_says_so(kept: Kept) -> None:
+    kept.patch.setattr(kept.keepers[0], "_keep_s", 0.0)
     for param in ("background", "store"):
         body = {"model": kept.scripted.model, "input": "x", param: True}
         answer = await kept.clients[0].post("/v1/responses", json=body)
@@ -475,7 +435,7 @@ async def test_a_gateway_that_keeps_nothing_says_so(kept: KeptPipeline, monkeypa
     assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None)
 
 
-def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
+async def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
     scripted: ScriptedPipeline, tmp_path: Path
 ) -> None:
     settings = {"BATCH_STORE": str(tmp_path / "store"), "RECORD_KEEP_S": "12"}
@@ -483,8 +443,7 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         body = {"model": scripted.model, "input": "hi", "background": True, "stream": True}
         stream = EventSource(f"{doomed.url}/v1/responses").connect(body)
         name = next(stream).body["response"]["id"]
-        claim = decode(scripted.record, name)
-        say(scripted.record, claim, range(2))
+        claim = scripted.write(name, 2)
         seen = [next(stream) for _ in range(4)]
         doomed.process.kill()
     with GatewayProcess(scripted.addresses, tmp_path, settings) as other:
@@ -497,9 +456,7 @@ def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(
         assert read_text([*seen, *rest]) == "<0><1><2>"
         key = scripted.pipeline.responses_key
         wait_for(lambda: not scripted.server.exists(key), "it is in the object store")
-        scripted.server.delete(
-            stream_meta_key(name), scripted.pipeline.record_key(name), scripted.pipeline.log_key(name)
-        )
+        scripted.forget(name)
         assert httpx.get(url, timeout=None).json()["output"][0]["content"][0]["text"] == "<0><1><2>"
 
 

@@ -60,6 +60,19 @@ def check_events(events: list[ServerSentEvent], expected: str) -> None:
     assert events[-1].data == "[DONE]"
 
 
+def kill_holder(line: Stack, request_id: str, after_events: int = 0) -> None:
+    """Kill the decode worker that has a request, when so many events are in the log."""
+    with redis_client(line.addresses.stream_url) as server:
+        log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
+        wait_for(lambda: len(log.read_events(request_id)) > after_events, "it is under way", every_s=0.005)
+        status = log.read_status(request_id)
+    assert status is not None
+    assert status.stage == "decode"
+    (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
+    assert holder.child is not None
+    holder.child.kill()
+
+
 def test_a_stream_goes_on_at_another_gateway_after_the_first_was_killed(
     line: Stack, doomed: GatewayProcess, expected: str
 ) -> None:
@@ -78,14 +91,7 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
     source, stream = open_stream(line.gateway_url)
     seen = [next(stream) for _ in range(20)]
     request_id = seen[0].body["id"]
-    with redis_client(line.addresses.stream_url) as server:
-        log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
-        status = log.read_status(request_id)
-        assert status is not None
-        assert status.stage == "decode"
-    (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
-    assert holder.child is not None
-    holder.child.kill()
+    kill_holder(line, request_id)
     check_events([*seen, *stream], expected)
     assert source.last_event_id == "done"
     with Client(line.addresses) as client:
@@ -98,14 +104,6 @@ def test_a_background_response_goes_on_after_its_decode_worker_was_killed(line: 
     responses = f"{line.gateway_url}/v1/responses"
     expected = httpx.post(responses, json=asked, timeout=None).json()["output"][0]["content"]
     name = httpx.post(responses, json=asked | {"background": True}, timeout=None).json()["id"]
-    with redis_client(line.addresses.stream_url) as server:
-        log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
-        wait_for(lambda: len(log.read_events(name)) > 20, "it is under way", every_s=0.005)
-        status = log.read_status(name)
-    assert status is not None
-    assert status.stage == "decode"
-    (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
-    assert holder.child is not None
-    holder.child.kill()
+    kill_holder(line, name, after_events=20)
     wait_for(lambda: httpx.get(f"{responses}/{name}", timeout=None).json()["status"] == "incomplete", "it has ended")
     assert httpx.get(f"{responses}/{name}", timeout=None).json()["output"][0]["content"] == expected

@@ -9,20 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from penstock.client.core import Answer, Event
-from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewayProcessSettings, load_group
+from penstock.client.core import Answer
 from penstock.ingest.anthropic.messages import MESSAGES, MessageAnswer, MessagesBody
 from penstock.ingest.endpoints import make_error_body
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.app import create_app
 from penstock.ingest.openai import CHAT, StreamMeta, make_stream_meta
 from penstock.ingest.openai.body import parse_body
-from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import TEXT, use_response_template
-from penstock.ingest.openai.sse import ResumePoint
-from penstock.messages import EndEvent, FinishReason, Timings, TokenEvent, Usage
-from penstock.names import START_HASH, roll_hash
+from penstock.messages import EndEvent, FinishReason, Timings, Usage
+from tests.ingest.answers import make_log, read_stream
 from tests.ingest.test_answer_parser import FIRST, PIECES, SECOND, TEMPLATE
 
 ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -181,18 +177,7 @@ def answer_whole(text: str, reason: FinishReason = "stop", **options: bool) -> M
 
 def list_events(texts: list[str], after: str | None = None, **options: bool) -> list[SentEvent]:
     """All events of an answer whose tokens have these texts, but for the last one, which is the end's."""
-    cursor = SseCursor(MESSAGES, make_meta(**options), ResumePoint(1, after))
-    log: list[Event] = []
-    rolled = START_HASH
-    for position, text in enumerate(texts[:-1]):
-        rolled = roll_hash(rolled, position)
-        log.append(TokenEvent.at_position(position, rolled, position, text))
-    usage = USAGE.model_copy(update={"completion_tokens": len(log)})
-    log.append(EndEvent(finish_reason="stop", text=texts[-1], usage=usage))
-    events = cursor.open_stream()
-    for event in log:
-        events += cursor.add_event(0, event)
-    return events + cursor.end_stream()
+    return read_stream(MESSAGES, make_meta(**options), make_log(texts[:-1], texts[-1]), after)
 
 
 def accumulate(events: list[SentEvent]) -> dict[str, Any]:
@@ -335,15 +320,13 @@ def test_errors_have_the_form_of_their_path(status: int, kind: str) -> None:
     assert make_error_body("/v1/chat/completions", error) == error.body
 
 
-async def test_routes_answer_errors_in_their_form() -> None:
-    app = create_app(load_group(GatewayProcessSettings), Addresses())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        wrong = await client.post("/v1/messages", json=ASKED | {"sed": 1})
-        method = await client.get("/v1/messages")
-        unknown = await client.post("/v1/messages/batches", json={})
-        count = await client.post("/v1/messages/count_tokens", json=ASKED)
-        large = await client.post("/v1/messages", content=b" " * (9 * 2**20))
-        document = (await client.get("/openapi.json")).json()
+async def test_routes_answer_errors_in_their_form(bare: httpx.AsyncClient) -> None:
+    wrong = await bare.post("/v1/messages", json=ASKED | {"sed": 1})
+    method = await bare.get("/v1/messages")
+    unknown = await bare.post("/v1/messages/batches", json={})
+    count = await bare.post("/v1/messages/count_tokens", json=ASKED)
+    large = await bare.post("/v1/messages", content=b" " * (9 * 2**20))
+    document = (await bare.get("/openapi.json")).json()
     answers = [(one.status_code, one.json()["error"]["type"]) for one in (wrong, method, unknown, count, large)]
     bad = "invalid_request_error"
     assert answers == [(400, bad), (405, bad), (404, "not_found_error"), (400, bad), (413, "request_too_large")]

@@ -28,15 +28,14 @@ from penstock.ingest.ignored import IGNORED_HEADER
 from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
-from penstock.messages import EndEvent, ErrorInfo, Usage
-from sim.waiting import wait_for
-from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
+from penstock.messages import EndEvent, ErrorInfo
+from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.ingest.test_frameworks import PROMPT, Person
 from tests.ingest.test_ignored import list_fields
 from tests.ingest.test_messages import ASKED as PLAIN
 from tests.ingest.test_messages import REFUSED
 from tests.ingest.test_tools import CALLS, CITY
-from tests.record.play import decode, say
+from tests.record.play import decode
 from tools.train_tools import TOOL_MODEL
 
 MODEL = str(TOOL_MODEL)
@@ -52,15 +51,8 @@ SUM: Any = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
 @pytest.fixture(scope="module")
-def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Two gateways before a pipeline that serves the tool model."""
-    with GatewayProcess(tool_stack.addresses, tmp_path_factory.mktemp("gateway")) as other:
-        yield tool_stack.gateway_url, other.url
-
-
-@pytest.fixture(scope="module")
-def sdk(urls: tuple[str, str]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0, timeout=None) as client:
+def sdk(tool_stack: Stack) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tool_stack.gateway_url, api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
@@ -95,31 +87,6 @@ def test_the_stream_that_the_sdk_puts_together_is_the_same_message(sdk: anthropi
         prompts = [one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0) for one in (told, whole)]
         assert prompts[0] == prompts[1] > 0
         assert (seen[0], seen[-1]) == ("message_start", "message_stop")
-
-
-def test_a_stream_that_is_resumed_at_any_event_is_the_same(urls: tuple[str, str]) -> None:
-    for fields in (ASKED, {"messages": SUM, "thinking": {"type": "enabled"}, "max_tokens": 40}):
-        first = EventSource(f"{urls[0]}/v1/messages")
-        whole = list(first.connect(fields | {"model": MODEL, "stream": True, "temperature": 0}))
-        assert first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
-        url = f"{urls[1]}{first.answer_headers['location']}"
-        for place, event in enumerate(whole[:-1]):
-            assert list(EventSource(url, last_event_id=event.id).connect()) == whole[place + 1 :]
-        over = EventSource(url, last_event_id=whole[-1].id)
-        assert (list(over.connect()), over.status) == ([], 204)
-
-
-def test_a_model_that_has_to_call_does(sdk: anthropic.Anthropic) -> None:
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 100} | GREEDY
-    tools: Any = [WEATHER | {"strict": True, "input_schema": WEATHER["input_schema"] | {"additionalProperties": False}}]
-    choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": WEATHER["name"]}]
-    for choice in choices:
-        whole = sdk.messages.create(**asked, tools=tools, tool_choice=choice)
-        assert whole.stop_reason == "tool_use"
-        assert {name for name, _ in list_calls(whole)} == {WEATHER["name"]}
-        assert all(isinstance(given["city"], str) for _, given in list_calls(whole))
-    once: Any = {"type": "auto", "disable_parallel_tool_use": True}
-    assert list_calls(sdk.messages.create(model=MODEL, **ASKED, **GREEDY, tool_choice=once)) == CALLS[:1]
 
 
 def test_the_stop_sequence_that_ended_an_answer_is_told(sdk: anthropic.Anthropic) -> None:
@@ -222,30 +189,6 @@ def test_what_is_refused_is_not_published(scripted: ScriptedPipeline, tmp_path: 
             assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
             assert param in error["message"]
     assert scripted.read_requests() == []
-
-
-def test_a_stream_goes_on_where_its_gateway_was_killed(scripted: ScriptedPipeline, tmp_path: Path) -> None:
-    """Its reader has some events of a token, and the rest of them comes from another gateway."""
-    with GatewayProcess(scripted.addresses, tmp_path) as first, GatewayProcess(scripted.addresses, tmp_path) as second:
-        source = EventSource(f"{first.url}/v1/messages")
-        events = source.connect({"model": scripted.model, "messages": SUM, "max_tokens": 9, "stream": True})
-        seen = [next(events)]
-        wait_for(lambda: bool(scripted.read_requests()), "the request is published")
-        (request,) = scripted.read_requests()
-        claim = decode(scripted.record, request.id)
-        say(scripted.record, claim, range(2))
-        while seen[-1].event != "content_block_start":
-            seen.append(next(events))
-        first.process.kill()
-        with pytest.raises(httpx.TransportError):
-            list(events)
-        say(scripted.record, claim, range(2, 4))
-        scripted.record.finish_request(claim, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=4)))
-        location = source.answer_headers["location"]
-        again = EventSource(f"{second.url}{location}", last_event_id=seen[-1].id)
-        whole = list(EventSource(f"{second.url}{location}").connect())
-        assert seen + list(again.connect()) == whole
-        assert [json.loads(one.data)["type"] for one in whole[-2:]] == ["message_delta", "message_stop"]
 
 
 def test_an_error_within_a_stream_is_raised_by_the_sdk(scripted: ScriptedPipeline, tmp_path: Path) -> None:

@@ -33,12 +33,10 @@ def asks(name: str, **body: Any) -> list[SubmitArgs]:
         ("chat/completions", CHAT | {"max_tokens": 9}, 9, None),
         ("chat/completions", CHAT | {"max_completion_tokens": 9}, 9, None),
         ("chat/completions", CHAT | {"logprobs": True}, MAX_LOGPROBS, True),
-        ("responses", RESPONSE, NO_TOKEN_LIMIT, True),
-        ("responses", RESPONSE | {"max_output_tokens": 9}, 9, None),
-        ("responses", RESPONSE | LOGPROBS, MAX_LOGPROBS // 21, True),
-        ("completions", {"prompt": "hello"}, 16, None),
+        ("responses", RESPONSE, NO_TOKEN_LIMIT, True), ("responses", RESPONSE | {"max_output_tokens": 9}, 9, None),
+        ("responses", RESPONSE | LOGPROBS, MAX_LOGPROBS // 21, True), ("completions", {"prompt": "hello"}, 16, None),
     ],
-)
+)  # fmt: skip
 def test_without_a_limit_chats_and_responses_may_fill_the_context(
     name: str, body: dict[str, Any], most: int, fits: bool | None
 ) -> None:

@@ -15,13 +15,12 @@ from pydantic import TypeAdapter
 from penstock.client.core import Event, build_answer
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import RESPONSES, StreamMeta, make_stream_meta
-from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import use_response_template
 from penstock.ingest.openai.responses import Response, describe_input_items
-from penstock.ingest.openai.sse import ResumePoint
-from penstock.messages import EndEvent, FinishReason, Logprobs, TokenEvent, Usage
-from penstock.names import START_HASH, roll_hash
+from penstock.messages import FinishReason
 from sim.workload import TOOL_MODEL
+from tests.ingest.answers import make_log, read_stream
 
 TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -37,29 +36,8 @@ def make_meta(**more: Any) -> StreamMeta:
     return make_stream_meta(RESPONSES, body, "resp_1", form=use_response_template(RESPONSES, body, [], TEMPLATE))
 
 
-def make_log(
-    texts: Sequence[str], rest: str = "", reason: FinishReason = "stop", *, has_logprobs: bool = False
-) -> list[Event]:
-    events: list[Event] = []
-    rolled = START_HASH
-    for position, text in enumerate(texts):
-        rolled = roll_hash(rolled, position)
-        logprobs = Logprobs(logprob=-1, text=f"<{position}>") if has_logprobs else None
-        events.append(TokenEvent.at_position(position, rolled, position, text, logprobs))
-    usage = Usage(prompt_tokens=3, completion_tokens=len(texts))
-    return [*events, EndEvent(finish_reason=reason, text=rest, usage=usage)]
-
-
 def cut_text(text: str, step: int) -> list[str]:
     return [text[begin : begin + step] for begin in range(0, len(text), step)]
-
-
-def read_stream(meta: StreamMeta, log: Sequence[Event], after: str | None = None, number: int = -1) -> list[SentEvent]:
-    cursor = SseCursor(RESPONSES, meta, ResumePoint(1, after), number)
-    sent = cursor.open_stream()
-    for event in log:
-        sent += cursor.add_event(0, event)
-    return sent + cursor.end_stream()
 
 
 def make_whole(meta: StreamMeta, log: Sequence[Event]) -> Response:
@@ -106,7 +84,7 @@ def test_the_items_of_an_answer_are_in_its_order(name: str) -> None:
         log = make_log(texts, reason=reason)
         whole = make_whole(meta, log)
         assert describe_items(whole) == expected
-        last = json.loads(read_stream(meta, log)[-1].event.data)
+        last = json.loads(read_stream(RESPONSES, meta, log)[-1].event.data)
         assert last["response"] == whole.model_dump(mode="json")
         assert last["type"] == f"response.{'incomplete' if reason == 'length' else 'completed'}"
 
@@ -130,13 +108,13 @@ def test_openais_reader_puts_the_same_together_and_goes_on_after_any_event(
     rest = texts.pop() if texts and is_held else ""
     meta = make_meta(**({"include": ["message.output_text.logprobs"]} if has_logprobs else {}), **more)
     log = make_log(texts, rest, reason, has_logprobs=has_logprobs)
-    sent = read_stream(meta, log)
+    sent = read_stream(RESPONSES, meta, log)
     check_as_openai(sent, make_whole(meta, log))
     ids = [one.id for one in sent]
     assert len(set(ids)) == len(ids)
     for place, one in enumerate(sent[:-1]):
-        assert read_stream(meta, log, after=one.id) == sent[place + 1 :]
-        assert [later.event for later in read_stream(meta, log, number=place)] == [
+        assert read_stream(RESPONSES, meta, log, after=one.id) == sent[place + 1 :]
+        assert [later.event for later in read_stream(RESPONSES, meta, log, number=place)] == [
             later.event for later in sent[place + 1 :]
         ]
 
@@ -176,16 +154,8 @@ def check_as_openai(sent: list[SentEvent], whole: Response) -> None:
 
 def test_the_tokens_of_reasoning_are_counted_and_have_no_log_probabilities() -> None:
     texts = [
-        "<think>",
-        "I",
-        " see",
-        "</think>",
-        "Yes",
-        ".",
-        "<tool_call>",
-        '{"name": "f", "arguments": {}}',
-        "</tool_call>",
-    ]
+        "<think>", "I", " see", "</think>", "Yes", ".", "<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>",
+    ]  # fmt: skip
     meta = make_meta(include=["message.output_text.logprobs"])
     whole = make_whole(meta, make_log(texts, has_logprobs=True))
     assert whole.usage is not None
@@ -201,7 +171,7 @@ def test_an_answer_without_a_template_is_a_message_as_it_is() -> None:
     meta = make_stream_meta(RESPONSES, body, "resp_1")
     log = make_log(["\n", "<think>", CALL])
     assert describe_items(make_whole(meta, log)) == [("message", f"\n<think>{CALL}", "completed")]
-    kinds = [one.event.event for one in read_stream(meta, log)]
+    kinds = [one.event.event for one in read_stream(RESPONSES, meta, log)]
     assert kinds.count("response.output_text.delta") == 3
 
 
@@ -231,26 +201,22 @@ def called(*call_ids: str) -> list[dict[str, Any]]:
 
 def test_what_the_model_said_in_one_go_is_one_turn() -> None:
     said = {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "Now", "annotations": []}],
-    }
+        "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Now", "annotations": []}],
+    }  # fmt: skip
     parts = [{"type": "input_text", "text": "gr"}, {"type": "input_text", "text": "een"}]
     turns = make_turns(
         USER, reasoning("Hm"), said, call("a"), call("b"), result("b"), result("a", parts), reasoning("So"), call("c"),
         result("c", ""), said, said, instructions="Be short.",
     )  # fmt: skip
     assert turns == [
-        {"role": "system", "content": "Be short."},
-        USER,
+        {"role": "system", "content": "Be short."}, USER,
         {"role": "assistant", "content": "Now", "reasoning_content": "Hm", "tool_calls": called("a", "b")},
         {"role": "tool", "content": "red", "tool_call_id": "b"},
         {"role": "tool", "content": "green", "tool_call_id": "a"},
         {"role": "assistant", "content": "", "reasoning_content": "So", "tool_calls": called("c")},
-        {"role": "tool", "content": "", "tool_call_id": "c"},
+        {"role": "tool", "content": "", "tool_call_id": "c"}, {"role": "assistant", "content": "Now"},
         {"role": "assistant", "content": "Now"},
-        {"role": "assistant", "content": "Now"},
-    ]
+    ]  # fmt: skip
     assert make_turns(USER, {"type": "reasoning", "encrypted_content": "x", "summary": []}) == [USER]
 
 

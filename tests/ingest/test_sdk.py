@@ -6,7 +6,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
 
 from penstock.local.stack import Stack
 from penstock.messages import Request, Sampling
@@ -15,63 +14,51 @@ from sim.workload import compute_answers, load_demo_model
 from tests.ingest.batch_files import result_ids
 
 MODEL = "demo"
-TURNS: Any = [{"role": "user", "content": "In the beginning God created"}]
+TURNS = [{"role": "user", "content": "In the beginning God created"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "drawn"])
-def test_completions_are_what_the_model_says_alone(sdk: openai.OpenAI, sampling: dict[str, Any]) -> None:
+def test_completions_are_what_the_model_says_alone(sdk: Any, sampling: dict[str, Any]) -> None:
     prompt = load_demo_model().tokenizer("In the beginning")["input_ids"]
     wanted = Sampling(max_tokens=24, ignore_eos=True, **sampling)
     expected = compute_answers([Request(id="alone", token_ids=prompt, sampling=wanted)])["alone"].text
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "In the beginning", "max_tokens": 24} | sampling
-    whole = sdk.completions.create(**asked, extra_body={"ignore_eos": True})
-    pieces = list(sdk.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True))
-    assert whole.choices[0].text == expected
-    assert "".join(piece.choices[0].text for piece in pieces) == expected
-    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert whole.choices[0].finish_reason == "length"
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == 24
+    asked = {"model": MODEL, "prompt": "In the beginning", "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    whole = sdk.completions.create(**asked | sampling)
+    pieces = [piece.choices[0] for piece in sdk.completions.create(**asked | sampling, stream=True)]
+    assert whole.choices[0].text == "".join(piece.text for piece in pieces) == expected
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 24)
 
 
-def test_a_chat_streamed_and_not_says_the_same(sdk: openai.OpenAI) -> None:
+def test_a_chat_streamed_and_not_says_the_same(sdk: Any) -> None:
     whole = sdk.chat.completions.create(messages=TURNS, **GREEDY)
-    with sdk.chat.completions.create(
-        messages=TURNS, stream=True, stream_options={"include_usage": True}, **GREEDY
-    ) as stream:
-        first, *middle, end, last = list(stream)
-    message = whole.choices[0].message
+    told = sdk.chat.completions.create(messages=TURNS, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    *chunks, end, last = told
+    first, message = chunks[0], whole.choices[0].message
     assert message.role == first.choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in (first, *middle, end)) == message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in (*chunks, end)) == message.content
     assert end.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert (last.choices, first.usage) == ([], None)
-    assert last.usage is not None
-    assert whole.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens == 24
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens > 0
-    assert {chunk.id for chunk in (first, *middle, end, last)} == {first.id}
+    assert {chunk.id for chunk in (*chunks, end, last)} == {first.id}
     assert whole.id.startswith("chatcmpl-")
 
 
-def test_cached_tokens_are_told(sdk: openai.OpenAI) -> None:
-    prompt = "And the king said unto his people " * 12
-    sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
-    usage = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens is not None
+def test_cached_tokens_are_told(sdk: Any) -> None:
+    asked = {"model": MODEL, "prompt": "And the king said unto his people " * 12, "max_tokens": 2}
+    usage = [sdk.completions.create(**asked).usage for _ in range(2)][1]
     assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
-def test_n_choices_draw_by_seeds_of_their_own(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": TURNS, "seed": 5, "max_tokens": 12, "temperature": 1.0}
+def test_n_choices_draw_by_seeds_of_their_own(sdk: Any) -> None:
+    asked = {"model": MODEL, "messages": TURNS, "seed": 5, "max_tokens": 12, "temperature": 1.0}
     three = sdk.chat.completions.create(n=3, **asked)
     texts = [choice.message.content for choice in three.choices]
     assert [choice.index for choice in three.choices] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert texts[0] == sdk.chat.completions.create(**asked).choices[0].message.content
-    assert three.usage is not None
     assert three.usage.completion_tokens == 36
     streamed = ["", "", ""]
     for chunk in sdk.chat.completions.create(n=3, stream=True, **asked):
@@ -80,7 +67,7 @@ def test_n_choices_draw_by_seeds_of_their_own(sdk: openai.OpenAI) -> None:
     assert streamed == texts
 
 
-def test_prompts_in_a_list_are_answered_one_by_one(sdk: openai.OpenAI) -> None:
+def test_prompts_in_a_list_are_answered_one_by_one(sdk: Any) -> None:
     texts = [sdk.completions.create(prompt=one, **GREEDY).choices[0].text for one in ("In the", "And he")]
     together = sdk.completions.create(prompt=["In the", "And he"], **GREEDY)
     assert [choice.text for choice in together.choices] == texts
@@ -88,57 +75,48 @@ def test_prompts_in_a_list_are_answered_one_by_one(sdk: openai.OpenAI) -> None:
     assert sdk.completions.create(prompt=tokens, **GREEDY).choices[0].text == texts[0]
 
 
-def test_stop_ends_the_answer_before_it(sdk: openai.OpenAI) -> None:
+def test_stop_ends_the_answer_before_it(sdk: Any) -> None:
     text = sdk.completions.create(prompt="In the beginning", **GREEDY).choices[0].text
     word = text.split()[2]
     cut = sdk.completions.create(prompt="In the beginning", stop=[word, "never said"], **GREEDY).choices[0]
     assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
 
 
-def test_logprobs_tell_tokens_texts_and_bytes(sdk: openai.OpenAI) -> None:
-    whole = sdk.chat.completions.create(messages=TURNS, logprobs=True, top_logprobs=3, **GREEDY).choices[0]
-    assert whole.logprobs is not None
-    entries = whole.logprobs.content or []
+def test_logprobs_tell_tokens_texts_and_bytes(sdk: Any) -> None:
+    asked = {"messages": TURNS, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    whole = sdk.chat.completions.create(**asked).choices[0]
+    entries = whole.logprobs.content
     assert len(entries) == 24
-    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == whole.message.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == whole.message.content
     assert all(entry.top_logprobs[0].token == entry.token for entry in entries), "greedy takes the likeliest"
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
-    streamed: list[Any] = []
-    for chunk in sdk.chat.completions.create(messages=TURNS, logprobs=True, top_logprobs=3, stream=True, **GREEDY):
-        assert isinstance(chunk, ChatCompletionChunk)
-        if chunk.choices[0].logprobs is not None:
-            streamed += chunk.choices[0].logprobs.content or []
-    assert [one.model_dump() for one in streamed] == [one.model_dump() for one in entries]
+    chunks = [chunk.choices[0].logprobs for chunk in sdk.chat.completions.create(**asked, stream=True)]
+    assert [one for told in chunks if told is not None for one in told.content or ()] == entries
     plain = sdk.completions.create(prompt="In the beginning", logprobs=2, **GREEDY).choices[0]
-    assert plain.logprobs is not None
-    tokens, offsets = plain.logprobs.tokens or [], plain.logprobs.text_offset or []
-    assert all(plain.text.startswith(token, offset) for token, offset in zip(tokens, offsets, strict=True))
+    places = zip(plain.logprobs.tokens, plain.logprobs.text_offset, strict=True)
+    assert [plain.text.startswith(token, offset) for token, offset in places] == [True] * 24
 
 
-def test_responses_streamed_and_not_say_the_same(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+def test_responses_streamed_and_not_say_the_same(sdk: Any) -> None:
+    asked = {
         "model": MODEL, "input": "In the beginning", "instructions": "Go on.", "max_output_tokens": 12,
         "temperature": 0, "metadata": {"for": "a test"},
     }  # fmt: skip
     whole = sdk.responses.create(**asked)
     assert (whole.status, whole.metadata) == ("incomplete", {"for": "a test"})
-    assert whole.incomplete_details is not None
-    assert whole.incomplete_details.reason == "max_output_tokens"
-    assert whole.usage is not None
-    assert whole.usage.output_tokens == 12
+    assert (whole.incomplete_details.reason, whole.usage.output_tokens) == ("max_output_tokens", 12)
     events = list(sdk.responses.create(stream=True, **asked))
     numbers = [event.sequence_number for event in events]
     assert numbers == sorted(set(numbers))
-    assert events[0].type == "response.created"
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
-    assert events[-1].type == "response.incomplete"
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
     assert events[-1].response.output_text == whole.output_text
-    turns: Any = [{"role": "user", "content": [{"type": "input_text", "text": "In the beginning"}]}]
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": "In the beginning"}]}]
     assert sdk.responses.create(**(asked | {"input": turns})).output_text == whole.output_text
 
 
-def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
+def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: Any) -> None:
+    asked = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
     posted = sdk.responses.create(input="In the beginning", background=True, **asked)
     assert posted.status in ("queued", "in_progress", "incomplete")
     wait_for(lambda: sdk.responses.retrieve(posted.id).status == "incomplete", "it has ended")
@@ -148,48 +126,48 @@ def test_a_response_in_the_background_is_fetched_and_gone_on_from(sdk: openai.Op
     assert events[-1].type == "response.incomplete"
     assert list(sdk.responses.retrieve(posted.id, stream=True, starting_after=events[5].sequence_number)) == events[6:]
     (item,) = sdk.responses.input_items.list(posted.id)
-    assert item.type == "message"
-    assert [part.text for part in item.content if part.type == "input_text"] == ["In the beginning"]
+    assert [(part.type, part.text) for part in item.content] == [("input_text", "In the beginning")]
     assert sdk.responses.cancel(posted.id).status == "incomplete", "it had ended"
     second = sdk.responses.create(input="Go on.", previous_response_id=first.id, **asked)
-    turns: Any = [
-        {"role": "user", "content": "In the beginning"},
-        {"role": "assistant", "content": first.output_text},
-        {"role": "user", "content": "Go on."},
-    ]
+    said = [("user", "In the beginning"), ("assistant", first.output_text), ("user", "Go on.")]
+    turns = [{"role": role, "content": content} for role, content in said]
     assert second.output_text == sdk.responses.create(input=turns, **asked).output_text
     sdk.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="Previous response"):
         sdk.responses.create(input="Go on.", previous_response_id=first.id, **asked)
 
 
-def test_models_are_listed(sdk: openai.OpenAI) -> None:
+def test_models_are_listed(sdk: Any) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
-    assert sdk.models.retrieve(MODEL).owned_by == "penstock"
-    assert sdk.models.retrieve(MODEL).to_dict()["max_model_len"] == load_demo_model().context_length
+    found = sdk.models.retrieve(MODEL).to_dict()
+    assert (found["owned_by"], found["max_model_len"]) == ("penstock", load_demo_model().context_length)
     with pytest.raises(openai.NotFoundError):
         sdk.models.retrieve("nobody/has-it")
 
 
-def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as unknown:
-        sdk.chat.completions.create(messages=TURNS, model="gpt-none")
-    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as long:
-        sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6)
-    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
-    assert "This model's maximum context length is 1024 tokens. However, you requested 1000001 tokens" in str(
-        long.value
-    )
-    with pytest.raises(openai.APIError) as late:
-        list(sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6, stream=True))
-    assert (late.value.code, late.value.param) == ("context_length_exceeded", "prompt"), "the stream had begun"
-    with pytest.raises(openai.BadRequestError) as bad:
-        sdk.completions.create(prompt="x", extra_headers={"x-penstock-deadline-s": "soon"}, **GREEDY)
-    assert bad.value.param == "x-penstock-deadline-s"
+LONG = {"model": MODEL, "prompt": "x", "max_tokens": 10**6}
+SOON = {"x-penstock-deadline-s": "soon"}
 
 
-def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) -> None:
+@pytest.mark.parametrize(
+    ("asked", "error", "code", "param", "message"),
+    [
+        (GREEDY | {"prompt": "x", "model": "gpt-none"}, openai.NotFoundError, "model_not_found", "model", "gpt-none"),
+        (LONG, openai.BadRequestError, "context_length_exceeded", "prompt",
+         "This model's maximum context length is 1024 tokens. However, you requested 1000001 tokens"),
+        (LONG | {"stream": True}, openai.APIError, "context_length_exceeded", "prompt", ""),  # the stream had begun
+        (GREEDY | {"prompt": "x", "extra_headers": SOON}, openai.BadRequestError, None, *SOON, ""),
+    ],
+)  # fmt: skip
+def test_errors_are_the_sdks_own(
+    sdk: Any, asked: dict[str, Any], error: type[openai.APIError], code: str | None, param: str, message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        list(sdk.completions.create(**asked))
+    assert (code in (None, raised.value.code), raised.value.param, message in str(raised.value)) == (True, param, True)
+
+
+def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: Any) -> None:
     """Nobody wants it any more, and it would come too late again."""
     before = len(result_ids(line, "cmpl-"))
     with pytest.raises(openai.InternalServerError) as late:
@@ -202,20 +180,19 @@ def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) 
     assert len(result_ids(line, "cmpl-")) == before + 1
 
 
-def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: str) -> None:
-    key = {"Idempotency-Key": str(uuid.uuid4())}
-    asked: dict[str, Any] = {
-        "model": MODEL, "prompt": "And it came to pass", "max_tokens": 200, "extra_body": {"ignore_eos": True}
+def test_a_post_after_a_timeout_joins_the_request(sdk: Any) -> None:
+    asked = {
+        "model": MODEL, "prompt": "And it came to pass", "max_tokens": 200, "extra_body": {"ignore_eos": True},
+        "extra_headers": {"Idempotency-Key": str(uuid.uuid4())},
     }  # fmt: skip
     with pytest.raises(openai.APITimeoutError):
-        sdk.completions.create(**asked, extra_headers=key, timeout=0.01)
-    first = sdk.completions.create(**asked, extra_headers=key)
-    again = sdk.completions.create(**asked, extra_headers=key)
+        sdk.completions.create(**asked, timeout=0.01)
+    first, again = (sdk.completions.create(**asked) for _ in range(2))
     assert first == again
-    streamed = sdk.completions.create(**asked, extra_headers=key, stream=True)
+    streamed = sdk.completions.create(**asked, stream=True)
     assert "".join(piece.choices[0].text for piece in streamed) == first.choices[0].text
     with pytest.raises(openai.ConflictError) as other:
-        sdk.completions.create(**(asked | {"prompt": "And"}), extra_headers=key)
+        sdk.completions.create(**(asked | {"prompt": "And"}))
     assert other.value.code == "idempotency_conflict"
 
 
@@ -226,7 +203,6 @@ def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
         for answer in answers:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         document = plain.get("/openapi.json").json()
-    assert "422" not in {
-        status for path in document["paths"].values() for one in path.values() for status in one["responses"]
-    }
+    told = {status for path in document["paths"].values() for one in path.values() for status in one["responses"]}
+    assert "422" not in told
     assert "ChatBody" in document["components"]["schemas"]

@@ -16,7 +16,7 @@ from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim
 from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
-from tests.record.play import decode, end, say
+from tests.record.play import end, say
 
 MODEL = "scripted"
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
@@ -40,16 +40,6 @@ class StreamPipeline(ScriptedPipeline):
         ) as answer:
             assert answer.status_code == 200
             return answer.headers["x-request-id"]
-
-    def write(self, request_id: str, count: int) -> Claim:
-        """Take the request as a worker and write so many tokens."""
-        claim = decode(self.record, request_id)
-        say(self.record, claim, range(count))
-        return claim
-
-    def finish(self, request_id: str, count: int) -> None:
-        """Answer the request with so many tokens."""
-        self.record.finish_request(self.write(request_id, count), end())
 
     def source(self, stream_id: str, last_event_id: str = "") -> EventSource:
         return EventSource(f"{self.url}/v1/streams/{stream_id}", last_event_id)

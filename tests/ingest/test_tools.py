@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,13 +11,12 @@ import openai
 import pytest
 from pydantic_core import from_json
 
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S, wait_for
+from penstock.local.stack import Stack
+from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.ingest.batch_files import lines, read
 from tools.train_tools import TOOL_MODEL
 
-MODEL = "tools"
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -26,6 +24,10 @@ WEATHER: dict[str, Any] = {
 }
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather of Lisbon and Porto?"}]
 ASKED: dict[str, Any] = {"messages": TURNS, "tools": [WEATHER], "temperature": 0, "max_tokens": 80}
+ASKED_FLAT: dict[str, Any] = {
+    "input": TURNS, "tools": [{"type": "function", **WEATHER["function"]}], "temperature": 0, "max_output_tokens": 80,
+}  # fmt: skip
+ASKED_OF_MESSAGES = ASKED | {"tools": [{"name": "get_weather", "input_schema": CITY}]}
 
 
 def make_strict(parameters: dict[str, Any], name: str = "get_weather") -> dict[str, Any]:
@@ -33,32 +35,29 @@ def make_strict(parameters: dict[str, Any], name: str = "get_weather") -> dict[s
     return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
 
 
+NAME = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bo"]}}, "required": ["name"]}
+AGE = make_strict(NAME | {"additionalProperties": False}, "get_age")
+NAMED_AGE = {"type": "function", "function": {"name": "get_age"}}
+BOTH = {"get_weather", "get_age"}
 CALLS = [("get_weather", {"city": "Lisbon"}), ("get_weather", {"city": "Porto"})]
 
 
 @pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[tuple[GatewayProcess, ...]]:
+def urls(tool_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Two gateways before a pipeline that serves the tool model."""
-    folder = tmp_path_factory.mktemp("tools")
-    environment = {
-        "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL), "PENSTOCK_ENGINE_DEVICE": "cpu", "PENSTOCK_ENGINE_POOL_MB": "32",
-        "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_KV_STORE_REDIS_MB": "0",
-    }  # fmt: skip
-    with ForkedStack(folder, pipeline="tools", redis=redis_url, environment=environment) as stack:
-        stack.wait_until_ready(PATIENCE_S)
-        with GatewayProcess(stack.addresses, folder) as one, GatewayProcess(stack.addresses, folder) as other:
-            yield one, other
+    with GatewayProcess(tool_stack.addresses, tmp_path_factory.mktemp("gateway")) as other:
+        yield tool_stack.gateway_url, other.url
 
 
 @pytest.fixture(scope="module")
-def sdk(gateways: tuple[GatewayProcess, ...]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateways[0].url}/v1", api_key="none", max_retries=0, timeout=None) as client:
+def sdk(urls: tuple[str, str]) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{urls[0]}/v1", api_key="none", max_retries=0, timeout=None) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def model(sdk: openai.OpenAI) -> str:
-    assert TOOL_MODEL.name in {found.id for found in sdk.models.list()}  # others may serve theirs on the same Redis
+def model(sdk: Any) -> str:
+    assert [found.id for found in sdk.models.list()] == [TOOL_MODEL.name]
     return TOOL_MODEL.name
 
 
@@ -66,7 +65,11 @@ def list_calls(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
 
 
-def test_calls_are_told_from_text_and_their_results_go_back(sdk: openai.OpenAI, model: str) -> None:
+def list_written(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def test_calls_are_told_from_text_and_their_results_go_back(sdk: Any, model: str) -> None:
     whole = sdk.chat.completions.create(model=model, **ASKED).choices[0]
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
     assert list_calls(whole.message) == CALLS
@@ -78,33 +81,46 @@ def test_calls_are_told_from_text_and_their_results_go_back(sdk: openai.OpenAI, 
     assert answer.message.content or answer.message.tool_calls
 
 
-def test_a_stream_has_the_same_calls(sdk: openai.OpenAI, model: str) -> None:
+def test_a_stream_has_the_same_calls(sdk: Any, model: str) -> None:
     pieces: dict[int, list[str]] = {}
     reasons = set()
     for chunk in sdk.chat.completions.create(model=model, stream=True, **ASKED):
         choice = chunk.choices[0]
         reasons.add(choice.finish_reason)
         for call in choice.delta.tool_calls or ():
-            assert call.function is not None
-            assert call.id is not None
             pieces.setdefault(call.index, []).append((call.function.name or "") + (call.function.arguments or ""))
     assert ["".join(texts) for texts in pieces.values()] == [name + json.dumps(given) for name, given in CALLS]
     assert reasons == {None, "tool_calls"}
 
 
-def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(
-    gateways: tuple[GatewayProcess, ...], model: str
-) -> None:
-    body = ASKED | {"model": model, "stream": True}
-    first = EventSource(f"{gateways[0].url}/v1/chat/completions")
-    whole = [(event.id, event.data) for event in first.connect(body)]
-    url = f"{gateways[1].url}{first.answer_headers['location']}"
-    for place, (position, _) in enumerate(whole[:-1]):
-        again = EventSource(url, last_event_id=position)
-        assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
+def test_a_stream_that_is_resumed_at_any_event_has_the_same_calls(urls: tuple[str, str], model: str) -> None:
+    """In each form by the id of an event, and a response by its number, while its log is in Redis."""
+    thinking = {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "thinking": {"type": "enabled"}}
+    for form, more in (
+        ("chat/completions", ASKED), ("messages", ASKED_OF_MESSAGES), ("messages", thinking | {"max_tokens": 40}),
+        ("responses", ASKED_FLAT | {"reasoning": {"effort": "low"}}),
+    ):  # fmt: skip
+        first = EventSource(f"{urls[0]}/v1/{form}")
+        whole = [(event.id, event.data) for event in first.connect(more | {"model": model, "stream": True})]
+        assert len(whole) > 10 or form != "responses"
+        location = first.answer_headers["location"]
+        url, name = f"{urls[1]}{location}", location.rpartition("/")[2]
+        for place, (position, data) in enumerate(whole[:-1]):
+            readers = [EventSource(url, last_event_id=position)]
+            if form == "responses":
+                after = f"starting_after={json.loads(data)['sequence_number']}"
+                readers.append(EventSource(f"{urls[1]}/v1/responses/{name}?stream=true&{after}"))
+            for again in readers:
+                assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
+        over = EventSource(url, last_event_id=whole[-1][0])
+        assert (list(over.connect()), over.status) == ([], 204)
+        assert form != "messages" or first.answer_headers["request-id"] == first.answer_headers["x-request-id"]
+    found = httpx.get(f"{urls[1]}/v1/responses/{name}", timeout=None).json()
+    assert found == json.loads(whole[-1][1])["response"]
+    assert found["reasoning"] == {"effort": "low", "summary": None}
 
 
-def test_reasoning_is_apart_from_the_answer(sdk: openai.OpenAI, model: str) -> None:
+def test_reasoning_is_apart_from_the_answer(sdk: Any, model: str) -> None:
     asked: dict[str, Any] = ASKED | {"messages": [{"role": "user", "content": "What is 7 plus 5?"}], "tools": []}
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     whole: Any = sdk.chat.completions.create(model=model, extra_body=extra, **asked).choices[0].message
@@ -112,14 +128,12 @@ def test_reasoning_is_apart_from_the_answer(sdk: openai.OpenAI, model: str) -> N
     assert "<think>" not in whole.reasoning_content + (whole.content or "")
     effort: Any = sdk.chat.completions.create(model=model, reasoning_effort="low", **asked).choices[0].message
     assert (effort.reasoning_content, effort.content) == (whole.reasoning_content, whole.content)
-    thoughts = []
-    for chunk in sdk.chat.completions.create(model=model, stream=True, extra_body=extra, **asked):
-        delta: Any = chunk.choices[0].delta
-        thoughts.append(getattr(delta, "reasoning_content", None) or "")
+    chunks = sdk.chat.completions.create(model=model, stream=True, extra_body=extra, **asked)
+    thoughts = [getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks]
     assert "".join(thoughts) == whole.reasoning_content
 
 
-def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: openai.OpenAI, model: str) -> None:
+def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: Any, model: str) -> None:
     """Where the template begins the answer with reasoning, the grammar's text follows at once."""
     asked: dict[str, Any] = {"messages": TURNS, "temperature": 0, "max_tokens": 40}
     extra = {"guided_choice": ["Lisbon", "Porto"], "chat_template_kwargs": {"enable_thinking": True}}
@@ -131,16 +145,14 @@ def test_an_answer_with_a_grammar_is_content_though_the_model_would_think(sdk: o
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"tool_choice": "required"}, {"get_weather", "get_age"}),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_age"}}}, {"get_age"}),
-        ({"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}, {"get_weather", "get_age"}),
+        ({"tool_choice": "required"}, BOTH), ({"tool_choice": NAMED_AGE}, {"get_age"}),
+        ({"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}, BOTH),
     ],
-)
-def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: dict[str, Any], names: set[str]) -> None:
-    age = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bo"]}}, "required": ["name"]}
-    tools = [make_strict(CITY), make_strict(age | {"additionalProperties": False}, "get_age")]
+)  # fmt: skip
+def test_a_model_that_has_to_call_does(sdk: Any, model: str, given: dict[str, Any], names: set[str]) -> None:
     for content in ("Say hello.", "Repeat: red, blue."):
-        asked = ASKED | given | {"messages": [{"role": "user", "content": content}], "tools": tools, "max_tokens": 200}
+        asked = ASKED | given | {"messages": [{"role": "user", "content": content}], "max_tokens": 200}
+        asked["tools"] = [make_strict(CITY), AGE]
         whole = sdk.chat.completions.create(model=model, **make_extra(asked)).choices[0]
         calls = list_calls(whole.message)
         assert (whole.finish_reason, bool(calls)) == ("tool_calls", True)
@@ -148,9 +160,7 @@ def test_a_model_that_has_to_call_does(sdk: openai.OpenAI, model: str, given: di
         assert all(arguments["name"] in {"Ada", "Bo"} for name, arguments in calls if name == "get_age")
         with sdk.chat.completions.stream(model=model, **make_extra(asked)) as stream:
             streamed = stream.until_done().get_final_completion().choices[0]
-        told = [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()]
-        written: Any = whole.message.tool_calls
-        assert told == [(call.function.name, call.function.arguments) for call in written]
+        assert list_written(streamed.message) == list_written(whole.message)
         assert streamed.finish_reason == "tool_calls"
 
 
@@ -175,19 +185,23 @@ Told = tuple[str, str, str]
 def ask_long_call(url: str, model: str, form: str, limit: int, *, is_streamed: bool) -> Told:
     """Have the model call a tool with long arguments; stop strings within them do nothing."""
     body: dict[str, Any] = {"model": model, "temperature": 1, "stream": is_streamed}
-    function = {"name": "note", "parameters": NOTE, "strict": True}
-    if form == "responses":
-        choice: dict[str, Any] = {"type": "function", "name": "note"}
-        body |= {"input": TURNS, "tools": [{"type": "function", **function}], "tool_choice": choice}
-        body |= {"seed": 3, "max_output_tokens": limit}
-    elif form == "messages":
-        tool = {"name": "note", "input_schema": NOTE, "strict": True}
-        body |= {"messages": TURNS, "tools": [tool], "tool_choice": {"type": "tool", "name": "note"}}
-        body |= {"top_k": 1, "max_tokens": limit, "stop_sequences": ["e", "t", ","]}
-    else:
-        choice = {"type": "function", "function": {"name": "note"}}
-        body |= {"messages": TURNS, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
-        body |= {"seed": 3, "max_tokens": limit, "stop": ["e", "t", ","]}
+    function, named = {"name": "note", "parameters": NOTE, "strict": True}, {"name": "note"}
+    body |= {
+        "responses": {
+            "input": TURNS, "tools": [{"type": "function", **function}], "tool_choice": {"type": "function", **named},
+            "seed": 3, "max_output_tokens": limit,
+        },
+        "messages": {
+            "messages": TURNS, "tools": [named | {"input_schema": NOTE, "strict": True}],
+            "tool_choice": {"type": "tool", **named}, "top_k": 1, "max_tokens": limit,
+            "stop_sequences": ["e", "t", ","],
+        },
+        "chat/completions": {
+            "messages": TURNS, "tools": [{"type": "function", "function": function}],
+            "tool_choice": {"type": "function", "function": named}, "seed": 3, "max_tokens": limit,
+            "stop": ["e", "t", ","],
+        },
+    }[form]  # fmt: skip
     if is_streamed:
         events = [event.data for event in EventSource(f"{url}/v1/{form}").connect(body)]
         return join_pieces(form, [json.loads(data) for data in events if data != "[DONE]"])
@@ -249,9 +263,9 @@ def join_calls(pieces: list[tuple[str, str]]) -> tuple[str, str]:
     ],
 )  # fmt: skip
 def test_a_long_call_that_is_cut_anywhere_says_the_same_streamed_and_whole(
-    gateways: tuple[GatewayProcess, ...], model: str, form: str, cut: str, ended: str
+    urls: tuple[str, str], model: str, form: str, cut: str, ended: str
 ) -> None:
-    url, seen = gateways[0].url, set[str]()
+    url, seen = urls[0], set[str]()
     limit, told = 0, ("", "", "")
     while told[2] != ended:
         limit += 3
@@ -265,18 +279,9 @@ def test_a_long_call_that_is_cut_anywhere_says_the_same_streamed_and_whole(
     assert len(seen) > 2
 
 
-def test_a_model_that_may_call_once_does_not_call_twice(sdk: openai.OpenAI, model: str) -> None:
+def test_a_model_that_may_call_once_does_not_call_twice(sdk: Any, model: str) -> None:
     whole = sdk.chat.completions.create(model=model, parallel_tool_calls=False, **ASKED).choices[0]
     assert (whole.finish_reason, list_calls(whole.message)) == ("tool_calls", CALLS[:1])
-
-
-def test_a_response_that_has_to_call_does(sdk: openai.OpenAI, model: str) -> None:
-    tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
-    choice: Any = {"type": "function", "name": "get_weather"}
-    whole = sdk.responses.create(model=model, input="Say hello.", tools=[tool], tool_choice=choice, temperature=0)
-    (call,) = [item for item in whole.output if item.type == "function_call"]
-    assert (call.name, type(json.loads(call.arguments)["city"])) == ("get_weather", str)
-    assert whole.status == "completed"
 
 
 def allow_tools(mode: str, *names: str) -> dict[str, Any]:
@@ -291,34 +296,19 @@ ANSWER: dict[str, Any] = {
     "required": ["mark", "years"],
     "additionalProperties": False,
 }
-AGE = make_strict(
-    {
-        "type": "object",
-        "properties": {"name": {"enum": ["Ada", "Bo"]}},
-        "required": ["name"],
-        "additionalProperties": False,
-    },
-    "get_age",
-)
-NAMED_AGE = {"type": "function", "function": {"name": "get_age"}}
-BOTH = {"get_weather", "get_age"}
 
 
 @pytest.mark.parametrize("is_response", [False, True])
 @pytest.mark.parametrize(
     ("choice", "names", "must_call"),
     [
-        (None, BOTH, False),
-        ("auto", BOTH, False),
-        ("none", set(), False),
-        ("required", BOTH, True),
-        (NAMED_AGE, {"get_age"}, True),
-        (allow_tools("auto", "get_age"), {"get_age"}, False),
+        (None, BOTH, False), ("auto", BOTH, False), ("none", set(), False), ("required", BOTH, True),
+        (NAMED_AGE, {"get_age"}, True), (allow_tools("auto", "get_age"), {"get_age"}, False),
         (allow_tools("required", "get_age"), {"get_age"}, True),
     ],
-)
+)  # fmt: skip
 def test_an_answer_calls_or_else_follows_its_schema(
-    sdk: openai.OpenAI, model: str, is_response: bool, choice: Any, names: set[str], must_call: bool
+    sdk: Any, model: str, is_response: bool, choice: Any, names: set[str], must_call: bool
 ) -> None:
     """With several calls or one, with reasoning before and without: the answer has the calls, or else the schema."""
     options = itertools.product(
@@ -327,11 +317,8 @@ def test_an_answer_calls_or_else_follows_its_schema(
         ["Say hello.", "What is the weather of Lisbon and Porto?"],
     )
     for number, (parallel, thinking, question) in enumerate(options):
-        asked = ASKED | {
-            "messages": [{"role": "user", "content": question}],
-            "tools": [WEATHER, AGE],
-            "max_tokens": 500,
-        }
+        turns = [{"role": "user", "content": question}]
+        asked = ASKED | {"messages": turns, "tools": [WEATHER, AGE], "max_tokens": 500}
         asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
         asked |= {"temperature": 1, "seed": number, **parallel, **thinking}
         asked |= {} if choice is None else {"tool_choice": choice}
@@ -348,12 +335,10 @@ def test_an_answer_calls_or_else_follows_its_schema(
             jsonschema.validate(json.loads(content), ANSWER)
 
 
-def ask_chat(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+def ask_chat(sdk: Any, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
     """Return an answer's content and calls, and whether it ended by itself."""
     (choice,) = sdk.chat.completions.create(model=model, **make_extra(asked)).choices
-    calls: Any = choice.message.tool_calls or []
-    told = [(call.function.name, call.function.arguments) for call in calls]
-    return choice.message.content or "", told, choice.finish_reason != "length"
+    return choice.message.content or "", list_written(choice.message), choice.finish_reason != "length"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +350,7 @@ def ask_chat(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str
     ],
 )  # fmt: skip
 def test_a_message_calls_or_else_follows_its_schema(
-    gateways: tuple[GatewayProcess, ...], model: str, choice: Any, names: set[str], must_call: bool
+    urls: tuple[str, str], model: str, choice: Any, names: set[str], must_call: bool
 ) -> None:
     tools = [
         {"name": one["name"], "input_schema": one["parameters"], "strict": one.get("strict", False)}
@@ -375,7 +360,7 @@ def test_a_message_calls_or_else_follows_its_schema(
     body |= {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}}
     for question in ("Say hello.", "What is the weather of Lisbon and Porto?"):
         asked = body | {"messages": [{"role": "user", "content": question}]}
-        answer = httpx.post(f"{gateways[0].url}/v1/messages", json=asked, timeout=None).raise_for_status().json()
+        answer = httpx.post(f"{urls[0]}/v1/messages", json=asked, timeout=None).raise_for_status().json()
         calls = [block for block in answer["content"] if block["type"] == "tool_use"]
         texts = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
         assert {block["name"] for block in calls} <= names
@@ -383,13 +368,14 @@ def test_a_message_calls_or_else_follows_its_schema(
             continue
         assert calls or not must_call
         assert len(calls) <= 1 or choice is None or choice["type"] == "any"
+        assert answer["stop_reason"] == ("tool_use" if calls else "end_turn")
         if calls:
             assert not texts
         else:
             jsonschema.validate(json.loads(texts), ANSWER)
 
 
-def ask_response(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
+def ask_response(sdk: Any, model: str, asked: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bool]:
     """Return what `ask_chat` does, of the response to the same request."""
     same = {"temperature", "seed", "parallel_tool_calls", "chat_template_kwargs"} & asked.keys()
     given: dict[str, Any] = {name: asked[name] for name in same}
@@ -417,32 +403,24 @@ def ask_response(sdk: openai.OpenAI, model: str, asked: dict[str, Any]) -> tuple
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "tools": [WEATHER, WEATHER]}, "tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-        ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": allow_tools("auto", "other")}, None),
+        ({"guided_regex": "a+"}, "guided_regex"), ({"guided_regex": "a+", "tool_choice": "required"}, "guided_regex"),
+        ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": allow_tools("auto", "other")}, None),
         ({"tool_choice": allow_tools("auto")}, "tool_choice.allowed_tools.tools"),
         ({"tools": [make_strict({"type": "object", "not": {}})]}, "tools"),
-        ({"chat_template_kwargs": {"no_such_variable": 1}}, None),
-        ({"chat_template_kwargs": {"messages": []}}, None),
+        ({"chat_template_kwargs": {"no_such_variable": 1}}, None), ({"chat_template_kwargs": {"messages": []}}, None),
     ],
-)
-def test_what_cannot_be_held_is_refused(sdk: openai.OpenAI, model: str, given: dict[str, Any], param: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused(sdk: Any, model: str, given: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.chat.completions.create(model=model, extra_body=given, **ASKED)
     assert param is None or refused.value.param == param
 
 
-def test_a_model_without_a_response_template_is_offered_no_tools(scripted: ScriptedPipeline, tmp_path: Path) -> None:
-    with GatewayProcess(scripted.addresses, tmp_path) as gateway:
-        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": scripted.model, **ASKED}, timeout=None)
+def test_a_model_without_a_response_template_is_offered_no_tools(scripted: ScriptedPipeline) -> None:
+    with scripted.open_gateway() as gateway, gateway.client() as http:
+        answer = http.post("/v1/chat/completions", json={"model": scripted.model, **ASKED})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert scripted.read_requests() == []
-
-
-ASKED_FLAT: dict[str, Any] = {
-    "input": TURNS, "tools": [{"type": "function", **WEATHER["function"]}], "temperature": 0, "max_output_tokens": 80,
-}  # fmt: skip
 
 
 def list_called(response: Any) -> list[tuple[str, Any]]:
@@ -458,7 +436,7 @@ def answer_calls(response: Any) -> list[Any]:
     ]
 
 
-def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model: str) -> None:
+def test_a_response_calls_and_goes_on_with_the_results(sdk: Any, model: str) -> None:
     """With the whole history sent again, or with `previous_response_id`: the prompts are the same."""
     first = sdk.responses.create(model=model, **ASKED_FLAT)
     assert (first.status, list_called(first)) == ("completed", CALLS)
@@ -468,9 +446,8 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model
     sent = sdk.responses.create(model=model, **(ASKED_FLAT | {"input": history, "store": False}))
     kept = sdk.responses.create(model=model, previous_response_id=first.id, **(ASKED_FLAT | {"input": results}))
     assert sent.output_text or list_called(sent)
-    assert kept.usage is not None
-    assert sent.usage is not None  # how much of the prompt was cached may differ
-    assert (kept.usage.input_tokens, kept.usage.output_tokens) == (sent.usage.input_tokens, sent.usage.output_tokens)
+    used = [(one.usage.input_tokens, one.usage.output_tokens) for one in (kept, sent)]
+    assert used[0] == used[1], "how much of the prompt was cached may differ"
     assert describe_output(kept) == describe_output(sent)
     asked: Any = {"input": results, "tools": ASKED_FLAT["tools"], "previous_response_id": first.id}
     counted = sdk.responses.input_tokens.count(model=model, **asked)
@@ -481,12 +458,10 @@ def test_a_response_calls_and_goes_on_with_the_results(sdk: openai.OpenAI, model
         if item.type == "function_call"
     ]
     turns = [
-        *TURNS,
-        {"role": "assistant", "content": first.output_text, "tool_calls": calls},
+        *TURNS, {"role": "assistant", "content": first.output_text, "tool_calls": calls},
         *({"role": "tool", "tool_call_id": one["call_id"], "content": one["output"]} for one in results),
-    ]
+    ]  # fmt: skip
     chat = sdk.chat.completions.create(model=model, **(ASKED | {"messages": turns}))
-    assert chat.usage is not None
     assert chat.usage.prompt_tokens == kept.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="No tool call found for function call output") as refused:
         sdk.responses.create(model=model, **(ASKED_FLAT | {"input": results}))
@@ -498,7 +473,7 @@ def describe_output(response: Any) -> list[Any]:
     return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
 
 
-def test_openais_stream_helper_and_parser_get_the_same_response(sdk: openai.OpenAI, model: str) -> None:
+def test_openais_stream_helper_and_parser_get_the_same_response(sdk: Any, model: str) -> None:
     whole = sdk.responses.create(model=model, **ASKED_FLAT)
     with sdk.responses.stream(model=model, **ASKED_FLAT) as stream:
         kinds: list[str] = [event.type for event in stream]
@@ -512,47 +487,16 @@ def test_openais_stream_helper_and_parser_get_the_same_response(sdk: openai.Open
     assert list_called(parsed) == CALLS
 
 
-def test_a_response_is_the_same_from_any_event_on_another_gateway(
-    gateways: tuple[GatewayProcess, ...], model: str
-) -> None:
-    """By the id of an event or by its number, while its log is in Redis."""
-    body = ASKED_FLAT | {"model": model, "stream": True, "reasoning": {"effort": "low"}}
-    first = EventSource(f"{gateways[0].url}/v1/responses")
-    whole = [(event.id, event.data) for event in first.connect(body)]
-    assert len(whole) > 10
-    name = first.answer_headers["location"].rpartition("/")[2]
-    for place, (position, data) in enumerate(whole[:-1]):
-        again = EventSource(f"{gateways[1].url}/v1/streams/{name}", last_event_id=position)
-        assert [(event.id, event.data) for event in again.connect()] == whole[place + 1 :]
-        number = json.loads(data)["sequence_number"]
-        url = f"{gateways[1].url}/v1/responses/{name}?stream=true&starting_after={number}"
-        assert [(event.id, event.data) for event in EventSource(url).connect()] == whole[place + 1 :]
-    found = httpx.get(f"{gateways[1].url}/v1/responses/{name}", timeout=None).json()
-    assert found == json.loads(whole[-1][1])["response"]
-    assert found["reasoning"] == {"effort": "low", "summary": None}
-
-
-def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: openai.OpenAI, model: str) -> None:
+def test_the_reasoning_of_a_response_is_an_item_of_its_own(sdk: Any, model: str) -> None:
     asked: dict[str, Any] = {"input": "What is 7 plus 5?", "temperature": 0, "max_output_tokens": 80, "model": model}
-    given: dict[str, Any] = {
-        "reasoning": {"effort": "low", "summary": "auto"},
-        "include": ["reasoning.encrypted_content"],
-    }
+    given = {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
     whole = sdk.responses.create(**asked, **given)
     thought, *rest = whole.output
-    assert thought.type == "reasoning"
-    assert thought.summary == []
-    assert thought.content
-    assert whole.usage is not None
+    assert (thought.type, thought.summary) == ("reasoning", [])
     assert 0 < whole.usage.output_tokens_details.reasoning_tokens <= whole.usage.output_tokens
+    turns = [{"role": "user", "content": asked["input"]}]
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
-    chat: Any = sdk.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": asked["input"]}],
-        temperature=0,
-        max_tokens=80,
-        extra_body=extra,
-    )
+    chat = sdk.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=80, extra_body=extra)
     message = chat.choices[0].message
     assert (thought.content[0].text, whole.output_text) == (message.reasoning_content, message.content or "")
     with sdk.responses.stream(**asked, **given) as stream:
@@ -568,44 +512,29 @@ TYPED_FLAT = {"text": {"format": {"type": "json_schema", "name": "a", "schema": 
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/responses"])
-def test_lines_of_a_batch_are_answered_as_requests_are(sdk: openai.OpenAI, model: str, endpoint: Any) -> None:
+def test_lines_of_a_batch_are_answered_as_requests_are(sdk: Any, model: str, endpoint: Any) -> None:
     asked = {"model": model} | (ASKED_FLAT if endpoint == "/v1/responses" else ASKED)
     bodies = [
-        asked,
-        asked | {"tool_choice": "none"},
-        asked | {"tool_choice": "required", "parallel_tool_calls": False},
+        asked, asked | {"tool_choice": "none"}, asked | {"tool_choice": "required", "parallel_tool_calls": False},
         asked | (TYPED_FLAT if endpoint == "/v1/responses" else TYPED),
         asked | {"ignore_eos": True, "tool_choice": "required"},
-    ]
-    rows = [
-        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
-        for number, body in enumerate(bodies)
-    ]
+    ]  # fmt: skip
+    rows = [{"custom_id": str(n), "method": "POST", "url": endpoint, "body": body} for n, body in enumerate(bodies)]
     file = sdk.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     made = sdk.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
     wait_for(lambda: sdk.batches.retrieve(made.id).status == "completed", "the batch is done")
     ended = sdk.batches.retrieve(made.id)
-    assert ended.output_file_id is not None
-    assert ended.error_file_id is not None
-    answers = read(sdk.files.content(ended.output_file_id).content)
-    found = {one["custom_id"]: one["response"]["body"] for one in answers}
-    whole: Any
-    for number in (0, 1, 2, 3):
+    found = {one["custom_id"]: one["response"]["body"] for one in read(sdk.files.content(ended.output_file_id).content)}
+    assert found.keys() == {"0", "1", "2", "3"}
+    for number, body in found.items():
         if endpoint == "/v1/responses":
-            whole = sdk.responses.create(**bodies[number])
-            assert describe_output(sdk_response(found[str(number)])) == describe_output(whole)
+            told = openai.types.responses.Response.model_validate(body)
+            assert describe_output(told) == describe_output(sdk.responses.create(**bodies[int(number)]))
             continue
-        whole = sdk.chat.completions.create(**bodies[number]).choices[0]
-        (choice,) = found[str(number)]["choices"]
-        assert (choice["finish_reason"], choice["message"]["content"]) == (whole.finish_reason, whole.message.content)
-        told = choice["message"].get("tool_calls") or []
-        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in told] == list_calls(
-            whole.message
-        )
+        whole = sdk.chat.completions.create(**bodies[int(number)]).choices[0]
+        (choice,) = openai.types.chat.ChatCompletion.model_validate(body).choices
+        assert (choice.finish_reason, choice.message.content) == (whole.finish_reason, whole.message.content)
+        assert list_calls(choice.message) == list_calls(whole.message)
     (refused,) = read(sdk.files.content(ended.error_file_id).content)
     assert refused["response"]["status_code"] == 400
     assert "ignore_eos" in refused["response"]["body"]["error"]["message"]
-
-
-def sdk_response(body: dict[str, Any]) -> Any:
-    return openai.types.responses.Response.model_validate(body)

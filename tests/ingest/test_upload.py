@@ -45,20 +45,14 @@ async def test_an_empty_file_is_one() -> None:
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (b"{}", "application/json"),
-        (FILE + CONTENT + END, "multipart/form-data"),
+        (b"{}", "application/json"), (FILE + CONTENT + END, "multipart/form-data"),
         (FILE + CONTENT + END, "multipart/form-data; boundary="),
-        (FILE + CONTENT + END, f"multipart/form-data; boundary={'x' * 300}"),
-        (b"", KIND),
-        (b"no form at all", KIND),
-        (FIELD + FILE + CONTENT, KIND),
-        (FILE.replace(b'"file"', b'"other"') + CONTENT + END, KIND),
-        (FIELD.replace(b"batch", b"x" * 5000) + END[2:], KIND),
-        (FIELD * 17 + END[2:], KIND),
-        (b"--cut\r\nX: " + b"x" * 5000 + b"\r\n\r\n" + END, KIND),
-        (b"--cut\r\n: x\r\n\r\nx" + END, KIND),
+        (FILE + CONTENT + END, f"multipart/form-data; boundary={'x' * 300}"), (b"", KIND), (b"no form at all", KIND),
+        (FIELD + FILE + CONTENT, KIND), (FILE.replace(b'"file"', b'"other"') + CONTENT + END, KIND),
+        (FIELD.replace(b"batch", b"x" * 5000) + END[2:], KIND), (FIELD * 17 + END[2:], KIND),
+        (b"--cut\r\nX: " + b"x" * 5000 + b"\r\n\r\n" + END, KIND), (b"--cut\r\n: x\r\n\r\nx" + END, KIND),
     ],
-)
+)  # fmt: skip
 async def test_what_is_no_form_is_refused(body: bytes, kind: str) -> None:
     with pytest.raises(ApiError) as caught:
         await received(body, kind)

@@ -5,8 +5,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Sender:
     """Gateways' webhooks over one Redis, and a clock that a test sets."""
 
     def __init__(self, client: "redis.asyncio.Redis", stack: AsyncExitStack) -> None:
-        self.client, self._stack = client, stack
+        self.client, self._stack, self._hooks = client, stack, list[Webhooks]()
         self.tenants, self.meters = Tenants(), Meters()
         self.tenant = self.add_tenant()
         self.now = 1_800_000_000.0
@@ -71,18 +71,28 @@ class Sender:
         self.tenants.urls[tenant] = url
         return tenant
 
+    def receive(self, *args: Any, answers: Sequence[int] = (), default: int = 200, **kwargs: Any) -> WebhookReceiver:
+        """Return a receiver that ends with the test, and what it answers."""
+        made = self._stack.enter_context(receive_webhooks(*args, **kwargs))
+        made.answers, made.default = list(answers), default
+        return made
+
     def open(self, url: str = "", **settings: Any) -> Webhooks:
         """Return the webhooks of one gateway; `url` is that of all tenants."""
         given = {"secret": SECRET, "url": url, "hosts": "127.0.0.1,localhost", **settings}
         made = Webhooks(self.client, self.tenants, WebhookSettings(**given), self.meters, lambda: self.now)
         self._stack.push_async_callback(made.close)
+        self._hooks.append(made)
         return made
 
-    async def add(self, hooks: Webhooks, subject_id: str = "resp_1", tenant: str = "") -> None:
-        await hooks.add_event(tenant or self.tenant, "response.completed", subject_id, int(self.now))
+    async def add(self, *ids: str, tenant: str = "", by: int = -1) -> None:
+        """Let a gateway, the last that was opened, add the ends of responses."""
+        for subject_id in ids or ("resp_1",):
+            await self._hooks[by].add_event(tenant or self.tenant, "response.completed", subject_id, int(self.now))
 
     async def deliver(self, *gateways: Webhooks) -> None:
-        """Let gateways try what is due, at once, until they have done so."""
+        """Let gateways, by default the last, try what is due, at once, until they have done so."""
+        gateways = gateways or (self._hooks[-1],)
         for hooks in gateways:
             await hooks._start_deliveries()
         await asyncio.gather(*(task for hooks in gateways for task in hooks._delivering.values()))
@@ -107,13 +117,6 @@ async def sender(redis_url: str) -> AsyncIterator[Sender]:
         made = Sender(client, stack)
         yield made
         await made.clean()
-
-
-@pytest.fixture
-def receivers() -> Iterator[Callable[..., WebhookReceiver]]:
-    """Makes receivers that end with the test."""
-    with ExitStack() as stack:
-        yield lambda *args, **kwargs: stack.enter_context(receive_webhooks(*args, **kwargs))
 
 
 @pytest.fixture
@@ -154,14 +157,11 @@ def test_ids_and_secrets_differ() -> None:
     assert all(WebhookSettings(secret=secret) for secret in secrets)
 
 
-async def test_an_event_is_delivered_once_where_its_receiver_accepts_it(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
-    receiver = receivers()
+async def test_an_event_is_delivered_once_where_its_receiver_accepts_it(sender: Sender) -> None:
+    receiver = sender.receive()
     one, other = (sender.open(receiver.url) for _ in range(2))
-    for number in range(50):
-        await sender.add(one, f"resp_{number}")
-    await sender.add(other, "resp_7")  # the same event
+    await sender.add(*(f"resp_{number}" for number in range(50)), by=0)
+    await sender.add("resp_7")  # the same event
     await sender.deliver(one, other)
     assert len(set(receiver.ids)) == len(receiver.ids)
     assert len(receiver.ids) == sender.count("delivered") == 50
@@ -169,22 +169,19 @@ async def test_an_event_is_delivered_once_where_its_receiver_accepts_it(
     assert {headers["content-type"] for headers, _ in receiver.posted} == {"application/json"}
 
 
-async def test_an_event_is_tried_after_growing_waits_until_its_time_is_over(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
-    receiver = receivers()
-    receiver.default = 503
-    hooks = sender.open(receiver.url, retry_s=24 * 3600.0)
-    await sender.add(hooks)
+async def test_an_event_is_tried_after_growing_waits_until_its_time_is_over(sender: Sender) -> None:
+    receiver = sender.receive(default=503)
+    sender.open(receiver.url, retry_s=24 * 3600.0)
+    await sender.add()
     ended, waits = sender.now, list[float]()
     while due := await sender.read_due():
         (at,) = due.values()
         if at > sender.now:
-            await sender.deliver(hooks)
+            await sender.deliver()
             assert len(receiver.posted) == len(waits) + 1, "it is not tried before its time"
             waits.append(at - sender.now)
             sender.now = at
-        await sender.deliver(hooks)
+        await sender.deliver()
     assert waits[:5] == [FIRST_WAIT_S, FIRST_WAIT_S, 10, 20, 40]
     assert waits == sorted(waits)
     assert waits[-1] == LONGEST_WAIT_S
@@ -194,49 +191,39 @@ async def test_an_event_is_tried_after_growing_waits_until_its_time_is_over(
     assert (sender.count("failed"), sender.count("given_up"), sender.count("delivered")) == (len(waits), 1, 0)
 
 
-async def test_what_fails_at_first_is_delivered_later(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
-    receiver = receivers()
-    receiver.answers = [500, REDIRECTS, 404, 204]
-    hooks = sender.open(receiver.url)
-    await sender.add(hooks)
+async def test_what_fails_at_first_is_delivered_later_and_the_body_of_an_answer_is_not_read(sender: Sender) -> None:
+    receiver = sender.receive(answers=[500, REDIRECTS, 404, ENDLESS])
+    sender.open(receiver.url)
+    await sender.add()
     for _ in range(4):
-        await sender.deliver(hooks)
+        await sender.deliver()
         sender.now += LONGEST_WAIT_S
-    assert len(receiver.posted) == 4
+    assert (len(receiver.posted), sender.count("delivered")) == (4, 1)
     assert set(receiver.paths) == {"/hook?token=abc"}, "a redirect is not followed"
     assert await sender.read_due() == {}
 
 
-async def test_a_receiver_that_is_away_gets_its_events_when_it_is_back(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
+async def test_a_receiver_that_is_away_gets_its_events_when_it_is_back(sender: Sender) -> None:
     port = find_free_port()
-    hooks = sender.open(f"http://127.0.0.1:{port}/hook")
-    await sender.add(hooks)
-    await sender.deliver(hooks)
+    sender.open(f"http://127.0.0.1:{port}/hook")
+    await sender.add()
+    await sender.deliver()
     assert sender.count("failed") == 1
     sender.now += FIRST_WAIT_S
-    receiver = receivers(port)
-    await sender.deliver(hooks)
+    receiver = sender.receive(port)
+    await sender.deliver()
     assert len(receiver.posted) == 1
 
 
-async def test_one_that_hangs_delays_only_its_own_events(
-    sender: Sender, receivers: Callable[..., WebhookReceiver], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hanging, quick = receivers(), receivers()
-    hanging.default = HANGS
+async def test_one_that_hangs_delays_only_its_own_events(sender: Sender) -> None:
+    hanging, quick, ids = sender.receive(default=HANGS), sender.receive(), [f"resp_{number}" for number in range(30)]
     slow, other = sender.add_tenant(hanging.url), sender.add_tenant(quick.url)
     hooks = sender.open()
-    for number in range(30):
-        await sender.add(hooks, f"resp_{number}", slow)
+    await sender.add(*ids, tenant=slow)
     await hooks._start_deliveries()
     while len(hanging.posted) < module.MAX_EVENTS_AT_ONCE:
         await asyncio.sleep(0.01)
-    for number in range(30):
-        await sender.add(hooks, f"resp_{number}", other)
+    await sender.add(*ids, tenant=other)
     await hooks._start_deliveries()
     await hooks._delivering[other]
     assert len(quick.posted) == 30
@@ -244,39 +231,24 @@ async def test_one_that_hangs_delays_only_its_own_events(
     assert slow in hooks._delivering
 
 
-async def test_no_answer_for_too_long_is_a_failure(
-    sender: Sender, receivers: Callable[..., WebhookReceiver], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receiver = receivers()
-    receiver.default = HANGS
-    hooks = sender.open(receiver.url)
-    await sender.add(hooks)
+async def test_no_answer_for_too_long_is_a_failure(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = sender.receive(default=HANGS)
+    sender.open(receiver.url)
+    await sender.add()
     with monkeypatch.context() as hurried:
         hurried.setattr(module, "ANSWER_S", 0.1)
-        await sender.deliver(hooks)
+        await sender.deliver()
     assert sender.count("failed") == 1
     receiver.default = 200
     sender.now += FIRST_WAIT_S
-    await sender.deliver(hooks)
+    await sender.deliver()
     assert sender.count("delivered") == 1
 
 
-async def test_the_body_of_an_answer_is_not_read(sender: Sender, receivers: Callable[..., WebhookReceiver]) -> None:
-    receiver = receivers()
-    receiver.answers = [ENDLESS]
-    hooks = sender.open(receiver.url)
-    await sender.add(hooks)
-    await sender.deliver(hooks)
-    assert sender.count("delivered") == 1
-
-
-async def test_what_a_dead_gateway_had_taken_is_tried_by_another(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
-    receiver = receivers()
-    receiver.answers = [HANGS]
+async def test_what_a_dead_gateway_had_taken_is_tried_by_another(sender: Sender) -> None:
+    receiver = sender.receive(answers=[HANGS])
     dying, other = (sender.open(receiver.url) for _ in range(2))
-    await sender.add(dying)
+    await sender.add()
     await dying._start_deliveries()
     while not receiver.posted:
         await asyncio.sleep(0.01)
@@ -291,44 +263,38 @@ async def test_what_a_dead_gateway_had_taken_is_tried_by_another(
 
 
 async def test_tenants_without_a_receiver_have_no_events(sender: Sender) -> None:
-    for hooks in (sender.open(), sender.open(secret="")):
-        await sender.add(hooks)
+    for secret in (SECRET, ""):
+        sender.open(secret=secret)
+        await sender.add()
     assert not await sender.client.sismember(WEBHOOKS_KEY, sender.tenant)
     assert await sender.read_due() == {}
 
 
-async def test_a_tenants_own_receiver_comes_before_that_of_all(
-    sender: Sender, receivers: Callable[..., WebhookReceiver]
-) -> None:
-    of_all, own = receivers(), receivers()
+async def test_a_tenants_own_receiver_comes_before_that_of_all(sender: Sender) -> None:
+    of_all, own = sender.receive(), sender.receive()
     tenant = sender.add_tenant(own.url)
     hooks = sender.open(of_all.url)
-    await sender.add(hooks, "resp_1")
-    await sender.add(hooks, "resp_2", tenant)
-    await sender.deliver(hooks)
+    await sender.add("resp_1")
+    await sender.add("resp_2", tenant=tenant)
+    await sender.deliver()
     assert [b'"resp_1"' in body for _, body in of_all.posted] == [True]
-    assert [b'"resp_2"' in body for _, body in own.posted] == [True]
-    (headers, body) = own.posted[0]
-    assert (
-        headers["webhook-signature"]
-        == (sign_event(derive_tenant_secret(SECRET, tenant), body, int(sender.now))["webhook-signature"])
-    )
+    ((headers, body),) = own.posted
+    signed = sign_event(derive_tenant_secret(SECRET, tenant), body, int(sender.now))
+    assert b'"resp_2"' in body
+    assert headers["webhook-signature"] == signed["webhook-signature"]
     sender.tenants.urls[tenant] = ""
     hooks = sender.open()
     await hooks._client.zadd(webhook_events_key(tenant), {body: sender.now})
-    await sender.deliver(hooks)
+    await sender.deliver()
     assert sender.count("failed") == 1, "it waits where its receiver is gone"
 
 
-async def test_neither_urls_nor_secrets_are_logged(
-    sender: Sender, receivers: Callable[..., WebhookReceiver], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_neither_urls_nor_secrets_are_logged(sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    receiver = receivers()
-    receiver.answers = [500]
+    receiver = sender.receive(answers=[500])
     hooks = sender.open(receiver.url)
     hooks.start()
-    await sender.add(hooks)
+    await sender.add()
     while not sender.count("failed"):
         await asyncio.sleep(0.01)
     shown = caplog.text + repr(await hooks.find_receiver(sender.tenant)) + repr(hooks._settings)
@@ -363,9 +329,9 @@ async def test_what_is_not_https_to_a_public_address_is_refused(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with pytest.raises(ValueError, match=why):
         await find_addresses(url, frozenset())
-    hooks = sender.open(url, hosts="")
-    await sender.add(hooks)
-    await sender.deliver(hooks)
+    sender.open(url, hosts="")
+    await sender.add()
+    await sender.deliver()
     assert sender.count("failed") == 1
     assert len(await sender.read_due()) == 1, "it waits for a better URL"
 
@@ -389,22 +355,19 @@ def test_addresses_that_are_not_public(address: str) -> None:
     assert is_public_address("2606:4700::1111")
 
 
-async def test_the_address_that_was_checked_is_used(
-    sender: Sender, receivers: Callable[..., WebhookReceiver], names: dict[str, list[str]]
-) -> None:
+async def test_the_address_that_was_checked_is_used(sender: Sender, names: dict[str, list[str]]) -> None:
     """The name is not looked up again. Of several addresses the first that answers is taken."""
-    receiver = receivers()
+    receiver = sender.receive()
     names["hooks.test"] = ["127.0.0.2", "127.0.0.1"]
-    hooks = sender.open(f"http://hooks.test:{receiver.server_port}/", hosts="hooks.test")
-    await sender.add(hooks)
-    await sender.deliver(hooks)
+    sender.open(f"http://hooks.test:{receiver.server_port}/", hosts="hooks.test")
+    await sender.add()
+    await sender.deliver()
     assert [headers["host"] for headers, _ in receiver.posted] == [f"hooks.test:{receiver.server_port}"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "hooks.test"])
 async def test_certificates_are_checked_by_the_name(
     sender: Sender,
-    receivers: Callable[..., WebhookReceiver],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     names: dict[str, list[str]],
@@ -414,10 +377,10 @@ async def test_certificates_are_checked_by_the_name(
     names |= {"hooks.test": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}
     authority = Authority(tmp_path / "authority")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-    receiver = receivers(certificate=authority.sign("holder"))
-    hooks = sender.open(f"https://{host}:{receiver.server_port}/", hosts=host)
-    await sender.add(hooks)
-    await sender.deliver(hooks)
+    receiver = sender.receive(certificate=authority.sign("holder"))
+    sender.open(f"https://{host}:{receiver.server_port}/", hosts=host)
+    await sender.add()
+    await sender.deliver()
     outcome = "delivered" if host == "127.0.0.1" else "failed"
     assert (sender.count(outcome), len(receiver.posted)) == (1, int(outcome == "delivered"))
 

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from penstock.local.processes import find_free_port
 from sim.forked import ForkedStack
 from sim.servers import start_or_skip
-from sim.waiting import PATIENCE_S
 from sim.workload import TOOL_MODEL
-from tests.ingest.conftest import ENVIRONMENT
+from tests.gateways import open_stack
 from tests.page.chromium import Tabs, chromium
 
 
@@ -37,16 +35,12 @@ def tabs(browser: Browser) -> Iterator[Tabs]:
 @pytest.fixture(scope="module")
 def line(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedStack]:
     """One prefill and two decode workers, and a gateway; not started where there is no browser to look at it."""
-    directory = tmp_path_factory.mktemp("page")
-    with ForkedStack(directory, pipeline="page", decode=2, gateway=find_free_port(), environment=ENVIRONMENT) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("page"), pipeline="page", decode=2) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def tool_line(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedStack]:
     """The same with a model that calls tools."""
-    directory, environment = tmp_path_factory.mktemp("tools"), {**ENVIRONMENT, "PENSTOCK_ENGINE_MODEL": str(TOOL_MODEL)}
-    with ForkedStack(directory, pipeline="tools", gateway=find_free_port(), environment=environment) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path_factory.mktemp("tools"), TOOL_MODEL, pipeline="tools") as stack:
         yield stack

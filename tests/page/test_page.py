@@ -8,17 +8,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FloatRect, Locator, Page, expect
 
 from penstock.ingest.keys import KeyBook
 from penstock.ingest.tenants import make_key
-from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.chaos.proxy import Proxy
-from sim.forked import ForkedStack
-from sim.waiting import PATIENCE_S, wait_for
-from tests.gateways import EventSource, GatewayProcess
-from tests.ingest.conftest import ENVIRONMENT
+from sim.waiting import wait_for
+from tests.gateways import EventSource, GatewayProcess, open_stack
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 from tests.pipeline.site import hanging
 
@@ -26,6 +23,13 @@ PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) 
 POLICY = "content-security-policy"
 MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"
 expect.set_options(timeout=PATIENCE_MS)
+
+
+def box(locator: Locator) -> FloatRect:
+    """Return where something is drawn."""
+    found = locator.bounding_box()
+    assert found is not None
+    return found
 
 
 def wait_for_state(page: Page, state: str) -> None:
@@ -85,11 +89,7 @@ def test_a_request_is_drawn_with_parts_that_add_up(tabs: Tabs, line: Stack) -> N
 
 
 def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole(tabs: Tabs, tmp_path: Path) -> None:
-    port = find_free_port()
-    with ForkedStack(
-        tmp_path, pipeline="both", prefill=0, decode=0, auto=1, gateway=port, environment=ENVIRONMENT
-    ) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path, pipeline="both", prefill=0, decode=0, auto=1) as stack:
         page = tabs.open(stack.gateway_url)
         for stage in ("prefill", "decode"):
             expect(page.locator(f"[data-workers={stage}] .worker")).to_have_attribute("data-worker", "auto-0")
@@ -129,9 +129,7 @@ def test_a_phone_needs_no_sideways_scroll(tabs: Tabs, line: Stack, width: int) -
     wide, there = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert wide <= there == width
     for station in page.locator(".station").all():
-        drawn, words = station.locator(".glyph").bounding_box(), station.locator("h3").bounding_box()
-        assert drawn is not None
-        assert words is not None
+        drawn, words = box(station.locator(".glyph")), box(station.locator("h3"))
         assert drawn["x"] + drawn["width"] <= words["x"], "the drawing is beside the words"
 
 
@@ -144,9 +142,7 @@ def test_stations_begin_where_their_column_does_and_the_pipe_reaches_the_end(
     starts = [station.evaluate(left) for station in page.locator(".station").all()]
     if width == 820:  # two rows of three
         assert starts[3:] == pytest.approx(starts[:3], abs=0.5)
-    title, desk = page.locator("#pipeline-title").bounding_box(), page.locator(".desk").bounding_box()
-    assert title is not None
-    assert desk is not None
+    title, desk = box(page.locator("#pipeline-title")), box(page.locator(".desk"))
     assert starts[0] == pytest.approx(title["x"], abs=0.5)
     jets = page.evaluate("document.querySelector('.jets').getBoundingClientRect().right")
     assert jets == pytest.approx(desk["width"] - title["x"], abs=10), "the nozzle is at the end of the sheet"
@@ -166,17 +162,14 @@ def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line
     why = failed.locator(".outcome").inner_text()
     assert "1,024" in why or "1024" in why, why
     assert page.input_value("#prompt") == too_long, "it can be sent again"
-    boxes = [page.locator(one).first.bounding_box() for one in ("#chat", ".turn .prompt", ".turn[data-state=failed]")]
-    whole, answered, after = (box for box in boxes if box is not None)
+    places = ("#chat", ".turn .prompt", ".turn[data-state=failed]")
+    whole, answered, after = (box(page.locator(one).first) for one in places)
     assert whole["y"] - 1 <= answered["y"] < after["y"], "the question before it, which was answered, is still seen"
     ask(page, "And what came then?", 60, temperature="0")
     wait_for_state(page, "done")
     expect(page.locator(".turn .prompt")).to_have_text(["Tell me of the beginning.", too_long, "And what came then?"])
     expect(failed.locator(".outcome")).to_have_text(why)
-    newest, chat, form = (page.locator(one).bounding_box() for one in (".turn:last-child", "#chat", "#prompt-form"))
-    assert newest is not None
-    assert chat is not None
-    assert form is not None
+    newest, chat, form = (box(page.locator(one)) for one in (".turn:last-child", "#chat", "#prompt-form"))
     assert newest["y"] + newest["height"] <= chat["y"] + chat["height"] + 1, "the end of the newest turn is seen"
     assert form["y"] + form["height"] <= page.evaluate("innerHeight"), "and the form below it"
 
@@ -254,16 +247,12 @@ def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:
     expect(spark.locator(".largest")).to_have_text(re.compile(r"^\d"))
     expect(spark.locator(".least")).to_have_text("0")
     expect(spark.locator(".oldest")).to_have_text(re.compile(r"^\d+ s ago$"))
-    plot, drawn = (spark.locator(one).bounding_box() for one in ("svg", ".line"))
-    assert plot is not None
-    assert drawn is not None
+    plot, drawn = (box(spark.locator(one)) for one in ("svg", ".line"))
     assert drawn["width"] == pytest.approx(plot["width"], rel=0.05), "it takes the whole width from the beginning"
 
 
 def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> None:
-    port = find_free_port()
-    with ForkedStack(tmp_path, pipeline="empty", prefill=0, decode=0, gateway=port, environment=ENVIRONMENT) as stack:
-        stack.wait_until_ready(PATIENCE_S)
+    with open_stack(tmp_path, pipeline="empty", prefill=0, decode=0) as stack:
         page = tabs.open(stack.gateway_url)
         expect(page.locator("#no-model")).to_contain_text("No worker serves a model yet")
         expect(page.locator("#send")).to_be_disabled()

@@ -16,10 +16,9 @@ from tests.security.secure_servers import REDIS_ACL_FILE, USERS, SecureKafka, Se
 
 WORDS = {"WORKER_PASSWORD": "open-sesame", "GATEWAY_PASSWORD": "abracadabra", "CLIENT_PASSWORD": "swordfish"}
 PASSWORDS = {
-    "penstock-worker": WORDS["WORKER_PASSWORD"],
-    "penstock-gateway": WORDS["GATEWAY_PASSWORD"],
+    "penstock-worker": WORDS["WORKER_PASSWORD"], "penstock-gateway": WORDS["GATEWAY_PASSWORD"],
     "penstock-client": WORDS["CLIENT_PASSWORD"],
-}
+}  # fmt: skip
 """Of the users of Redis."""
 ADMIN = "user admin on >admin ~* &* +@all\n"
 

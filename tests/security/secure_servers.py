@@ -73,18 +73,14 @@ class SecureKafka(KafkaServer):
             "listeners": plain["listeners"] + listeners,
             "advertised.listeners": plain["advertised.listeners"] + listeners,
             "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL",
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.location": str(keystore),
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.location": str(self._authority.file),
-            "ssl.principal.mapping.rules": "RULE:^CN=(.*)$/$1/",
-            "listener.name.ssl.ssl.client.auth": "required",
-            "sasl.enabled.mechanisms": "SCRAM-SHA-512,PLAIN",
+            "ssl.keystore.type": "PEM", "ssl.keystore.location": str(keystore), "ssl.truststore.type": "PEM",
+            "ssl.truststore.location": str(self._authority.file), "ssl.principal.mapping.rules": "RULE:^CN=(.*)$/$1/",
+            "listener.name.ssl.ssl.client.auth": "required", "sasl.enabled.mechanisms": "SCRAM-SHA-512,PLAIN",
             "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": f"{module}.scram.ScramLoginModule required;",
             "listener.name.sasl_ssl.plain.sasl.jaas.config": f"{module}.plain.PlainLoginModule required {users};",
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS",
-        }
+        }  # fmt: skip
 
 
 def rights() -> list[AclBinding]:

@@ -29,13 +29,10 @@ from tests.security.conftest import WORDS, SecureServers
 
 NUM_REQUESTS = 4
 WORKER = {
-    "PENSTOCK_ENGINE_DTYPE": "float32",
-    "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
-    "PENSTOCK_ENGINE_POOL_MB": "64",
-    "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
-    "PENSTOCK_KV_STORE_SHARED_MB": "0",
+    "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
+    "PENSTOCK_ENGINE_POOL_MB": "64", "PENSTOCK_WORKER_HEARTBEAT_S": "0.3", "PENSTOCK_KV_STORE_SHARED_MB": "0",
     "PENSTOCK_KV_STORE_REDIS_MB": "64",
-}
+}  # fmt: skip
 """KV goes through Redis, too."""
 
 
@@ -153,12 +150,10 @@ def kafka(servers: SecureServers, bus: str, user: str) -> dict[str, str]:
     if bus == "client certificate":
         certificate, key = servers.authority.sign(user)
         return {
-            "PENSTOCK_KAFKA": servers.kafka.tls,
-            "PENSTOCK_KAFKA_SECURITY": "ssl",
-            "PENSTOCK_KAFKA_CA_FILE": str(servers.authority.file),
-            "PENSTOCK_KAFKA_CERT_FILE": str(certificate),
+            "PENSTOCK_KAFKA": servers.kafka.tls, "PENSTOCK_KAFKA_SECURITY": "ssl",
+            "PENSTOCK_KAFKA_CA_FILE": str(servers.authority.file), "PENSTOCK_KAFKA_CERT_FILE": str(certificate),
             "PENSTOCK_KAFKA_KEY_FILE": str(key),
-        }
+        }  # fmt: skip
     return servers.kafka_access(user, bus)
 
 

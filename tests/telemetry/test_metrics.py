@@ -157,10 +157,9 @@ class FixedWatch(LiveWatch):
             for klass in CLASSES
         }
         return {
-            "lag": lag,
-            "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],
+            "lag": lag, "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],
             "lost": [{"stage": "decode", "name": "d-1", "seen_s_ago": 2.0}],
-        }
+        }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

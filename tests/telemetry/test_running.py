@@ -81,14 +81,11 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedStack
     ports = [first, first + 1]
     with receiving() as receiver:
         environment = {
-            "PENSTOCK_ENGINE_DTYPE": "float32",
-            "PENSTOCK_ENGINE_POOL_MB": "64",
-            "PENSTOCK_WORKER_HEARTBEAT_S": str(HEARTBEAT_S),
-            "PENSTOCK_TELEMETRY_PORT": str(ports[0]),
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
-            "OTEL_METRIC_EXPORT_INTERVAL": "300",
+            "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_POOL_MB": "64",
+            "PENSTOCK_WORKER_HEARTBEAT_S": str(HEARTBEAT_S), "PENSTOCK_TELEMETRY_PORT": str(ports[0]),
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_METRIC_EXPORT_INTERVAL": "300",
             "OTEL_BSP_SCHEDULE_DELAY": "300",
-        }
+        }  # fmt: skip
         directory = tmp_path_factory.mktemp("telemetry")
         with ForkedStack(directory, pipeline="telemetry", environment=os.environ | environment) as stack:
             stack.wait_until_ready(PATIENCE_S)
@@ -195,9 +192,8 @@ def test_the_live_view_shows_work_and_a_killed_worker(observed: ObservedStack) -
     assert 0 < found["itl_s"]["p50"] <= found["itl_s"]["p99"]
     assert found["lag"]["interactive"]["prefill"]["messages"] == 0
     assert {worker["name"]: worker["state"] for worker in found["workers"]} == {
-        "prefill-0": "ready",
-        "decode-0": "ready",
-    }
+        "prefill-0": "ready", "decode-0": "ready",
+    }  # fmt: skip
     assert all(worker["blocks_total"] > 0 and worker["age_s"] > 0 for worker in found["workers"])
     shares = [tier["share"] for tier in found["tiers"].values()]
     assert 0 <= sum(shares) <= 1

@@ -11,10 +11,11 @@ docs/testing.md says what may be tested by it, and what needs servers.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import redis
 
@@ -32,6 +33,9 @@ from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.loop import StopSignal, run_until_stopped
 from penstock.worker.task import Role
 from penstock.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from penstock.testing.gateway import TestGateway
 
 Answer = Callable[[str], str]
 """Returns the text that answers a prompt's text. The same prompt has to give the same text."""
@@ -156,6 +160,16 @@ class TestPipeline:
     def async_client(self) -> MemoryAsyncClient:
         """Return a client for the event loop that runs."""
         return MemoryAsyncClient(self.bus, self.records)
+
+    @contextmanager
+    def gateway(self, **settings: Mapping[str, object]) -> "Iterator[TestGateway]":
+        """Run an HTTP gateway, which serves the model `formula`; see `penstock.testing.gateway`. It needs fakeredis."""
+        from penstock.testing.gateway import MemoryServers
+
+        servers = MemoryServers(self.bus, self.records)
+        servers.serve_model("formula")
+        with servers.open_gateway(**settings) as gateway:
+            yield gateway
 
     def start_worker(self, kind: WorkerKind, name: str = "") -> str:
         """Start a worker, and return its name. One of the same name has to be dead, or has left."""
