@@ -240,7 +240,9 @@ class WorldConsumer(Client, Positions):
         )
         return found
 
-    def get_watermark_offsets(self, place: TopicPartition, timeout: float) -> tuple[int, int]:
+    def get_watermark_offsets(
+        self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
+    ) -> tuple[int, int]:
         """Return where a partition begins and ends."""
         end: int = self._ask(lambda: self._broker.find_stable_end((place.topic, place.partition)), timeout)
         return 0, end

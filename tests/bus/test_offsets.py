@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from penstock.bus.kafka.offsets import (
     MAX_METADATA_BYTES,
     MAX_OFFSETS_AHEAD,
+    NO_EPOCH,
     PartitionOffsets,
     decode_ranges,
     encode_ranges,
@@ -126,6 +127,28 @@ def test_what_was_finished_before_the_log_was_cut_is_not_passed_over_in_what_cam
     cut.check_integrity()
     unknown = PartitionOffsets(place, metadata)
     assert [one for one in epochs if unknown.note_delivered(one, epochs[one])] == [10, 11, 14, 15, 19, 20, 21]
+
+
+def test_a_commit_has_the_newest_epoch_of_all_that_it_calls_finished() -> None:
+    """Else its reader would believe that the log was cut, and begin what is finished again."""
+    metadata = encode_ranges([(16, 18)], 10)
+    offsets, unknown = PartitionOffsets(10, metadata, epoch=4), PartitionOffsets(10, metadata)
+    assert (offsets.commit_epoch, unknown.commit_epoch) == (4, NO_EPOCH)
+    for one in (offsets, unknown):
+        assert one.note_delivered(10, epoch=2)
+        one.finish_offsets([10])
+        assert one.build_commit()[1], "what is finished behind it goes on with the commit"
+    assert (offsets.commit_epoch, unknown.commit_epoch) == (4, NO_EPOCH)
+    for one in (offsets, unknown):
+        for offset in range(11, 19):
+            one.note_delivered(offset, epoch=2 if offset < 14 else 4)
+        assert one.commit_epoch == 4
+        one.note_delivered(19)  # it cannot be unpacked
+        assert one.commit_epoch == NO_EPOCH
+        one.note_delivered(20, epoch=5)
+        assert one.commit_epoch == 5
+        one.skip_to(22)
+        assert one.commit_epoch == NO_EPOCH
 
 
 def test_an_end_beyond_the_last_message_is_passed_over() -> None:

@@ -119,16 +119,14 @@ class PrefetchBuffer:
         if self._offsets[partition].next_offset >= end:
             self._read_from(partition, offset)
 
-    def reach_end(self, partition: Partition, end: int) -> bool:
-        """Note that the log has no more messages before `end`. Return whether it has markers of transactions instead.
+    def reach_end(self, partition: Partition, end: int) -> None:
+        """Note that the log has no more messages before `end`: what is between are markers of transactions.
 
         Raise `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
-        has_passed = offsets is not None and offsets.skip_to(end)
-        if has_passed:
+        if offsets is not None and offsets.skip_to(end):
             self._uncommitted.add(partition)
-        return has_passed
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
         """Return the offsets of an assigned partition from which `offset` was read now.
@@ -195,6 +193,11 @@ class PrefetchBuffer:
         for partition, offset in (delivery.offset for delivery in deliveries):
             also.setdefault(partition, set()).add(offset)
         return [(partition, *self._offsets[partition].build_commit(done)) for partition, done in also.items()]
+
+    @property
+    def commit_epochs(self) -> dict[Partition, int]:
+        """The leader epoch of each partition's commit, or `NO_EPOCH`."""
+        return {partition: offsets.commit_epoch for partition, offsets in self._offsets.items()}
 
     def note_committed(self, commits: Iterable[Commit]) -> None:
         """Note that commits of `build_commits` were made. Work that was finished since waits for the next commit."""

@@ -108,7 +108,6 @@ class KafkaMember:
         self._failure: Exception | None = None
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
-        self._epochs: dict[Partition, int] = {}
         # The poller's.
         self._starting: set[Partition] = set()
         self._paused: set[Partition] = set()
@@ -353,11 +352,11 @@ class KafkaMember:
         with self._state:  # 2
             self._raise_failure()
             lost = self._holdings.find_lost(deliveries)
-            commits = [] if lost else self._holdings.build_commits(deliveries)
+            commits, epochs = [] if lost else self._holdings.build_commits(deliveries), self._holdings.commit_epochs
         if lost:
             raise DeliveryLost(lost)
         self._doubtful = commits, deliveries
-        writer.run_transaction(outputs, to_topic_partitions(commits, self._epochs), self._membership)  # 3, 4, 5
+        writer.run_transaction(outputs, to_topic_partitions(commits, epochs), self._membership)  # 3, 4, 5
         with self._state:  # 6
             self._raise_failure()  # `_on_lost` does not wait for a step that does not end
             self._holdings.finish_deliveries(deliveries)
@@ -419,8 +418,6 @@ class KafkaMember:
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
             self._bury_unfetched(partition, message.offset() or 0)
-            if error is None:  # with the end of a partition librdkafka gives the epoch 0, whatever it really is
-                self._epochs[partition] = _epoch_of(message)
 
     def _buffer_message(self, message: Message) -> None:
         error = message.error()
@@ -428,10 +425,8 @@ class KafkaMember:
             if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
                 partition = message.topic() or "", message.partition() or 0
                 with self._state:
-                    if self._holdings.reach_end(partition, message.offset() or 0):
-                        # The markers that were passed may be of a later epoch than the last message. A commit with an
-                        # epoch that is too low would look like one of a log that was cut since.
-                        self._epochs[partition] = NO_EPOCH
+                    # librdkafka gives the epoch 0 here, whatever it really is.
+                    self._holdings.reach_end(partition, message.offset() or 0)
                 return
             if error.fatal():
                 raise KafkaException(error)
@@ -456,7 +451,6 @@ class KafkaMember:
             if end >= 0:
                 self._holdings.check_end(partition, batch, end)
             offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
-            self._epochs[partition] = NO_EPOCH  # it is not known, and may be later than that of the last message
             self._notify_poll()
         self._consumer.seek(TopicPartition(*partition, offset))
 
@@ -486,7 +480,6 @@ class KafkaMember:
                     self._holdings.add_damaged_message(
                         partition, unfetched, self._classes[partition[0]], why, "fetched"
                     )
-                    self._epochs[partition] = NO_EPOCH
                     self._notify_poll()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -511,7 +504,6 @@ class KafkaMember:
                 self._lookup.request_starts([partition])
                 continue
             with self._state:
-                self._epochs[partition] = epoch
                 self._holdings.assign_partition(partition, max(0, start.offset), start.metadata, epoch)
             self._starting.discard(partition)
 
@@ -522,7 +514,8 @@ class KafkaMember:
         elif self._commits.is_due(self._turned_at):
             with self._state:
                 if self._outputs is not None:
-                    self._commits.send_commits(self._consumer, self._holdings.build_commits(), self._epochs)
+                    commits, epochs = self._holdings.build_commits(), self._holdings.commit_epochs
+                    self._commits.send_commits(self._consumer, commits, epochs)
 
     def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
         """Note the brokers' answer to a commit.
@@ -540,7 +533,7 @@ class KafkaMember:
         with self._state:
             if self._outputs is not None:
                 commits = [commit for commit in self._holdings.build_commits() if commit[0] in gone]
-                self._commits.send_commits(consumer, commits, self._epochs)
+                self._commits.send_commits(consumer, commits, self._holdings.commit_epochs)
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
@@ -562,8 +555,6 @@ class KafkaMember:
         try:
             with self._state:
                 self._holdings.revoke_partitions(gone)
-                for partition in gone:
-                    self._epochs.pop(partition, None)
         finally:
             if is_over:
                 self._settling.release()

@@ -42,6 +42,8 @@ class PartitionOffsets:
     def __init__(self, committed: int, metadata: str = "", epoch: int = NO_EPOCH) -> None:
         """Begin at a committed offset. `epoch` is the leader epoch of the commit, or `NO_EPOCH`."""
         self._epoch = epoch
+        self._last_epoch: int | None = None
+        """The leader epoch of what was read last; None before anything was."""
         self._next = committed  # the offset after the last delivered
         self._unfinished: dict[int, None] = {}  # in delivery order, so ascending
         self._finished: list[Range] = [run for run in decode_ranges(metadata, committed) if run[0] >= committed]
@@ -71,7 +73,7 @@ class PartitionOffsets:
         if end <= self._next:
             return False
         self._finished = _merge_ranges([*self._finished, (self._next, end - 1)])
-        self._next = end
+        self._next, self._last_epoch = end, NO_EPOCH  # what is left out may be of a later epoch than what is before it
         return True
 
     def note_delivered(self, offset: int, epoch: int = NO_EPOCH) -> bool:
@@ -86,11 +88,24 @@ class PartitionOffsets:
             # grown again: from here on these offsets are other messages'.
             self._finished = [(low, min(high, offset - 1)) for low, high in self._finished if low < offset]
         self.skip_to(offset)
-        self._next = offset + 1
+        self._next, self._last_epoch = offset + 1, epoch
         if _is_in_ranges(self._finished, offset):
             return False
         self._unfinished[offset] = None
         return True
+
+    @property
+    def commit_epoch(self) -> int:
+        """The leader epoch of the newest of all that a commit calls finished, or `NO_EPOCH`.
+
+        With one that is too low, the next reader would believe that the log was cut since. Epochs grow with the offset:
+        what was read last has the newest, unless the commit that was begun with knows of finished offsets behind it.
+        """
+        if self._last_epoch is None:
+            return self._epoch
+        if not self._finished or self._finished[-1][1] < self._next:
+            return self._last_epoch
+        return NO_EPOCH if NO_EPOCH in (self._epoch, self._last_epoch) else max(self._epoch, self._last_epoch)
 
     def is_unfinished(self, offset: int) -> bool:
         """Return whether the offset was delivered and is not finished."""

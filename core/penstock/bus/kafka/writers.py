@@ -258,7 +258,7 @@ class OffsetCommitter:
 
 
 def to_topic_partitions(commits: Iterable[Commit], epochs: dict[Partition, int]) -> list[TopicPartition]:
-    """Return commits in the client's form, with the last leader epoch under which each partition was read."""
+    """Return commits in the client's form, each with its leader epoch."""
     return [
         TopicPartition(*partition, offset, metadata, epochs.get(partition, NO_EPOCH))
         for partition, offset, metadata in commits
