@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.member import KafkaMember
 from penstock.client import AsyncClient, Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings
@@ -198,12 +197,6 @@ def send(line: InProcessPipeline, work: list[Request]) -> None:
         line.publish_bytes(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
 
 
-def wait_until_fetched(worker: Worker, count: int) -> None:
-    """Wait until a worker's next turn finds so many messages: what is on Redis it reads when it asks."""
-    if isinstance(member := worker.member, KafkaMember):
-        wait_for(lambda: len(member.list_prefetched()) == count, f"{count} messages are fetched")
-
-
 def run_until(worker: Worker, until: Callable[[], object], what: str) -> None:
     """Turn a worker until something is so."""
 
@@ -276,40 +269,46 @@ def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeli
 # What a worker takes in.
 
 
-def num_jobs(line: InProcessPipeline, klass: PriorityClass) -> int:
+@pytest.fixture
+def line_of(make_line: Callable[..., InProcessPipeline]) -> Callable[..., InProcessPipeline]:
+    """Makes pipelines with settings of their engines.
+
+    No message waits for two leases here: after that it is parked for other workers, and taken back beyond the capacity.
+    """
+
+    def make(**engine: Any) -> InProcessPipeline:
+        settings = EngineSettings(**{"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine})
+        return make_line(record=RecordSettings(lease_s=600), engine=settings)
+
+    return make
+
+
+LineOf = Callable[..., InProcessPipeline]
+
+
+def num_jobs(line: InProcessPipeline, klass: PriorityClass = "interactive") -> int:
     return len(line.bus.read_all(line.pipeline.job_topic(klass)))
 
 
-def line_of(addresses: Addresses, **engine: Any) -> InProcessPipeline:
-    given = {"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine}
-    # No message waits for two leases here, however slow the machine is: after that it is parked for other workers,
-    # and taken back beyond the capacity that is tested.
-    return InProcessPipeline(addresses, RecordSettings(lease_s=600), engine=EngineSettings(**given))
-
-
-def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses: Addresses) -> None:
+@pytest.mark.in_memory
+def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(line_of: LineOf) -> None:
     """Long prompts: places for 32, but what waits beyond those that run is bounded in tokens. All are answered."""
-    with line_of(addresses, max_step_tokens=64) as line:
-        send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
-        wait_until_fetched(line.prefill, 14)
-        held: list[int] = []
+    line, held = line_of(max_step_tokens=64), list[int]()
+    send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
 
-        def done() -> bool:
-            line.prefill.run_once()
-            held.append(serving_engine(line.prefill).count_waiting_tokens("interactive", 200))
-            return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
+    def done() -> bool:
+        held.append(serving_engine(line.prefill).count_waiting_tokens("interactive", 200))
+        return num_jobs(line) == 14
 
-        wait_for(done, "all prompts are handed off", every_s=0)
-        assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
-        assert {result.error for result in line.run_until_results(14)} == {None}
+    run_until(line.prefill, done, "all prompts are handed off")
+    assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
+    assert {result.error for result in line.run_until_results(14)} == {None}
 
 
 @pytest.mark.in_memory
-def test_no_more_is_taken_over_than_has_capacity(
-    make_line: Callable[..., InProcessPipeline], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = make_line(engine=EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_step_tokens=64))
-    worker, taken_ahead = line.prefill, list[int]()
+def test_no_more_is_taken_over_than_has_capacity(line_of: LineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, taken_ahead = line_of(max_step_tokens=64), list[int]()
+    worker = line.prefill
 
     def note_asked(stage: str, session: str, max_requests: int) -> list[object]:
         num_waiting = serving_engine(worker).count_waiting_tokens("interactive", 200) // 200
@@ -322,22 +321,20 @@ def test_no_more_is_taken_over_than_has_capacity(
     def done() -> bool:
         worker.session._sessions.parts[0].num_free["prefill"] = 9
         worker.run_once()
-        return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
+        return num_jobs(line) == 14
 
     wait_for(done, "all prompts are handed off", every_s=0)
     assert max(taken_ahead) == 2, "a waiting prompt counts for half of the four steps"
     taken_ahead.clear()
-    for num_free, accept in ((9, False), (0, True)):
-        worker.session._sessions.parts[0].num_free["prefill"] = num_free
+    for count, accept in ((9, False), (0, True)):
+        worker.session._sessions.parts[0].num_free["prefill"] = count
         worker.run_once(accept=accept)
     assert not taken_ahead, "neither by a worker that leaves, nor where none is free"
 
 
 @pytest.mark.in_memory
-def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(
-    make_line: Callable[..., InProcessPipeline],
-) -> None:
-    line = make_line(engine=EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_step_tokens=64))
+def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(line_of: LineOf) -> None:
+    line = line_of(max_step_tokens=64)
     send(line, [ask(f"a{n}", 960, 1) for n in range(2)])
     run_until(line.prefill, lambda: len(line.prefill.running) == 2, "both long prompts are taken")
     send(line, [ask(f"b{n}", 20, 1) for n in range(3)])
@@ -346,104 +343,106 @@ def test_short_prompts_are_taken_while_a_long_one_waits_behind_another(
     assert jobs == ["b0", "b1", "b2", "a0", "a1"]
 
 
-def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) -> None:
+@pytest.mark.in_memory
+def test_decode_takes_no_more_jobs_than_it_has_blocks_for(line_of: LineOf) -> None:
     """A pool for five such jobs and places for 32: the others wait in the topic. All are answered."""
-    with line_of(addresses) as line:
-        core_of(line.decode).settings.max_batch = 32
-        pool = core_of(line.decode).pool
-        hold = pool.allocate_blocks(pool.num_blocks - 5 * 14)
-        work = [ask(f"a{n}", 200, 12) for n in range(14)]
-        send(line, work)
-        line.run_prefill(14)
-        line.decode.load.mean_prompt_tokens["interactive"].add(200)
-        most_held = most_waiting = 0
+    line, work = line_of(), [ask(f"a{n}", 200, 12) for n in range(14)]
+    core = core_of(line.decode)
+    core.settings.max_batch = 32
+    hold = core.pool.allocate_blocks(core.pool.num_blocks - 5 * 14)
+    send(line, work)
+    line.run_prefill(14)
+    line.decode.load.mean_prompt_tokens["interactive"].add(200)
+    most_held = most_waiting = 0
 
-        def done() -> bool:
-            nonlocal most_held, most_waiting
-            line.decode.run_once()
-            most_held = max(most_held, line.decode.member.count_held())
-            most_waiting = max(most_waiting, core_of(line.decode).num_waiting)
-            return len(line.read_results()) == 14
+    def done() -> bool:
+        nonlocal most_held, most_waiting
+        most_held = max(most_held, line.decode.member.count_held())
+        most_waiting = max(most_waiting, core.num_waiting)
+        return len(line.read_results()) == 14
 
-        wait_for(done, "all are answered", every_s=0)
-        assert most_held <= 12
-        assert most_waiting <= 6
-        assert core_of(line.decode).scheduler.num_preemptions <= 3
-        pool.free_blocks(hold)
-        assert {result.id: result.token_ids for result in line.read_results()} == {
-            name: answer.token_ids for name, answer in compute_answers(work).items()
-        }
+    run_until(line.decode, done, "all are answered")
+    assert most_held <= 12
+    assert most_waiting <= 6
+    assert core.scheduler.num_preemptions <= 3
+    core.pool.free_blocks(hold)
+    check_answers(line, work)
 
 
-def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> None:
+def check_answers(line: InProcessPipeline, work: list[Request]) -> None:
+    expected = {name: answer.token_ids for name, answer in compute_answers(work).items()}
+    assert {result.id: result.token_ids for result in line.read_results()} == expected
+
+
+def defer_deliveries(line: InProcessPipeline, count: int, wait_s: float) -> None:
+    """Let the decode worker get batch jobs, and put them back for a while."""
+    deliveries: list[Delivery] = []
+    while len(deliveries) < count:  # the first would be answered before a bus brings the second
+        deliveries += line.decode.member.poll(1.0, {"batch": count - len(deliveries)})
+    for delivery in deliveries:
+        line.decode.queue.defer(delivery, wait_s)
+
+
+@pytest.mark.in_memory
+def test_no_more_is_taken_while_fetches_wait_for_room(line_of: LineOf) -> None:
     """Two of three jobs have to be fetched one after the other: the third stays in the topic, interactive passes."""
-    with line_of(addresses) as line:
-        worker, pool = line.decode, core_of(line.decode).pool
-        for klass in CLASSES:
-            worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
-        send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
-        run_until(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
-        hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
-        transfers = serving_engine(worker)._transfers
-        deliveries: list[Delivery] = []
-        while len(deliveries) < 2:  # the first would be answered before a bus brings the second
-            deliveries += worker.member.poll(1.0, {"batch": 2 - len(deliveries)})
-        for delivery in deliveries:
-            worker.queue.defer(delivery, 0.0)
-        run_until(worker, lambda: transfers.has_waiting_loads("batch"), "a fetch waits for room")
-        assert worker.free_capacity("batch") == 0
-        assert worker.free_capacity("interactive") > 0
-        assert not transfers.has_waiting_loads("interactive")
-        run_until(worker, lambda: len(line.read_results()) == 3, "all are answered")
-        pool.free_blocks(hold)
+    line = line_of()
+    worker, pool = line.decode, core_of(line.decode).pool
+    for klass in CLASSES:
+        worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
+    send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
+    run_until(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
+    hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
+    transfers = serving_engine(worker)._transfers
+    defer_deliveries(line, 2, 0.0)
+    run_until(worker, lambda: transfers.has_waiting_loads("batch"), "a fetch waits for room")
+    assert worker.free_capacity("batch") == 0
+    assert worker.free_capacity("interactive") > 0
+    assert not transfers.has_waiting_loads("interactive")
+    run_until(worker, lambda: len(line.read_results()) == 3, "all are answered")
+    pool.free_blocks(hold)
 
 
-def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresses: Addresses) -> None:
+@pytest.mark.in_memory
+def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(line_of: LineOf) -> None:
     """Deliveries of batch that wait for a lease or for their KV take no place of what is interactive."""
-    with line_of(addresses, max_batch=2) as line:
-        send(line, [ask(f"a{n}", 20, 400, "batch") for n in range(2)])
-        run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
-        deliveries: list[Delivery] = []
-        while len(deliveries) < 2:
-            deliveries += line.decode.member.poll(1.0, {"batch": 2})
-        for delivery in deliveries:
-            line.decode.queue.defer(delivery, 60.0)
-        send(line, [ask("i0", 20, 4)])
-        line.run_prefill(1)
-        run_until(line.decode, line.read_results, "interactive is answered")
-        assert line.read_results()[0].id == "i0"
-        assert len(line.decode.queue) == 2
+    line = line_of(max_batch=2)
+    send(line, [ask(f"a{n}", 20, 400, "batch") for n in range(2)])
+    run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+    defer_deliveries(line, 2, 60.0)
+    send(line, [ask("i0", 20, 4)])
+    line.run_prefill(1)
+    run_until(line.decode, line.read_results, "interactive is answered")
+    assert line.read_results()[0].id == "i0"
+    assert len(line.decode.queue) == 2
 
 
+@pytest.mark.in_memory
 def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
-    addresses: Addresses, monkeypatch: pytest.MonkeyPatch
+    line_of: LineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode is full of batch; interactive comes and runs at once. No token is sampled twice, and all are right."""
     batch = [request.model_copy(update={"klass": "batch"}) for request in make_requests(4, "batch", max_tokens=400)[2:]]
     quick = [request.model_copy(update={"klass": "interactive"}) for request in make_requests(4, "quick")[2:]]
-    expected = compute_answers([*batch, *quick])
-    with line_of(addresses, max_batch=2, max_step_tokens=128) as line:
-        sampled: list[tuple[str, int]] = []
-        step = core_of(line.decode).finish_step
+    line, sampled = line_of(max_batch=2, max_step_tokens=128), list[tuple[str, int]]()
+    step = core_of(line.decode).finish_step
 
-        def watched() -> list[Sampled]:
-            found = step()
-            sampled.extend((item.seq.id, item.seq.num_output_tokens) for item in found)
-            return found
+    def watched() -> list[Sampled]:
+        found = step()
+        sampled.extend((item.seq.id, item.seq.num_output_tokens) for item in found)
+        return found
 
-        monkeypatch.setattr(core_of(line.decode), "finish_step", watched)
-        send(line, batch)
-        run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
-        run_until(line.decode, lambda: len(sampled) > 10, "batch is decoded")
-        send(line, quick)
-        line.run_prefill(2)
-        results = line.run_until_results(4)
-        assert core_of(line.decode).scheduler.num_preemptions >= 1
-        assert len(set(sampled)) == len(sampled), "a token was sampled twice"
-        for one in quick:
-            places = [place for place, (name, _) in enumerate(sampled) if name == one.id]
-            beside = [name for name, _ in sampled[places[0] : places[-1]] if name.startswith("batch")]
-            assert len(beside) <= len(places), "batch held interactive up"
-        assert {result.id: result.token_ids for result in results} == {
-            name: answer.token_ids for name, answer in expected.items()
-        }
+    monkeypatch.setattr(core_of(line.decode), "finish_step", watched)
+    send(line, batch)
+    run_until(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+    run_until(line.decode, lambda: len(sampled) > 10, "batch is decoded")
+    send(line, quick)
+    line.run_prefill(2)
+    line.run_until_results(4)
+    assert core_of(line.decode).scheduler.num_preemptions >= 1
+    assert len(set(sampled)) == len(sampled), "a token was sampled twice"
+    for one in quick:
+        places = [place for place, (name, _) in enumerate(sampled) if name == one.id]
+        beside = [name for name, _ in sampled[places[0] : places[-1]] if name.startswith("batch")]
+        assert len(beside) <= len(places), "batch held interactive up"
+    check_answers(line, [*batch, *quick])

@@ -4,7 +4,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import cast
 from unittest import mock
@@ -229,15 +230,14 @@ def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
 
 def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
     """Whoever has it now finds in the record that it was handed off: nobody waits, and nothing is done again here."""
-    with reading(b"1") as (bus, member):
+    with reading(b"1") as (bus, member), ThreadPoolExecutor(1) as pool:
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
-        thread = threading.Thread(target=member.settle, args=([Settlement(delivery)],))
-        thread.start()
+        settling = pool.submit(member.settle, [Settlement(delivery)])
         wait_for(lambda: member._settling_since is not None, "it is being settled")
         member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
         bus.goes_on.set()
-        thread.join()
+        settling.result()
         assert (member.count_held(), bus.commits) == (0, {})
         with pytest.raises(DeliveryLost):
             member.settle([Settlement(delivery)])
@@ -342,26 +342,23 @@ def test_a_commit_that_no_broker_answers_is_not_outrun_by_a_result(monkeypatch: 
         assert (list_results(bus), bus.commits, member.is_holding(second)) == ([], {}, True)
 
 
-@contextmanager
-def refused_commit(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DoubleBus, KafkaMember]]:
-    """A bus that refuses the commit of what its member has finished, once the member has noticed."""
+@pytest.mark.parametrize(
+    ("code", "mend"),
+    [
+        (KafkaError.GROUP_AUTHORIZATION_FAILED, lambda bus: setattr(bus, "commit_refusal", None)),
+        (KafkaError.STALE_MEMBER_EPOCH, lambda bus: bus.take_away(ONE)),
+    ],
+    ids=["until it is committed", "until its partition has gone"],
+)
+def test_finished_work_that_cannot_be_committed_shows(
+    code: int, mend: Callable[[DoubleBus], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     with reading(b"1") as (bus, member):
         bus.commit_refusal = code
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, CAPACITY)])
         bus.turn_until(lambda: "were not committed" in member.current_problem, "it is noticed")
-        yield bus, member
-
-
-def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused_commit(KafkaError.GROUP_AUTHORIZATION_FAILED, monkeypatch) as (bus, member):
-        bus.commit_refusal = None
-        bus.turn_until(lambda: member.current_problem == "", "it is committed")
-
-
-def test_a_commit_that_is_refused_is_no_trouble_once_its_partition_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused_commit(KafkaError.STALE_MEMBER_EPOCH, monkeypatch) as (bus, member):
-        bus.take_away(ONE)
+        mend(bus)
         bus.turn_until(lambda: member.current_problem == "", "nothing is left to commit")
 
 
@@ -385,27 +382,18 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
 
 def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", 0.05)
-    with reading(b"1", partition=JOBS) as (bus, member):
+    with reading(b"1", partition=JOBS) as (bus, member), ThreadPoolExecutor(1) as pool:
         (delivery,) = member.poll(0.0, CAPACITY)
         bus.goes_on.clear()
-        outcomes: list[BaseException] = []
-        thread = threading.Thread(target=settle, args=(member, delivery, outcomes))
-        thread.start()
+        settling = pool.submit(member.settle, [Settlement(delivery)])
         wait_for(lambda: member._settling_since is not None, "it is being settled")
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
             member.poll(0.0, CAPACITY)
         bus.goes_on.set()
-        thread.join()
-        assert isinstance(outcomes[0], BusUnavailable), "whether it was done is not known"
-
-
-def settle(member: KafkaMember, delivery: Delivery, outcomes: list[BaseException]) -> None:
-    try:
-        member.settle([Settlement(delivery)])
-    except BusUnavailable as error:
-        outcomes.append(error)
+        with pytest.raises(BusUnavailable):  # whether it was done is not known
+            settling.result()
 
 
 def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,13 +418,18 @@ def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None
         assert member.current_problem == ""
 
 
+def notice_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a member notice at once that a partition stands still."""
+    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
+    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+
+
 @pytest.mark.parametrize("has_leader", [True, False])
 def test_a_partition_that_is_not_read_though_it_has_more_shows(
     monkeypatch: pytest.MonkeyPatch, has_leader: bool
 ) -> None:
     """Not one that has no leader: that is an outage."""
-    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
-    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+    notice_soon(monkeypatch)
     bus = DoubleBus()
     bus.deaf.add(ONE)
     bus.leaderless |= set() if has_leader else {ONE}
@@ -480,8 +473,7 @@ def test_a_message_that_cannot_be_fetched_is_passed_over_in_the_end(
     monkeypatch: pytest.MonkeyPatch, has_more: bool
 ) -> None:
     """Unless what is behind it does not come either: then the message is not at fault."""
-    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
-    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+    notice_soon(monkeypatch)
     monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.01)
     bus = DoubleBus()
     bus.publish(ONE, b"0", b"1", b"2")
@@ -513,8 +505,7 @@ def test_a_message_that_cannot_be_fetched_is_passed_over_in_the_end(
 
 
 def test_a_partition_that_stands_still_is_not_named_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position_lookup, "QUIET_PARTITION_S", 0.01)
-    monkeypatch.setattr(position_lookup, "STALLED_PARTITION_S", 0.03)
+    notice_soon(monkeypatch)
     bus = DoubleBus()
     bus.fetch_attempts.note_stall(ONE, 0)
     bus.fetch_attempts._stalls[ONE] = 0, 20  # this member waits for hours

@@ -11,7 +11,6 @@ from penstock.names import Pipeline
 from sim.waiting import PATIENCE_S, wait_for
 from tests.bus.buses import (
     CAPACITY,
-    list_values,
     make_bus,
     make_messages,
     make_settlement,
@@ -68,28 +67,6 @@ def answer_messages(member: Member, pipeline: Pipeline, count: int) -> None:
         assert taken, f"{count} more do not come"
         member.settle([make_settlement(pipeline, delivery) for delivery in taken])
         count -= len(taken)
-
-
-def test_a_request_that_never_finishes_holds_up_nobody(kafka_bus: KafkaBus, pipeline: Pipeline) -> None:
-    """Thousands finish behind it; they do not lag, and a restart repeats none of them."""
-    topic, count = pipeline.request_topic("interactive"), 3000
-    publish_messages(kafka_bus, make_messages(topic, count))
-    with kafka_bus.join_group("prefill", "a") as member:
-        (slow,) = take_deliveries(member, 1, {"interactive": 1})
-        answer_messages(member, pipeline, count - 1)
-        wait_for_lag(kafka_bus, topic, 1)
-    with kafka_bus.join_group("prefill", "b") as member:
-        (again,) = take_deliveries(member, 1)
-        assert again.value == slow.value
-        assert member.poll(1.0, CAPACITY) == []
-        wait_for_lag(kafka_bus, topic, 1)
-        member.settle([make_settlement(pipeline, again)])
-        wait_for_lag(kafka_bus, topic, 0)
-    assert (
-        len(set(list_values(kafka_bus.read_all(pipeline.results_topic))))
-        == len(kafka_bus.read_all(pipeline.results_topic))
-        == count
-    )
 
 
 def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(

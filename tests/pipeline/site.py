@@ -14,19 +14,15 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.engine import Engine
-from penstock.engine.sequence import Sequence
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
-from penstock.local.valkey import ReplicatedValkey, ValkeyServer
+from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Result
 from penstock.ops.status import read_worker_status
-from penstock.prefill_worker.handoff import sampling_seed
 from sim.forked import ForkedStack, pause_process
 from sim.servers import Server, serve_server
 from sim.waiting import PATIENCE_S, wait_for
-from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, load_demo_model, make_requests
+from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, compute_answers, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 
 NUM_REQUESTS = 8
@@ -96,16 +92,6 @@ class Site:
         return [child for child in children if child is not None]
 
 
-class ReplicatedSite(Site):
-    """A site with Redis, which is the bus too, behind a Sentinel."""
-
-    def __init__(self, directory: Path, bus: str) -> None:
-        super().__init__(directory, "")
-        self.group = ReplicatedValkey(directory / "group")
-        self._servers = [self.group]
-        self._redis_url = self.group.url
-
-
 def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory, kind: type[S]) -> Iterator[S]:
     yield from serve_server(kind(tmp_path_factory.mktemp(bus), bus))
 
@@ -121,30 +107,8 @@ def work() -> list[Request]:
 
 @cache
 def answers() -> list[ExpectedAnswer]:
-    """Return the answers of one engine, all requests in one batch."""
-    model, engine, asked = load_demo_model(), Engine(load_demo_model(), ENGINE_SETTINGS), work()
-    seqs = [
-        Sequence(
-            request.id,
-            list(request.token_ids or ()),
-            sampling=request.sampling,
-            seed=sampling_seed(request),
-            max_new_tokens=MAX_TOKENS,
-        )
-        for request in asked
-    ]
-    for seq in seqs:
-        engine.add_sequence(seq)
-    while any(seq.num_output_tokens < MAX_TOKENS for seq in seqs):
-        for item in engine.step():
-            if item.seq.num_output_tokens == MAX_TOKENS:
-                engine.remove_sequence(item.seq)
-    states = [Detokenizer(model.tokenizer, request.sampling, model.eos_token_ids, MAX_TOKENS) for request in asked]
-    texts = [
-        "".join(state.add_token(token)[0] for token in seq.output_token_ids)
-        for state, seq in zip(states, seqs, strict=True)
-    ]
-    return [ExpectedAnswer(seq.output_token_ids, text, "length") for seq, text in zip(seqs, texts, strict=True)]
+    """Return the answers to these requests. They do not follow from the ids."""
+    return list(compute_answers(work()).values())
 
 
 def submit(client: Client, request: Request) -> None:
@@ -166,10 +130,15 @@ def streaming(site: Site) -> Iterator[Streams]:
             submit(client, request)
         wait_for(lambda: all(len(seen) > 3 for seen in streams.events.values()), "the first tokens")
         yield streams
-        streams.finish()
+        check_answers(site, streams, expected)
+    assert site.pids() == before
+
+
+def check_answers(site: Site, streams: Streams, expected: dict[str, ExpectedAnswer]) -> None:
+    """Check that all streams end, with the expected answers, and that each request has one result, the same."""
+    streams.finish()
     check_streams(streams, expected)
     check_results(wait_for_results(site.stack.addresses, expected), expected)
-    assert site.pids() == before
 
 
 def wait_for_results(addresses: Addresses, expected: Collection[str]) -> list[Result]:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.messages import Request, Sampling, now_s
+from penstock.messages import Request, Sampling
 from sim.line import InProcessPipeline
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -109,19 +109,3 @@ def test_of_what_is_too_large_nothing_is_kept(line: InProcessPipeline) -> None:
     assert not kept
     waiting = Delivery(line.pipeline.request_topic("batch"), "0:0", value, None, {}, "batch", 0.0)
     assert line.prefill.make_claim_request(waiting) is None
-
-
-def test_a_deadline_in_the_middle(line: InProcessPipeline) -> None:
-    """What was said until then is in the result, and the error is typed."""
-    sampling = Sampling(max_tokens=900, temperature=0, ignore_eos=True)
-    line.send_requests(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=now_s() + 3600))
-    line.run_prefill(1)
-    line.run_until_tokens("late", 5)
-    task = line.decode.running["late"]
-    assert task.message is not None
-    task.message = task.message.model_copy(update={"deadline": now_s()})
-    (result,) = line.run_until_results(1)
-    assert result.error is not None
-    assert result.error.code == "deadline_exceeded"
-    assert len(result.token_ids) > 5
-    assert result.usage.completion_tokens == len(result.token_ids)

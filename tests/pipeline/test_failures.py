@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,6 @@ from penstock.config.settings import RecordSettings
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.step_batch import StepBatch
 from penstock.errors import KVStoreError
-from penstock.kvstore.block import BlockHasher
 from penstock.messages import Job, Request, Result, Sampling, compute_body_hash, decode_message
 from penstock.names import Stage
 from penstock.record import Busy, Claim
@@ -107,18 +107,26 @@ def test_what_fails_for_a_while_is_answered(line: InProcessPipeline, stage: Stag
     assert line.read_dead_letters() == []
 
 
-@pytest.mark.parametrize(("error", "code"), [(KVStoreError, "store_unreachable"), (KeyError, "internal_error")])
+@pytest.mark.parametrize(
+    ("place", "error", "code"),
+    [
+        ("make_hasher", KVStoreError, "store_unreachable"),
+        ("make_hasher", KeyError, "internal_error"),
+        ("tokenize_prompt", ZeroDivisionError, "internal_error"),
+    ],
+)
 def test_what_cannot_even_begin_ends_and_stops_nobody(
-    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, place: str, error: type[Exception], code: str
 ) -> None:
-    right = serving_engine(line.prefill).store.make_hasher
+    owner = serving_engine(line.prefill).store if place == "make_hasher" else line.prompt_tokenizer
+    right = getattr(owner, place)
 
-    def broken(tenant: str, num_prompt_tokens: int) -> BlockHasher:
-        if tenant == "odd":
-            raise error("its blocks")
-        return right(tenant, num_prompt_tokens)
+    def broken(about: Any, *given: Any) -> Any:
+        if about == "odd" or getattr(about, "tenant", "") == "odd":
+            raise error("a bug")
+        return right(about, *given)
 
-    monkeypatch.setattr(serving_engine(line.prefill).store, "make_hasher", broken)
+    monkeypatch.setattr(owner, place, broken)
     work = make_requests(2, line.pipeline.name)
     line.send_requests(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
     result = check(line, work, line.run_until_results(3))["poison"]
@@ -322,6 +330,7 @@ class Killed(BaseException):
     """A fault in native code, which no worker handles."""
 
 
+@pytest.mark.full
 def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:

@@ -23,6 +23,7 @@ from penstock.messages import (
     Result,
     Sampling,
     TokenEvent,
+    now_s,
 )
 from penstock.worker.grammars import GrammarCompiler
 from penstock.worker.worker import Worker
@@ -86,6 +87,7 @@ def read_results(line: InProcessPipeline, *names: str) -> dict[str, Result]:
 # The ways in which steps are computed.
 
 Prepare = Callable[[Worker], None]
+Way = Callable[[pytest.MonkeyPatch, list[Result]], Prepare]
 
 
 def compute_one_by_one(monkeypatch: pytest.MonkeyPatch, known: list[Result]) -> Prepare:
@@ -124,7 +126,9 @@ def compute_drafts(monkeypatch: pytest.MonkeyPatch, known: list[Result]) -> Prep
     return prepare
 
 
-# The mishaps: each lets requests, which are sent, go on until most of them are answered.
+# The mishaps: each is played when the requests are sent.
+
+Mishap = Callable[[InProcessPipeline, Prepare, list[str]], None]
 
 
 def nothing(line: InProcessPipeline, prepare: Prepare, names: list[str]) -> None:
@@ -176,7 +180,20 @@ def cancel_one(line: InProcessPipeline, prepare: Prepare, names: list[str]) -> N
     assert line.decode.record.cancel_request("plain-again")
 
 
-MISHAPS = [nothing, leave_at_every_token, fall_silent_in_prefill, fall_silent_in_decode, cancel_one]
+def let_one_be_late(line: InProcessPipeline, prepare: Prepare, names: list[str]) -> None:
+    """Let the deadline of one of them pass in the middle of its answer."""
+    line.run_prefill(len(names))
+    line.run_until_tokens("plain-again", 5)
+    task = line.decode.running["plain-again"]
+    assert task.message is not None
+    task.message = task.message.model_copy(update={"deadline": now_s()})
+
+
+MISHAPS = [
+    nothing, leave_at_every_token, fall_silent_in_prefill, fall_silent_in_decode, cancel_one, let_one_be_late,
+]  # fmt: skip
+ENDED_BY: dict[Mishap, str] = {cancel_one: "cancelled", let_one_be_late: "deadline_exceeded"}
+"""By mishap the error that one of the answers ends with."""
 
 
 def list_features(plain: Result) -> list[Request]:
@@ -196,13 +213,19 @@ def list_features(plain: Result) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("happen", MISHAPS)
-@pytest.mark.parametrize("way", [compute_one_by_one, compute_ahead, compute_drafts])
+QUICK = {
+    (compute_one_by_one, leave_at_every_token), (compute_ahead, fall_silent_in_decode), (compute_drafts, nothing),
+    (compute_drafts, cancel_one),
+}  # fmt: skip
+"""What `make test` plays of all pairs."""
+PAIRS = [(way, happen) for way in (compute_one_by_one, compute_ahead, compute_drafts) for happen in MISHAPS]
+
+
+@pytest.mark.parametrize(
+    ("way", "happen"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.full]) for pair in PAIRS]
+)
 def test_an_answer_is_the_same_in_every_way_and_after_every_mishap(
-    line: InProcessPipeline,
-    way: Callable[[pytest.MonkeyPatch, list[Result]], Prepare],
-    happen: Callable[[InProcessPipeline, Prepare, list[str]], None],
-    monkeypatch: pytest.MonkeyPatch,
+    line: InProcessPipeline, way: Way, happen: Mishap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An undisturbed answer, token by token, is compared with one that was computed so, and disturbed."""
     plain = answer(line, ask("plain"))["plain"]
@@ -216,10 +239,8 @@ def test_an_answer_is_the_same_in_every_way_and_after_every_mishap(
     happen(line, prepare, [one.id for one in again])
     results = read_results(line, *(one.id for one in again))
     for request in again:
-        check_same(results[request.id], expected[request.id.removesuffix("-again")], line)
-    assert [name for name, one in results.items() if one.finish_reason == "cancelled"] == (
-        ["plain-again"] if happen is cancel_one else []
-    )
+        error = ENDED_BY.get(happen, "") if request.id == "plain-again" else ""
+        check_same(results[request.id], expected[request.id.removesuffix("-again")], line, error)
     if way is compute_drafts:
         assert core_of(decode).num_accepted_tokens > (NUM_TOKENS if happen is nothing else 0)
     for worker in (line.prefill, line.decode):
@@ -228,18 +249,19 @@ def test_an_answer_is_the_same_in_every_way_and_after_every_mishap(
         assert not core_of(worker).num_running
 
 
-def check_same(result: Result, expected: Result, line: InProcessPipeline) -> None:
-    """Check an answer and its log against another answer, of which it is the beginning where it was cancelled."""
+def check_same(result: Result, expected: Result, line: InProcessPipeline, error: str) -> None:
+    """Check an answer and its log against another answer, of which it is the beginning where it ended with an error."""
     *tokens, end = line.decode.record.read_log(result.id)
     assert isinstance(end, EndEvent)
     count = len(result.token_ids)
     assert [event.token for event in tokens if isinstance(event, TokenEvent)] == result.token_ids
     assert [int(event.id.partition("-")[0]) for event in tokens if isinstance(event, TokenEvent)] == list(range(count))
     assert end.usage.completion_tokens == result.usage.completion_tokens == count
-    if result.finish_reason == "cancelled":
+    if error:
         assert result.error is not None
-        assert result.error.code == "cancelled"
+        assert (result.error.code, result.finish_reason) == (error, "cancelled" if error == "cancelled" else "error")
         assert 5 < count < len(expected.token_ids)
+        assert result.usage.prompt_tokens > 0
         assert result.token_ids == expected.token_ids[:count]
         return
     assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
@@ -268,9 +290,8 @@ def list_values(logprobs: Logprobs) -> list[float]:
 def test_an_answer_does_not_end_before_min_tokens(line: InProcessPipeline) -> None:
     """Neither by itself, nor by a stop token, nor by a stop string."""
     (eos,) = load_demo_model().eos_token_ids
-    letters, one_letter = (GrammarSpec(kind=kind, source=text) for kind, text in (
-        ("regex", "[a-z]{2,90}"), ("choice", '["x"]'),
-    ))  # fmt: skip
+    letters = GrammarSpec(kind="regex", source="[a-z]{2,90}")
+    one_letter = GrammarSpec(kind="choice", source='["x"]')
     results = answer(
         line,
         ask("at-once", **OPEN_END),

@@ -53,17 +53,20 @@ def empty_pools(line: InProcessPipeline) -> None:
         pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))
 
 
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7])
-def test_a_prompt_asked_again_is_found(line: InProcessPipeline, length: int) -> None:
-    request = prompt_of(length, line)
-    expected = tokens_alone(request)
-    found = (length - 1) // BLOCK * BLOCK
-    for number, where in enumerate(["nowhere", "pool", "tiers"]):
+def test_a_prompt_asked_again_is_found(line: InProcessPipeline) -> None:
+    """In the pool, and in the tiers. Each length is another tenant's, as tenants share nothing."""
+    lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7]
+    work = [prompt_of(one, line).model_copy(update={"id": str(one), "tenant": f"t{one}"}) for one in lengths]
+    expected = compute_answers(work)
+    for where in ("nowhere", "pool", "tiers"):
         if where == "tiers":
             empty_pools(line)
-        result = ask(line, request, f"{request.id}-{number}")
-        assert result.token_ids == expected
-        assert result.usage.cached_tokens == (0 if where == "nowhere" else found)
+        line.send_requests(*(one.model_copy(update={"id": f"{one.id}-{where}"}) for one in work))
+        results = {one.id: one for one in line.run_until_results(len(line.read_results()) + len(work))}
+        for length in lengths:
+            result = results[f"{length}-{where}"]
+            assert result.token_ids == expected[str(length)].token_ids
+            assert result.usage.cached_tokens == (0 if where == "nowhere" else (length - 1) // BLOCK * BLOCK)
     assert serving_engine(line.decode).store.stats.recomputed_jobs == 0
 
 

@@ -1,21 +1,18 @@
 """What can happen to a request on its way: cancelled, sent twice, given up, of either class, ended in prefill."""
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from unittest import mock
 
 import pytest
 
-from penstock import names
 from penstock.config.settings import RecordSettings, StaySettings
-from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.prefill_worker.stay import StayPolicy
-from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
+from penstock.worker.loop import run_until_idle
 from sim.line import InProcessPipeline, core_of
-from sim.waiting import PATIENCE_S, wait_for
+from sim.waiting import wait_for
 from sim.workload import load_split_model
 
 pytestmark = pytest.mark.in_memory
@@ -59,41 +56,6 @@ def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProc
     assert result.usage.prompt_tokens > 0
 
 
-def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
-    """The stream ends within a step or two, with what was tokens until then, and the blocks are free again."""
-    line.send_requests(ask("cut", max_tokens=800))
-    line.run_prefill(1)
-    line.run_until_tokens("cut", 5)
-    assert line.decode.record.cancel_request("cut")
-    (result,) = line.run_until_results(1)
-    assert result.finish_reason == "cancelled"
-    assert 5 < len(result.token_ids) < 20
-    assert result.usage.prompt_tokens > 0
-    assert core_of(line.decode).num_free_blocks == core_of(line.decode).pool.num_blocks
-    with line.open_client() as client, pytest.raises(Cancelled):
-        list(client.stream("cut"))
-
-
-def test_a_bug_in_tokenizing_is_retried_then_answered(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
-    read = line.prompt_tokenizer.tokenize_prompt
-
-    def broken(request: Request) -> list[int]:
-        if request.id == "trips":
-            raise ZeroDivisionError("a bug")
-        return read(request)
-
-    monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", broken)
-    line.send_requests(ask("trips"), ask("walks"))
-    results = {result.id: result for result in line.run_until_results(2)}
-    assert results["walks"].error is None
-    error = results["trips"].error
-    assert error is not None
-    assert (error.code, error.message) == ("internal_error", "ZeroDivisionError: a bug")
-    (dead,) = line.run_until_dead(1)
-    assert dead.headers[names.ATTEMPT_HEADER] == "3"
-
-
 def test_both_classes_are_answered_and_keep_their_class(line: InProcessPipeline) -> None:
     slow, quick = ask("slow", klass="batch"), ask("quick", klass="interactive")
     line.publish_bytes(slow.encode(), slow.id, line.pipeline.request_topic("batch"))
@@ -121,27 +83,6 @@ def test_chat_tokens_are_those_of_the_template(line: InProcessPipeline, monkeypa
     )
     line.run_prefill(2)
     assert sorted(given) == [False, True]
-
-
-def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: InProcessPipeline) -> None:
-    """With no time to drain, the request is another worker's at once, and goes on where it was."""
-    line.send_requests(ask("long", max_tokens=60))
-    line.run_prefill(1)
-    stop = StopSignal()
-    thread = threading.Thread(target=run_until_stopped, args=(line.decode, stop, 0.0))
-    thread.start()
-    with line.open_client() as client:
-        events = client.stream("long")
-        first = [next(events) for _ in range(5)]
-        stop.set()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-        line.renew_decode()
-        (result,) = line.run_until_results(1)
-        rest = list(events)
-    tokens = [event.token for event in [*first, *rest] if hasattr(event, "token")]
-    assert tokens == result.token_ids
-    assert len(tokens) == 60
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline_exceeded"])
