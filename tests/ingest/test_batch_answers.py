@@ -473,10 +473,8 @@ async def test_open_batches_have_a_limit_of_tokens(objects: ObjectStorage) -> No
 
 
 async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(objects: ObjectStorage, clients: Clients) -> None:
-    pipelines, settings = (
-        Pipelines(lambda model: clients[model].find(model), MAX_ROWS),
-        BatchSettings(rows_in_flight=MAX_ROWS),
-    )
+    pipelines = Pipelines(lambda model: clients[model].find(model), MAX_ROWS)
+    settings = BatchSettings(rows_in_flight=MAX_ROWS)
     content = {model: lines([row(number, model=model) for number in range(3 * MAX_ROWS)]) for model in clients}
     dead, live = [await create_batch(objects, CALLER, content[model]) for model in ("dead", "demo")]
     async with under_way(BatchWork(objects, dead, pipelines, settings).run()):

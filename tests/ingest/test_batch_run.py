@@ -3,43 +3,37 @@
 import os
 import resource
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.ingest.batch.answer import FinishedRow
 from penstock.ingest.batch.journal import Journal, JournalError
-from penstock.local.processes import Child, start_child
+from penstock.local.processes import Child
 from penstock.local.stack import Stack
+from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S, wait_for
 from tests.ingest.batch_files import each_once, finished, lines, read_file, row, run_of, wait_for_results
 
 
-@pytest.fixture
-def stack(line: Stack) -> Stack:
-    return line
-
-
-def start(stack: Stack, folder: Path, *more: str) -> Child:
-    addresses = {"PENSTOCK_PIPELINE": stack.addresses.pipeline, "PENSTOCK_STREAM_URL": stack.addresses.stream_url}
-    command = [sys.executable, "-m", "penstock.cli.main", "batch", "run", "in.jsonl", "-o", "out.jsonl", *more]
-    log = folder / "log"
-    return start_child(command, name="batch run", log=log, environment={**os.environ, **addresses}, directory=folder)
+def start(line: Stack, folder: Path) -> Child:
+    own = {"PENSTOCK_PIPELINE": line.addresses.pipeline, "PENSTOCK_STREAM_URL": line.addresses.stream_url}
+    command = ("batch", "run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"))
+    return fork_process("batch run", folder / "log", run_penstock, *command, environment=os.environ | own)
 
 
 def more_than(output: Path, count: int) -> bool:
     return output.with_name(f"{output.name}.journal").exists() and finished(output) > count
 
 
-def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
+def test_killed_at_any_time_it_goes_on(line: Stack, tmp_path: Path) -> None:
     """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
     count, output, max_tokens = 200, tmp_path / "out.jsonl", 40
     rows = [row(number, max_tokens) for number in range(count)]
     rows[5] = row(5, temperature=-1)
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
-    child = start(stack, tmp_path)
+    child = start(line, tmp_path)
     wait_for(lambda: more_than(output, 20), "some rows")
     child.kill()
     killed_at = finished(output)
@@ -49,22 +43,22 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     with (tmp_path / "out.jsonl.journal").open("ab") as file:
         file.write(b'{"ok": [1, 2')
 
-    child = start(stack, tmp_path)
+    child = start(line, tmp_path)
     wait_for(lambda: finished(output) > killed_at or not child.is_alive(), "more rows")
     child.send_signal(signal.SIGINT)
     assert child.wait(PATIENCE_S) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
 
-    assert start(stack, tmp_path).wait(PATIENCE_S) == 1  # a row failed
+    assert start(line, tmp_path).wait(PATIENCE_S) == 1  # a row failed
     assert f"of {count} rows are finished already" in (tmp_path / "log").read_text()
     answers, failed = read_file(output), read_file(tmp_path / "out.errors.jsonl")
     assert each_once([*answers, *failed], count)
     assert [(one["custom_id"], one["response"]["status_code"]) for one in failed] == [("row-5", 400)]
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == max_tokens for one in answers)
-    ids = wait_for_results(stack, f"chatcmpl-{run_of(output)}-", count - 1)
+    ids = wait_for_results(line, f"chatcmpl-{run_of(output)}-", count - 1)
     assert len(ids) == len(set(ids)) == count - 1
 
     (tmp_path / "in.jsonl").write_bytes(lines(rows[1:]))
-    assert start(stack, tmp_path).wait(PATIENCE_S) == 1
+    assert start(line, tmp_path).wait(PATIENCE_S) == 1
     assert "the input is another one" in (tmp_path / "log").read_text()
 
 
@@ -96,12 +90,8 @@ def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: i
     with Journal(output, errors, "input") as journal:
         rows = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
         assert sorted(rows) == [b"row %d" % number for number in sorted(journal.finished_rows)]
-        journal.write_rows(
-            [
-                FinishedRow(number, b"row %d" % number, is_ok=True)
-                for number in {1, 2, 3, 4, 5, 6} - journal.finished_rows
-            ]
-        )
+        left = {1, 2, 3, 4, 5, 6} - journal.finished_rows
+        journal.write_rows([FinishedRow(number, b"row %d" % number, is_ok=True) for number in left])
     with Journal(output, errors, "input") as journal:
         assert journal.finished_rows == {1, 2, 3, 4, 5, 6}
     assert len(output.read_bytes().splitlines() + errors.read_bytes().splitlines()) == 6
@@ -118,10 +108,8 @@ def test_a_full_disk_ends_a_run_that_can_be_gone_on_with(tmp_path: Path) -> None
                 journal.write_rows([FinishedRow(2, b"2" * 1000, is_ok=True)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        with pytest.raises(JournalError, match="File too large"):
-            journal.write_rows(
-                [FinishedRow(3, b"3", is_ok=True)]
-            )  # there is room again, but half a row is in its place
+        with pytest.raises(JournalError, match="File too large"):  # there is room, but half a row is in its place
+            journal.write_rows([FinishedRow(3, b"3", is_ok=True)])
     with Journal(output, errors, "input") as journal:
         assert journal.finished_rows == {1}
         journal.write_rows([FinishedRow(2, b"2", is_ok=True)])

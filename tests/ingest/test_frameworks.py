@@ -190,14 +190,11 @@ def run_openai_responses(url: str, weather: Weather, kind: Any = None) -> Any:
             calls = [item for item in made.output if item.type == "function_call"]
             if not calls:
                 return made.output_parsed if kind else made.output_text
-            results = [weather.get_weather(**json.loads(call.arguments)) for call in calls]
-            given, previous = (
-                [
-                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
-                    for call, result in zip(calls, results, strict=True)
-                ],
-                made.id,
-            )
+            told, previous = {"type": "function_call_output"}, made.id
+            given = [
+                told | {"call_id": call.call_id, "output": weather.get_weather(**json.loads(call.arguments))}
+                for call in calls
+            ]
 
 
 def run_langchain(url: str, weather: Weather, kind: Any = None, *, is_streamed: bool = False, **options: Any) -> Any:

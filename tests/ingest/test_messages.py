@@ -18,6 +18,7 @@ from penstock.ingest.openai.body import parse_body
 from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import TEXT, use_response_template
 from penstock.messages import EndEvent, FinishReason, Timings, Usage
+from tests.gateways import ScriptedPipeline
 from tests.ingest.answers import make_log, read_stream
 from tests.ingest.test_answer_parser import FIRST, PIECES, SECOND, TEMPLATE
 
@@ -151,6 +152,16 @@ def test_what_cannot_be_had_is_named(fields: dict[str, Any], param: str) -> None
         make_requests(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert param in str(refused.value)
+
+
+def test_what_is_refused_is_not_published(scripted: ScriptedPipeline) -> None:
+    with scripted.open_gateway() as gateway, gateway.client() as http:
+        for fields, param in REFUSED.values():
+            answer = http.post("/v1/messages", json=ASKED | fields | {"model": scripted.model, "stream": True})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert param in error["message"]
+    assert scripted.read_requests() == []
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud83d"'])

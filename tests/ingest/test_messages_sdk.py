@@ -32,8 +32,6 @@ from penstock.messages import EndEvent, ErrorInfo
 from tests.gateways import GatewayProcess, ScriptedPipeline
 from tests.ingest.test_frameworks import PROMPT, Person
 from tests.ingest.test_ignored import list_fields
-from tests.ingest.test_messages import ASKED as PLAIN
-from tests.ingest.test_messages import REFUSED
 from tests.ingest.test_tools import CALLS, CITY
 from tests.record.play import decode
 from tools.train_tools import TOOL_MODEL
@@ -178,17 +176,6 @@ def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) 
             httpx.post(url, json={}, headers={"x-api-key": key}, timeout=None).json()["error"]["type"]
             == "invalid_request_error"
         )
-
-
-def test_what_is_refused_is_not_published(scripted: ScriptedPipeline, tmp_path: Path) -> None:
-    with GatewayProcess(scripted.addresses, tmp_path) as gateway:
-        for fields, param in REFUSED.values():
-            body = PLAIN | fields | {"model": scripted.model, "stream": True}
-            answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=None)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-            assert param in error["message"]
-    assert scripted.read_requests() == []
 
 
 def test_an_error_within_a_stream_is_raised_by_the_sdk(scripted: ScriptedPipeline, tmp_path: Path) -> None:

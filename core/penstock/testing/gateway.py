@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -56,7 +56,11 @@ class TestGateway:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.run(self._lifespan.__aenter__())
+        try:
+            self.run(self._lifespan.__aenter__())
+        except BaseException:
+            self._end_loop()
+            raise
         return self
 
     def __exit__(
@@ -64,23 +68,26 @@ class TestGateway:
     ) -> None:
         """Tell readers to go on elsewhere, and stop."""
         self.gateway.is_stopping = True
-        self.run(self._finish_answers())
-        self.run(self._lifespan.__aexit__(None, None, None))
-        self.run(self.loop.shutdown_asyncgens())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.run_threads_out()
+        try:
+            self.run(self._finish_answers())
+            self.run(self._lifespan.__aexit__(None, None, None))
+        finally:
+            self._end_loop()
         if self.failures and error is None:
             raise self.failures[0]
 
     async def _finish_answers(self) -> None:
-        """Wait until every answer under way has ended, but for those that no reader takes an end of."""
-        answers = [task for task in asyncio.all_tasks() if task.get_name() == URL]
-        if answers:
-            await asyncio.wait(answers, timeout=self.gateway.settings.gateway.stop_s)
+        """Wait until every answer under way has ended, and cut off the rest."""
+        if answers := [task for task in asyncio.all_tasks() if task.get_name() == URL]:
+            _, late = await asyncio.wait(answers, timeout=self.gateway.settings.gateway.stop_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
-    def run_threads_out(self) -> None:
-        """End the threads of the loop, which is over."""
+    def _end_loop(self) -> None:
+        self.run(self.loop.shutdown_asyncgens())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -100,16 +107,17 @@ class TestGateway:
         if error is not None:
             self.failures.append(error)
 
-    def send(self, scope: Message, body: bytes) -> "Answer":
+    def send(self, scope: Message, body: bytes) -> "HttpAnswer":
         """Let the application answer a request."""
-        answer = Answer(self.loop)
+        answer = HttpAnswer(self.loop)
 
         async def run() -> None:
             try:
                 await answer_request(self.app, scope, body, answer.left, answer.messages.put)
             except Exception as error:  # an application answers all errors that it expects
                 self._note_failure(error)
-            answer.messages.put(None)
+            finally:
+                answer.messages.put(None)
 
         def start(work: Coroutine[Any, Any, None]) -> None:
             answer.task = self.loop.create_task(work, name=URL)
@@ -118,7 +126,7 @@ class TestGateway:
         return answer
 
 
-class Answer(httpx2.SyncByteStream):
+class HttpAnswer(httpx2.SyncByteStream):
     """The answer to a request, as it comes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -140,7 +148,7 @@ class Answer(httpx2.SyncByteStream):
 
     def close(self) -> None:
         """Leave."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the gateway has ended
             self._loop.call_soon_threadsafe(self.left.set)
 
 
