@@ -16,8 +16,9 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.proof import ReferenceAnswers, generate_references, prove_engine
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
-from penstock.engine.tiny import CannotShrink, build_tiny_model, find_layer_kinds, shrink_config
+from penstock.engine.tiny import CannotShrink, find_layer_kinds, shrink_config
 from penstock.errors import EngineCheckFailed
+from tests.engine.helpers import make_tiny
 from tools import compatibility
 from tools.compatibility import ARCHITECTURES, judge_architecture, judge_checkpoint, make_architectures
 from tools.published import make_rows, read_checkpoints
@@ -94,9 +95,7 @@ PROVED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
 
 @pytest.fixture(scope="module", params=PROVED)
 def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, ReferenceAnswers]:
-    auto: Any = AutoModelForCausalLM
-    config = shrink_config(CONFIG_MAPPING[request.param]())
-    reference = build_tiny_model(auto._model_mapping[type(config)], config, 0, CPU)
+    reference = make_tiny(request.param)
     model = compatibility.make_loaded_model(request.param, copy.deepcopy(reference))
     answers = generate_references(reference, model.vocab_size, model.context_length, CPU)
     prove_engine(model, EngineSettings(), answers)

@@ -1,4 +1,5 @@
-"""The engine's tokens are the model's own, however they come about: with transformers' layers and with the kernels."""
+"""The engine's tokens are the model's own, however they come about: on transformers' layers, on the native kernels, and
+with weights and KV in every form. The oracle is what each sequence says alone."""
 
 import random
 from collections.abc import Iterator
@@ -7,35 +8,46 @@ from typing import Any
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
-from penstock.engine.loading import load_model, open_engine
+from penstock.engine.loading import load_stage_models
 from penstock.engine.model import LoadedModel
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
-from tests.engine.helpers import generate_with_transformers, hand_over, make_block_keys, run_sequences, sequence
+from penstock.names import CLASSES
+from tests.engine.helpers import (
+    drain,
+    generate_with_transformers,
+    hand_over,
+    make_block_keys,
+    needs_kernels,
+    run_sequences,
+    sequence,
+)
 
 NUM_NEW = 24
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
-KERNELS = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
-
-
-NATIVE = {
-    "float32": EngineSettings(dtype="float32"),
-    "bfloat16": EngineSettings(dtype="bfloat16"),
-    "int8 KV": EngineSettings(dtype="bfloat16", kv_dtype="int8"),
+NUM_BLOCKS = 8
+"""Of a pool that is too small for all sequences."""
+NATIVE: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "int8 KV": {"kv_dtype": "int8"},
+    "int8 weights": {"weights": "int8"},
+    "int4 weights": {"weights": "int4"},
+    "prompts with stored weights, answers in int4": {"weights": "int4", "prefill_weights": "bf16"},
 }
 
 
-@pytest.fixture(scope="module", params=["plain", *(pytest.param(name, marks=KERNELS) for name in NATIVE)])
+@pytest.fixture(scope="module", params=["plain", *(pytest.param(name, marks=needs_kernels) for name in NATIVE)])
 def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedModel]:
-    """The demo model as transformers runs it in float32, and on the native kernels in two dtypes and with int8 KV."""
+    """The demo model as transformers runs it in float32, and on the native kernels in all forms, after their proof."""
     if request.param == "plain":
         yield demo
         return
-    yield accelerate_model(load_model(NATIVE[request.param]))
+    given = {"dtype": "bfloat16", "device": "cpu", "pool_mb": 2, **NATIVE[request.param]}
+    yield load_stage_models(EngineSettings.model_validate(given))
     native = library.load_library()
     assert native is not None
     native.set_threads(1)
@@ -43,7 +55,7 @@ def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedM
 
 @pytest.fixture(scope="module")
 def prompts(demo: LoadedModel) -> list[list[int]]:
-    """32 prompts of 1 to 600 tokens; every third begins with one of two long common prefixes."""
+    """20 prompts of 1 to 600 tokens; every third begins with one of two long common prefixes."""
     rng = random.Random(5)
     words = ["And", "the", "LORD", "said", "unto", "them", "go", "forth", "Egypt", "behold", "wine", "7", "kings;"]
 
@@ -54,27 +66,29 @@ def prompts(demo: LoadedModel) -> list[list[int]]:
         return ids[:length]
 
     common = [make_text(200), make_text(33)]
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 600, *(rng.randrange(1, 240) for _ in range(22))]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 600, *(rng.randrange(1, 100) for _ in range(10))]
     prompts = [make_text(length) for length in lengths]
     return [common[i % 2] + p if i % 3 == 2 and len(p) < 400 else p for i, p in enumerate(prompts)]
 
 
-def _make_engine(model: LoadedModel, **settings: Any) -> Engine:
-    return Engine(model, EngineSettings.model_validate({"pool_mb": 64, **settings}))
+def _make_engine(model: LoadedModel, num_blocks: int = 0, **settings: Any) -> Engine:
+    """An engine; with `num_blocks` all others belong to no sequence, so the pool is that much smaller."""
+    engine = Engine(model, EngineSettings.model_validate({"pool_mb": 64, **settings}))
+    if num_blocks:
+        engine.pool.allocate_blocks(engine.pool.num_blocks - num_blocks)
+    return engine
 
 
-def _make_sequences(prompts: list[list[int]], outputs: list[list[int]] | None = None) -> list[Sequence]:
-    """Greedy and sampled sequences in turns, with the given outputs."""
+def _make_sequences(
+    prompts: list[list[int]], outputs: list[list[int]] | None = None, *, is_mixed: bool = False
+) -> list[Sequence]:
+    """Greedy and sampled sequences in turns, with the given outputs. Mixed ones have two classes and two tenants."""
     return [
-        sequence(
-            prompt,
-            NUM_NEW,
-            name=f"s{i}",
-            output_token_ids=outputs[i] if outputs else [],
-            **({"sampling": SAMPLED, "seed": i} if i % 2 else {}),
-        )
+        sequence(prompt, NUM_NEW, name=f"s{i}", output_token_ids=outputs[i] if outputs else [],
+                 klass=CLASSES[is_mixed * i % 4 // 2], tenant="ab"[i % 2] * is_mixed,
+                 **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
         for i, prompt in enumerate(prompts)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +119,9 @@ def test_tokens_do_not_depend_on_the_form_of_the_sampler(
     ("threads", "step_tokens", "max_batch"), [(1, 256, 32), (2, 1024, 64), (1, 23, 5), (2, 64, 12), (3, 1, 1)]
 )
 def test_tokens_do_not_depend_on_batch_chunks_or_threads(
-    demo: LoadedModel,
-    model: LoadedModel,
-    prompts: list[list[int]],
-    alone: list[list[int]],
-    threads: int,
-    step_tokens: int,
-    max_batch: int,
-) -> None:
+    demo: LoadedModel, model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], threads: int,
+    step_tokens: int, max_batch: int,
+) -> None:  # fmt: skip
     threads = 1 if model is demo else threads  # torch's own threads are not what is tested
     engine = _make_engine(model, threads=threads, max_step_tokens=step_tokens, max_batch=max_batch)
     count = 8 if step_tokens == 1 else len(prompts)
@@ -183,5 +192,103 @@ def test_a_tail_behind_a_gap_is_not_used(demo: LoadedModel, prompts: list[list[i
     assert again.num_cached_tokens == 16 * num_imported
 
 
-def test_bfloat16_passes_its_check() -> None:
-    open_engine(EngineSettings(dtype="bfloat16", pool_mb=4))
+# In a pool that is too small for all sequences, which are preempted
+
+preempts = pytest.mark.usefixtures("unknown_growth")
+
+
+def _make_short(
+    prompts: list[list[int]], said: list[list[int]], *, is_resumed: bool
+) -> list[tuple[Sequence, list[int]]]:
+    """Mixed sequences of the prompts that fit into the small pool, with what each says alone. Some are resumed."""
+    outputs = [answer[:3] if is_resumed or i % 5 == 4 else [] for i, answer in enumerate(said)]
+    pairs = zip(_make_sequences(prompts, outputs, is_mixed=True), said, strict=True)
+    return [(seq, answer) for seq, answer in pairs if seq.num_prompt_tokens + NUM_NEW <= 16 * NUM_BLOCKS]
+
+
+@preempts
+@pytest.mark.parametrize("settings", [{"max_batch": 12}, {"max_batch": 6, "max_step_tokens": 19}])
+def test_preempted_sequences_say_what_they_say_alone(
+    demo: LoadedModel, model: LoadedModel, prompts: list[list[int]], alone: list[list[int]], settings: dict[str, int]
+) -> None:
+    engine = _make_engine(model, NUM_BLOCKS, **settings)
+    seqs, answers = zip(*_make_short(prompts, alone, is_resumed=False), strict=True)
+    assert run_sequences(engine, seqs) == list(answers)
+    assert engine.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs) > 3
+    if model is demo:  # with drafts an interactive one may be done in time
+        assert {seq.klass for seq in seqs if seq.num_preemptions} == set(CLASSES)
+    engine.scheduler.check_integrity()
+    assert engine.num_free_blocks == NUM_BLOCKS
+
+
+@preempts
+def test_they_arrive_and_are_cancelled_meanwhile(
+    model: LoadedModel, prompts: list[list[int]], alone: list[list[int]]
+) -> None:
+    engine, rng = _make_engine(model, NUM_BLOCKS, max_batch=8, max_step_tokens=32), random.Random(1)
+    short = dict(_make_short(prompts, alone, is_resumed=False))
+    todo, cancelled = list(short), set()
+    while todo or engine.has_work():
+        if todo and rng.random() < 0.4:
+            engine.add_sequence(todo.pop(0))
+        for item in engine.step():
+            if item.seq.state is State.DONE:
+                engine.remove_sequence(item.seq)
+        engine.scheduler.check_integrity()
+        held = [seq for seq in short if seq.block_table or seq.num_preemptions]
+        if rng.random() < 0.03 and held:
+            seq = rng.choice(held)
+            cancelled.add(seq)
+            engine.remove_sequence(seq)
+            assert seq.block_table == []
+    assert cancelled
+    assert engine.scheduler.num_preemptions > 0
+    for seq, answer in short.items():
+        assert seq in cancelled or seq.num_output_tokens == NUM_NEW
+        assert seq.output_token_ids == answer[: seq.num_output_tokens]
+    assert engine.num_free_blocks == NUM_BLOCKS
+
+
+@preempts
+def test_imported_blocks_and_tails_are_as_good_as_computed_ones(
+    model: LoadedModel, prompts: list[list[int]], alone: list[list[int]]
+) -> None:
+    """As many are imported as there is capacity for; they evict earlier ones."""
+    first, engine = _make_engine(model), _make_engine(model, NUM_BLOCKS, max_batch=12)
+    done = [seq for seq, _ in _make_short(prompts, alone, is_resumed=False)]
+    run_sequences(first, done, remove=False)
+    handed = dict(_make_short(prompts, alone, is_resumed=True))
+    for seq, copy in zip(done, handed, strict=True):
+        import_blocks(engine, copy, export_blocks(first, seq))
+        engine.add_sequence(copy)
+        for item in engine.step():
+            if item.seq.state is State.DONE:
+                engine.remove_sequence(item.seq)
+    drain(engine)
+    assert [seq.output_token_ids for seq in handed] == list(handed.values())
+    assert engine.scheduler.num_preemptions > 0
+    assert all(seq.tail_payload is None for seq in handed)
+    assert sum(seq.num_cached_tokens == seq.num_prompt_tokens for seq in handed) > 2
+    assert engine.num_free_blocks == NUM_BLOCKS
+
+
+@preempts
+def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: LoadedModel) -> None:
+    engine = _make_engine(demo, 9, max_batch=4, max_step_tokens=16)
+    batch = sequence([5 + i for i in range(120)], 1, klass="batch")
+    engine.add_sequence(batch)
+    for _ in range(4):
+        engine.step()
+    assert engine.count_completed_blocks(batch) == 4
+    first = export_blocks(engine, batch, 4)
+    engine.add_sequence(sequence([500 + i for i in range(100)], 1))
+    engine.step()
+    assert batch.num_preemptions == 1
+    assert engine.count_completed_blocks(batch) == 0
+    while batch.num_output_tokens == 0:
+        for item in engine.step():
+            if item.seq is not batch:
+                engine.remove_sequence(item.seq)
+    assert engine.count_completed_blocks(batch) == 7
+    assert export_blocks(engine, batch, 4) == first
+    assert engine.count_cached_blocks(make_block_keys(batch.token_ids[:120])) == 7

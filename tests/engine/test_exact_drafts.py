@@ -83,16 +83,11 @@ def _make_sequences(model: LoadedModel, grammar: CompiledGrammar, seed: int) -> 
     prompts = [prompt for one in conversations if len(prompt := _encode(model, one)) < 160][:15]
     return [
         sequence(
-            prompt,
-            NUM_NEW,
-            name=f"s{i}",
-            sampling=SAMPLINGS[i % len(SAMPLINGS)],
-            seed=seed + i,
-            klass=CLASSES[i % 4 == 3],
-            grammar=GrammarState(grammar) if i % 3 == 1 else None,
+            prompt, NUM_NEW, name=f"s{i}", sampling=SAMPLINGS[i % len(SAMPLINGS)], seed=seed + i,
+            klass=CLASSES[i % 4 == 3], grammar=GrammarState(grammar) if i % 3 == 1 else None,
         )
         for i, prompt in enumerate(prompts)
-    ]
+    ]  # fmt: skip
 
 
 def _run(engine: Engine, seqs: list[Sequence]) -> list[Answer]:

@@ -1,6 +1,5 @@
-"""K and V in 8 bits in a whole engine: tokens, memory, fingerprints, and what is refused."""
+"""K and V in 8 bits in a whole engine: memory, fingerprints, and what is refused. `test_equality.py` has the tokens."""
 
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +12,15 @@ from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import prove_model
-from penstock.engine.sequence import Sequence
-from penstock.engine.serving import ServingEngine
 from penstock.engine.storage import BlockLayout, LayerShape
 from penstock.engine.tiny import CannotShrink
 from penstock.errors import KVStoreError, ModelLoadError
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
-from tests.engine.helpers import hand_over, run_sequences, sequence
-from tests.engine_contract.engines import Caller
+from tests.engine.helpers import needs_kernels, run_sequences, sequence, use_instruction_set
+from tests.engine_contract.engines import Caller, serve
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
+pytestmark = needs_kernels
 
 SETTINGS = EngineSettings(kv_dtype="int8", dtype="bfloat16", device="cpu", pool_mb=2)
 PROMPTS = [[5 + (17 * place + number) % 900 for place in range(7 + 41 * number)] for number in range(5)]
@@ -34,43 +31,19 @@ def model() -> LoadedModel:
     return prove_model(load_model(SETTINGS), SETTINGS)
 
 
-def make_sequences(*numbers: int) -> list[Sequence]:
-    """The prompts of these numbers, greedy and sampled in turn."""
-    return [
+def answer(model: LoadedModel, *numbers: int) -> list[list[int]]:
+    """The answers to the prompts of these numbers, greedy and sampled in turn."""
+    seqs = [
         sequence(PROMPTS[number], 20, name=str(number), sampling=Sampling(temperature=number % 2, ignore_eos=True))
         for number in numbers
     ]
-
-
-def answer(model: LoadedModel, *numbers: int, **given: int) -> list[list[int]]:
-    return run_sequences(Engine(model, SETTINGS.model_copy(update=given)), make_sequences(*numbers or range(5)))
-
-
-def test_tokens_depend_neither_on_batch_nor_chunks_nor_threads(model: LoadedModel) -> None:
-    together = answer(model)
-    assert [answer(model, number)[0] for number in range(5)] == together
-    assert answer(model, max_step_tokens=32) == together
-    assert answer(model, threads=2) == together
-
-
-def test_tokens_after_a_prefix_hit_and_a_hand_over_are_the_same(model: LoadedModel) -> None:
-    expected = answer(model)
-    engine, again = (Engine(model, SETTINGS.model_copy(update={"pool_mb": 1})) for _ in range(2))
-    assert run_sequences(engine, make_sequences(*range(5))) == expected
-    assert run_sequences(engine, make_sequences(*range(5))) == expected
-    assert engine.pool.num_hits > 0
-    (prefilled,) = make_sequences(3)
-    run_sequences(engine, [prefilled], remove=False)
-    assert len(PROMPTS[3]) % SETTINGS.block_size  # its last block is partial
-    copy = hand_over(engine, again, prefilled)
-    assert run_sequences(again, [copy]) == [expected[3]]
-    assert copy.num_cached_tokens == len(PROMPTS[3])
+    return run_sequences(Engine(model, SETTINGS), seqs)
 
 
 def test_they_stay_close_to_those_of_the_model_itself(model: LoadedModel) -> None:
     settings = SETTINGS.model_copy(update={"kv_dtype": "auto"})
     stored = prove_model(load_model(settings), settings)
-    pairs = zip(answer(stored), answer(model), strict=True)
+    pairs = zip(answer(stored, *range(5)), answer(model, *range(5)), strict=True)
     assert sum(one[0] == other[0] for one, other in pairs) >= 4
     assert stored.fingerprint != model.fingerprint
 
@@ -94,44 +67,40 @@ def test_a_model_of_which_no_tiny_one_can_be_made_has_it_too(monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_instruction_sets_that_round_otherwise_exchange_no_blocks(model: LoadedModel, dtype: torch.dtype) -> None:
-    native = load_library()
+    native, prints = load_library(), set()
     assert native is not None
-    names, prints = {native.isa, "plain"}, set()
-    before = native.isa
-    try:
-        for name in names:
-            native.select_isa(name)
+    names = {native.isa, "plain"}
+    for name in names:
+        with use_instruction_set(name):
             prints.add(replace(model, dtype=dtype).fingerprint)
-    finally:
-        native.select_isa(before)
     assert len(prints) == len(names)
 
 
 def test_a_worker_goes_on_from_the_blocks_that_another_one_stored(model: LoadedModel, tmp_path: Path) -> None:
     (expected,) = answer(model, 3)
-    kv = KVSettings(shared_mb=16, shared_dir=str(tmp_path), redis_mb=0)
     num_read = []
     for _ in range(2):
-        with ExitStack() as stack:
-            store = KVStore.open(StoreLayout.from_model(model), kv, "", "demo")
-            stack.callback(store.close)
-            caller = Caller(stack.enter_context(closing(ServingEngine(Engine(model, SETTINGS), store))))
+        with serve(Engine(model, SETTINGS), tmp_path) as engine:
+            caller = Caller(engine)
             caller.add("3", PROMPTS[3], Sampling(temperature=1, ignore_eos=True, max_tokens=20), seed=7)
             assert caller.run_to_end() == {"3": expected}
-            num_read.append(sum(tier.counters.hits for tier in store.tiers))
+            num_read.append(sum(tier.counters.hits for tier in engine.store.tiers))
     assert num_read[0] == 0
     assert num_read[1] >= len(PROMPTS[3]) // SETTINGS.block_size
 
 
-def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.accelerate.load_library", lambda: None)
-    with pytest.raises(ModelLoadError, match=r"KV_DTYPE=int8 needs the native kernels.*set `auto`"):
-        prove_model(load_model(SETTINGS), SETTINGS)
-
-
-def test_layers_without_a_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.accelerate.sees_interval", lambda visible: False)
-    with pytest.raises(ModelLoadError, match=r"in all layers, and this is none: set `auto`"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("load_library", None, r"KV_DTYPE=int8 needs the native kernels.*set `auto`"),
+        ("sees_interval", False, r"in all layers, and this is none: set `auto`"),
+    ],
+)
+def test_without_kernels_for_all_layers_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
+) -> None:
+    monkeypatch.setattr(f"penstock.engine.accelerate.{name}", lambda *given: value)
+    with pytest.raises(ModelLoadError, match=message):
         prove_model(load_model(SETTINGS), SETTINGS)
 
 

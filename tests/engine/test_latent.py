@@ -1,25 +1,22 @@
 """Latent attention across turns: an answer that becomes the next prompt gives the same tokens, stored or computed."""
 
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from penstock.config.settings import EngineSettings, KVSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.kernels.library import load_library
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
-from penstock.engine.serving import ServingEngine
 from penstock.engine.tiny import build_tiny_model
-from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
-from tests.engine_contract.engines import Caller
+from tests.engine.helpers import needs_kernels
+from tests.engine_contract.engines import Caller, serve
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
+pytestmark = needs_kernels
 
 NUM_TOKENS = 1037
 NUM_CONVERSATIONS = 3
@@ -47,17 +44,11 @@ def make_model(dtype: torch.dtype) -> LoadedModel:
 
 def answer(model: LoadedModel, folder: Path, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
     """Return a new worker's answer over the store in a folder, and how many blocks it read from there."""
-    folder.mkdir(exist_ok=True)
     settings = EngineSettings(pool_mb=16, max_step_tokens=64, speculate=False)
-    with ExitStack() as stack:
-        store = KVStore.open(
-            StoreLayout.from_model(model), KVSettings(shared_mb=16, shared_dir=str(folder), redis_mb=0), "", "latents"
-        )
-        stack.callback(store.close)
-        caller = Caller(stack.enter_context(closing(ServingEngine(Engine(model, settings), store))))
+    with serve(Engine(model, settings), folder) as engine:
+        caller = Caller(engine)
         caller.add("turn", prompt, Sampling(temperature=0, ignore_eos=True, max_tokens=num_tokens))
-        tokens = caller.run_to_end()["turn"]
-        return tokens, sum(tier.counters.hits for tier in store.tiers)
+        return caller.run_to_end()["turn"], sum(tier.counters.hits for tier in engine.store.tiers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -3,28 +3,23 @@
 import gc
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.experts import NativeExperts, PackedWeight, find_mixtures, is_experts
-from penstock.engine.kernels import library
 from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.packed import WeightForm
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.step_batch import StepBatch
-from penstock.engine.tiny import build_tiny_model, shrink_config
-from tests.engine.helpers import run_sequences, sequence
+from tests.engine.helpers import make_tiny, needs_kernels, run_sequences, sequence
 from tools.compatibility import make_loaded_model
-from tools.compatibility_cases import KEYWORDS, SIZES
 
 CPU = torch.device("cpu")
 SETTINGS = EngineSettings(pool_mb=8, block_size=16, max_step_tokens=64)
@@ -34,16 +29,12 @@ ARCHITECTURES = (
     "phimoe", "minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
+pytestmark = needs_kernels
 
 
 def make_model(architecture: str, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> LoadedModel:
     """Return a tiny random model as transformers runs it."""
-    config: Any = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
-    auto: Any = AutoModelForCausalLM
-    kind = auto._model_mapping[type(config)]
-    config = shrink_config(config, {**SIZES.get(architecture, {}), **sizes})
-    module = build_tiny_model(kind, config, 0, CPU).to(dtype)
+    module = make_tiny(architecture, **sizes).to(dtype)
     layout = probe_layout(module, SETTINGS.block_size, dtype, CPU)
     return replace(make_loaded_model(architecture, module), dtype=dtype, layout=layout)
 

@@ -22,9 +22,9 @@ from penstock.engine.loading import load_model
 from penstock.engine.masks import sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.step_batch import StepBatch
-from tests.engine.helpers import sequence
+from tests.engine.helpers import needs_kernels, sequence
 
-pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,13 +17,12 @@ import xxhash
 from penstock.config.settings import EngineSettings
 from penstock.engine import loading, proof
 from penstock.engine.accelerate import accelerate_model, compute_probe_logits
-from penstock.engine.files import DEMO_MODEL
-from penstock.engine.kernels.library import load_library
 from penstock.engine.loading import load_model, open_engine, open_model, pack_model
 from penstock.engine.packed_file import PackedFileWriter, open_packed_file
 from penstock.errors import EngineCheckFailed, ModelLoadError
+from tests.engine.helpers import needs_kernels, save_model
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler, so no kernels")
+pytestmark = needs_kernels
 
 
 @pytest.fixture
@@ -41,50 +40,32 @@ def packed(tiny_dir: Path, tmp_path: Path, no_proof: None) -> EngineSettings:
     return settings
 
 
-def make_settings(directory: Path, tmp_path: Path, weights: str = "bf16", dtype: str = "bfloat16") -> EngineSettings:
-    given = {
-        "model": str(directory),
-        "weights": weights,
-        "dtype": dtype,
-        "device": "cpu",
-        "cache_dir": str(tmp_path / "cache"),
-    }
-    return EngineSettings.model_validate(given)
+def make_settings(directory: Path, tmp_path: Path, weights: str = "bf16") -> EngineSettings:
+    given = {"model": str(directory), "weights": weights, "dtype": "bfloat16", "device": "cpu"}
+    return EngineSettings.model_validate({**given, "cache_dir": str(tmp_path / "cache")})
 
 
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "tied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}),
-    "untied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": False}),
-    "mixture": (
-        transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
-    ),
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tied": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "untied": (transformers.Qwen3Config, {"tie_word_embeddings": False}),
+    "mixture": (transformers.Qwen3MoeConfig, {**MOE, "num_experts": 4, "decoder_sparse_step": 1}),
     "gpt_oss": (
-        transformers.GptOssConfig, transformers.GptOssForCausalLM,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        transformers.GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     ),
     "latents": (
-        transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM,
-        {"kv_lora_rank": 128, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 32, "v_head_dim": 64,
-         "head_dim": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 128, "first_k_dense_replace": 1},
+        transformers.DeepseekV3Config,
+        {**MOE, "kv_lora_rank": 128, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 32,
+         "v_head_dim": 64, "head_dim": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 1},
     ),
 }  # fmt: skip
-
-
-def save_model(directory: Path, kind: str) -> None:
-    """Write a random model whose matrices are large enough for integers."""
-    make_config, make_model, given = KINDS[kind]
-    common = {
-        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
-        "intermediate_size": 256, "vocab_size": 1024, "max_position_embeddings": 256, "bos_token_id": 0,
-        "eos_token_id": 1, "initializer_range": 0.1,
-    }  # fmt: skip
-    config = make_config(**common | given)
-    torch.manual_seed(0)
-    make_model(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, directory / name)
+COMMON = {
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 256, "vocab_size": 1024, "max_position_embeddings": 256, "bos_token_id": 0,
+    "eos_token_id": 1, "initializer_range": 0.1,
+}  # fmt: skip
+"""Of random models whose matrices are large enough for integers."""
 
 
 def find_file(settings: EngineSettings) -> Path:
@@ -103,9 +84,8 @@ def is_mapped(settings: EngineSettings, caplog: pytest.LogCaptureFixture) -> boo
 def test_a_packed_file_gives_the_bits_of_an_unpacked_load(
     tmp_path: Path, no_proof: None, weights: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = tmp_path / "model"
-    save_model(directory, kind)
-    settings = make_settings(directory, tmp_path, weights)
+    make_config, given = KINDS[kind]
+    settings = make_settings(save_model(tmp_path / "model", make_config(**COMMON | given)), tmp_path, weights)
     expected = accelerate_model(load_model(settings), weights)
     pack_model(settings)
     caplog.clear()
@@ -120,11 +100,6 @@ def test_a_packed_file_gives_the_bits_of_an_unpacked_load(
     with torch.inference_mode():
         ids = torch.arange(model.vocab_size)
         assert torch.equal(model.module.get_input_embeddings()(ids), expected.module.get_input_embeddings()(ids))
-
-
-def test_auto_takes_any_form_without_loss(packed: EngineSettings, caplog: pytest.LogCaptureFixture) -> None:
-    assert is_mapped(packed.model_copy(update={"weights": "auto"}), caplog)
-    assert not is_mapped(packed.model_copy(update={"weights": "int8"}), caplog)
 
 
 def test_two_processes_share_the_mapping(packed: EngineSettings) -> None:
@@ -199,20 +174,24 @@ def test_what_does_not_fit_is_refused_by_name_and_not_served(
     assert message in caplog.text
 
 
-def test_files_of_other_models_and_dtypes_are_refused(packed: EngineSettings, tmp_path: Path) -> None:
+def test_files_of_other_models_and_dtypes_are_refused(
+    packed: EngineSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_mapped(packed.model_copy(update={"weights": "auto"}), caplog), "it takes any form without loss"
+    assert not is_mapped(packed.model_copy(update={"weights": "int8"}), caplog)
     named = packed.model_copy(update={"packed": str(find_file(packed))})
-    with pytest.raises(ModelLoadError, match="made of another config"):
-        open_model(named.model_copy(update={"model": "demo"}))
-    with pytest.raises(ModelLoadError, match="made of bfloat16, and float32 is asked for"):
-        open_model(named.model_copy(update={"dtype": "float32"}))
-    with pytest.raises(ModelLoadError, match="packed as bf16, and int4 is asked for"):
-        open_model(named.model_copy(update={"weights": "int4"}))
     weights = Path(packed.model) / "model.safetensors"
-    flip_byte(weights, weights.stat().st_size - 7)
-    with pytest.raises(ModelLoadError, match="made of other weight files"):
-        open_model(named)
-    with pytest.raises(ModelLoadError, match="cannot be read"):
-        open_model(named.model_copy(update={"packed": str(tmp_path / "none")}))
+    for change, message in (
+        ({"model": "demo"}, "made of another config"),
+        ({"dtype": "float32"}, "made of bfloat16, and float32 is asked for"),
+        ({"weights": "int4"}, "packed as bf16, and int4 is asked for"),
+        ({"packed": str(tmp_path / "none")}, "cannot be read"),
+        ({}, "made of other weight files"),
+    ):
+        if not change:
+            flip_byte(weights, weights.stat().st_size - 7)
+        with pytest.raises(ModelLoadError, match=message):
+            open_model(named.model_copy(update=change))
 
 
 def test_killed_while_writing_leaves_nothing_that_is_taken_for_a_file(tmp_path: Path) -> None:

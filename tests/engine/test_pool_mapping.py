@@ -135,9 +135,10 @@ def test_a_quarter_of_what_was_available_is_left(
     )
 
 
-def test_two_that_map_at_once_leave_a_quarter_between_them(
+def test_two_that_map_at_once_leave_a_quarter_between_them_and_where_nothing_is_told_nothing_is_mapped(
     available: dict[str, int | None], pieces: list[tuple[int, int]]
 ) -> None:
+    assert run_mapping(PIECE_BYTES).num_mapped_bytes == len(pieces) == 0
     available["bytes"] = 16 * LOOK_BYTES
     mappings = [PoolMapping([map_zeros(10 * LOOK_BYTES, torch.uint8)]) for _ in range(2)]
     for mapping in mappings:
@@ -146,13 +147,6 @@ def test_two_that_map_at_once_leave_a_quarter_between_them(
         mapping.wait_until_done()
     # Each may have looked before the other's last pieces.
     assert sum(num_bytes for _, num_bytes in pieces) <= (12 + 1) * LOOK_BYTES
-
-
-def test_a_system_that_does_not_tell_what_is_available_maps_nothing(
-    available: dict[str, int | None], pieces: list[tuple[int, int]]
-) -> None:
-    assert run_mapping(PIECE_BYTES).num_mapped_bytes == 0
-    assert not pieces
 
 
 def test_a_kernel_that_cannot_leaves_the_pool_as_it_was(
@@ -187,23 +181,17 @@ def held_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Even
     may_end.set()
 
 
-def test_a_mapping_that_is_stopped_ends_with_its_piece(held_pieces: list[threading.Event]) -> None:
+@pytest.mark.parametrize("by_whom", ["stop", "engine"])
+def test_a_mapping_that_is_stopped_or_whose_engine_ends_ends_with_its_piece(
+    by_whom: str, held_pieces: list[threading.Event], demo: LoadedModel
+) -> None:
     begun, may_end = held_pieces
-    mapping = PoolMapping([map_zeros(5 * PIECE_BYTES, torch.uint8)])
+    engine = Engine(demo, EngineSettings(pool_mb=40)) if by_whom == "engine" else None
+    mapping = engine.pool_mapping if engine else PoolMapping([map_zeros(5 * PIECE_BYTES, torch.uint8)])
     mapping.start()
     begun.wait()
-    mapping.stop()
-    may_end.set()
-    mapping.wait_until_done()
-    assert mapping.num_mapped_bytes == PIECE_BYTES
-
-
-def test_the_mapping_ends_with_the_engine(held_pieces: list[threading.Event], demo: LoadedModel) -> None:
-    begun, may_end = held_pieces
-    engine = Engine(demo, EngineSettings(pool_mb=40))
-    mapping = engine.pool_mapping
-    mapping.start()
-    begun.wait()
+    if engine is None:
+        mapping.stop()
     del engine
     gc.collect()
     may_end.set()

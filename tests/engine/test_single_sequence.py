@@ -20,8 +20,8 @@ from penstock.engine.step import SingleSequenceStep
 from penstock.engine.storage import number_index_keys
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.messages import Sampling
-from tests.engine.helpers import run_sequences, sequence
-from tests.engine.test_check import ALONE, BASE, save_model
+from tests.engine.helpers import run_sequences, save_model, sequence
+from tests.engine.test_check import ALONE, BASE
 
 SETTINGS = EngineSettings(dtype="float32", block_size=16, max_step_tokens=20, pool_mb=16)
 PROMPTS = [[5 + 37 * n % 900 for n in range(length)] for length in (1, 16, 45, 70)]
@@ -32,7 +32,8 @@ TOP = 2
 @pytest.fixture(scope="module", params=["bloom", "glm_moe_dsa"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     directory = tmp_path_factory.mktemp(request.param)
-    save_model(directory, *ALONE[request.param])
+    kind, extra = ALONE[request.param]
+    save_model(directory, kind(**{**BASE, **extra}))
     return prove_model(load_model(EngineSettings(model=str(directory), dtype="float32")), SETTINGS)
 
 
@@ -76,7 +77,8 @@ def test_an_indexer_that_forgets_is_noticed(model: LoadedModel, monkeypatch: pyt
 
 
 def test_it_says_so_at_load_and_is_not_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_model(tmp_path, *ALONE["bloom"])
+    kind, extra = ALONE["bloom"]
+    save_model(tmp_path, kind(**{**BASE, **extra}))
     with caplog.at_level(logging.WARNING, "penstock.engine"):
         model = load_model(EngineSettings(model=str(tmp_path)))
     assert "the sequences of a step are computed one after the other" in caplog.text

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from typing import Any
 
 import pytest
 
@@ -9,12 +10,11 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
-from penstock.engine.kernels import library
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from tests.engine.helpers import drain, make_block_keys, run_sequences, sequence, stage_blocks
+from tests.engine.helpers import drain, make_block_keys, needs_kernels, run_sequences, sequence, stage_blocks
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 NUM_NEW = 40
@@ -22,11 +22,10 @@ pytestmark = pytest.mark.usefixtures("unknown_growth")
 
 SMALL = EngineSettings(max_batch=6, max_step_tokens=40, pool_mb=16)
 
-has_kernels = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 PATHS = [
     "torch",
-    pytest.param(("float32", "auto"), marks=has_kernels, id="float32"),
-    pytest.param(("bfloat16", "int8"), marks=has_kernels, id="bfloat16 with int8 KV"),
+    pytest.param(("float32", "auto"), marks=needs_kernels, id="float32"),
+    pytest.param(("bfloat16", "int8"), marks=needs_kernels, id="bfloat16 with int8 KV"),
 ]
 
 
@@ -58,15 +57,21 @@ def _resumed(seq: Sequence, num_given: int) -> Sequence:
                     block_keys=make_block_keys(prompt + given))  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def done(demo: LoadedModel) -> tuple[list[int], list[bytes]]:
+    """What a sequence says after the prompt of 70 tokens, and the prompt's blocks."""
+    engine, seq = Engine(demo, SMALL), sequence(_prompts()[5], NUM_NEW)
+    (output,) = run_sequences(engine, [seq], remove=False)
+    return output, export_blocks(engine, seq)
+
+
 # Blocks from a tier
 
 
-def test_views_are_the_pools_own_memory_and_sequences_find_committed_blocks(demo: LoadedModel) -> None:
-    first, second = Engine(demo, SMALL), Engine(demo, SMALL)
-    (done,) = seqs = [sequence(_prompts()[5], NUM_NEW)]
-    (output,) = run_sequences(first, seqs, remove=False)
-    payloads = export_blocks(first, done)
-    again = sequence(_prompts()[5], NUM_NEW)
+def test_views_are_the_pools_own_memory_and_sequences_find_committed_blocks(
+    demo: LoadedModel, done: tuple[list[int], list[bytes]]
+) -> None:
+    second, again, (output, payloads) = Engine(demo, SMALL), sequence(_prompts()[5], NUM_NEW), done
     staged = stage_blocks(second, again.block_keys)
     assert (staged.num_cached, len(staged.views)) == (0, 4)
     assert second.num_free_blocks == second.pool.num_blocks - 4
@@ -97,15 +102,17 @@ def test_committed_blocks_cannot_be_written_through_their_views(demo: LoadedMode
     del kept
 
 
-def test_blocks_committed_for_a_waiting_sequence_are_not_staged_again(demo: LoadedModel) -> None:
-    first, engine = Engine(demo, SMALL), Engine(demo, SMALL)
-    prompt = _prompts()[5]
-    done = sequence(prompt, NUM_NEW)
-    (output,) = run_sequences(first, [done], remove=False)
-    seq = sequence(prompt, NUM_NEW)
-    import_blocks(engine, seq, export_blocks(first, done)[:4])
+def _make_keys(count: int) -> list[bytes]:
+    return [bytes([n % 256, n // 256]) for n in range(count)]
+
+
+def test_blocks_committed_for_a_waiting_sequence_are_not_staged_again(
+    demo: LoadedModel, done: tuple[list[int], list[bytes]]
+) -> None:
+    engine, seq, (output, payloads) = Engine(demo, SMALL), sequence(_prompts()[5], NUM_NEW), done
+    import_blocks(engine, seq, payloads[:4])
     engine.add_sequence(seq)
-    others = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks - -(-len(prompt) // 16))]
+    others = _make_keys(engine.pool.num_blocks - 5)
     assert engine.stage_blocks([*others, b"one more"]) is None
     staged = stage_blocks(engine, others)
     engine.step()
@@ -117,7 +124,7 @@ def test_blocks_committed_for_a_waiting_sequence_are_not_staged_again(demo: Load
 
 def test_batch_stages_no_blocks_that_its_waiting_sequences_need_and_interactive_does(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
-    keys = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks)]
+    keys = _make_keys(engine.pool.num_blocks)
     engine.add_sequence(sequence([5] * 40, NUM_NEW, klass="batch"))
     assert engine.stage_blocks(keys, "batch") is None
     engine.step()
@@ -137,21 +144,16 @@ def test_a_prefix_that_is_being_staged_is_waited_for(demo: LoadedModel) -> None:
     assert stage_blocks(engine, [b"a", b"b"]).num_cached == 2
 
 
-def test_imported_blocks_are_no_hits_and_readmission_counts_nothing(demo: LoadedModel) -> None:
-    first, engine = Engine(demo, SMALL), Engine(demo, SMALL)
-    prompt = _prompts()[5]
-    done = sequence(prompt, 2)
-    run_sequences(first, [done], remove=False)
-    payloads = export_blocks(first, done)
-    seq = sequence(prompt, 2)
-    import_blocks(engine, seq, payloads[:3])
-    assert (engine.pool.num_hits, engine.pool.num_misses) == (0, 0)
-    run_sequences(engine, [seq])
-    assert (engine.pool.num_hits, engine.pool.num_misses) == (0, 4)
-    again = sequence(prompt, 2)
-    import_blocks(engine, again, payloads)
-    run_sequences(engine, [again])
-    assert (engine.pool.num_hits, engine.pool.num_misses) == (4, 4)
+def test_imported_blocks_are_no_hits_and_readmission_counts_nothing(
+    demo: LoadedModel, done: tuple[list[int], list[bytes]]
+) -> None:
+    engine, payloads = Engine(demo, SMALL), done[1]
+    for num_blocks, num_hits in ((3, 0), (len(payloads), 4)):
+        seq = sequence(_prompts()[5], 2)
+        import_blocks(engine, seq, payloads[:num_blocks])
+        assert engine.pool.num_hits == 0
+        run_sequences(engine, [seq])
+        assert (engine.pool.num_hits, engine.pool.num_misses) == (num_hits, 4)
 
 
 def test_blocks_are_filled_by_another_thread_while_steps_run(model: LoadedModel) -> None:
@@ -328,14 +330,19 @@ def _prompt_tail(engine: Engine, seq: Sequence) -> bytes:
     return bytes(engine.storage.copy_block(seq.block_table[index], num_rows))
 
 
-def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
-    engine = Engine(model, SMALL)
-    seq = sequence(_prompts()[3], NUM_NEW)
-    engine.add_sequence(seq)
+def _say_20(engine: Engine, **given: Any) -> Sequence:
+    """A sequence that has said 20 tokens. The keys of its full blocks are known, and so the blocks found, at once."""
+    engine.add_sequence(seq := sequence(_prompts()[3], NUM_NEW, **given))
     while seq.num_output_tokens < 20:
         engine.step()
-    engine.add_block_keys(seq, make_block_keys(seq.token_ids)[2:])  # at once
+    engine.add_block_keys(seq, make_block_keys(seq.token_ids)[2:])
     assert engine.count_cached_blocks(make_block_keys(seq.token_ids)) == 3
+    return seq
+
+
+def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
+    engine = Engine(model, SMALL)
+    seq = _say_20(engine)
     while len(seq.token_ids) < 64:
         engine.step()
     engine.add_block_keys(seq, make_block_keys(seq.token_ids)[3:])
@@ -351,14 +358,9 @@ def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
 def test_a_preempted_sequence_finds_its_answer(model: LoadedModel) -> None:
     engine = Engine(model, SMALL)
     (expected,) = run_sequences(Engine(model, SMALL), [sequence(_prompts()[3], NUM_NEW)])
-    seq = sequence(_prompts()[3], NUM_NEW, klass="batch")
-    engine.add_sequence(seq)
-    while seq.num_output_tokens < 20:
-        engine.step()
-    engine.add_block_keys(seq, make_block_keys(seq.token_ids)[2:])
+    seq = _say_20(engine, klass="batch")
     held = engine.pool.allocate_blocks(engine.num_free_blocks - 1)
-    other = sequence([5] * 20, 2)
-    engine.add_sequence(other)
+    engine.add_sequence(sequence([5] * 20, 2))
     engine.step()
     assert seq.num_preemptions == 1
     engine.pool.free_blocks(held)

@@ -1,15 +1,13 @@
 """Models whose layers keep a state: its bits depend on the tokens alone, and it travels with the KV."""
 
-import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.accelerate import accelerate_model
@@ -19,16 +17,13 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
 from penstock.engine.states import StateLayout, StatePart
-from penstock.engine.tiny import build_tiny_model, shrink_config
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
-from tests.engine.helpers import GREEDY, drain, make_block_keys
-from tests.engine_contract.engines import Caller
+from tests.engine.helpers import GREEDY, drain, make_block_keys, make_tiny
+from tests.engine_contract.engines import Caller, serve
 from tools.compatibility import make_loaded_model
-from tools.compatibility_cases import KEYWORDS
 
-CPU = torch.device("cpu")
 NUM_NEW = 12
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
 LENGTHS = (70, 33, 1, 48, 17, 90)
@@ -37,10 +32,7 @@ LENGTHS = (70, 33, 1, 48, 17, 90)
 @pytest.fixture(scope="module", params=["lfm2", "bamba", "zamba"])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     """A tiny model with convolutions alone, one with a scan in chunks, and one whose scan cannot go on in chunks."""
-    auto: Any = AutoModelForCausalLM
-    config = shrink_config(CONFIG_MAPPING[request.param](**KEYWORDS.get(request.param, {})))
-    module = build_tiny_model(auto._model_mapping[type(config)], config, 1, CPU)
-    model = accelerate_model(make_loaded_model(request.param, copy.deepcopy(module)))
+    model = accelerate_model(make_loaded_model(request.param, make_tiny(request.param, 1)))
     return replace(model, content_fingerprint="5a" * 32)
 
 
@@ -158,14 +150,10 @@ def test_after_a_failed_step_states_are_computed_again(model: LoadedModel) -> No
 @pytest.fixture
 def line(model: LoadedModel, tmp_path: Path) -> Iterator[list[ServingEngine]]:
     """A prefill engine and two decode engines over one store."""
-    layout = StoreLayout.from_model(model)
     with ExitStack() as stack:
-        engines = []
-        for _ in range(3):
-            kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), redis_mb=0)
-            store = stack.enter_context(closing(KVStore.open(layout, kv, "", "states")))
-            store.set_compute_speed(lambda: 1.0)  # so that everything found is worth reading
-            engines.append(stack.enter_context(closing(ServingEngine(make_engine(model), store))))
+        engines = [stack.enter_context(serve(make_engine(model), tmp_path)) for _ in range(3)]
+        for engine in engines:
+            engine.store.set_compute_speed(lambda: 1.0)  # so that everything found is worth reading
         yield engines
 
 

@@ -1,8 +1,9 @@
 """The engines that the contract's tests run against, and a caller that does with one what a worker's loop does."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,16 @@ BLOCK = 32
 @cache
 def _load_model() -> LoadedModel:
     return load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
+
+
+@contextmanager
+def serve(core: Engine, directory: Path) -> Iterator[ServingEngine]:
+    """Put an engine over a store in a directory, which other engines may have, too."""
+    directory.mkdir(exist_ok=True)
+    settings = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
+    store = KVStore.open(StoreLayout.from_model(core.model), settings, "", "contract")
+    with closing(store), closing(ServingEngine(core, store)) as engine:
+        yield engine
 
 
 @dataclass
