@@ -158,7 +158,9 @@ def run(given: Arguments) -> dict[str, float]:
         _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
         # The worker that is killed last may have ended a stream whose result another one has to publish.
         with suppress(TimeoutError):
-            wait_until(lambda: load.kind_of.keys() <= {one.id for one in read_results(stack)}, 30, "all have results")
+            wait_until(
+                lambda: load.kind_of.keys() <= {one.id for one in read_results(stack)}, 30, "all end", every_s=0.5
+            )
         results = read_results(stack)
     counts = Counter(result.id for result in results)
     of_load = [result for result in results if result.id in load.kind_of]
