@@ -57,6 +57,19 @@ def test_a_stack_without_workers_is_ready_at_once(
     assert split_cores(0) == []
 
 
+def test_a_worker_that_died_is_not_ready_while_its_start_is_put_off(
+    shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    child = start_child([sys.executable, "-c", ""], name="decode-0")
+    wait_for(lambda: not child.is_alive(), "it has ended")
+    worker = WorkerSlot("decode-0", stage="decode", child=child, failures=3, started_at=math.inf, was_ready=True)
+    with a_stack(tmp_path, redis_url, pipeline) as stack:
+        stack.workers.append(worker)
+        stack.restart_dead()
+        assert worker.child is None
+        assert not worker.was_ready
+
+
 def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(
     shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
 ) -> None:

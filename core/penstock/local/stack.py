@@ -188,7 +188,7 @@ class Stack:
                     f"{worker.name} ended with status {status} and is started again; "
                     f"its log: {self._log_path(worker)}{cause}"
                 )
-                worker.child, worker.start_at = None, time.monotonic() + delay_s
+                worker.child, worker.was_ready, worker.start_at = None, False, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
                 self._start_slot(worker)
         return died
