@@ -94,16 +94,6 @@ def compute_one_by_one(monkeypatch: pytest.MonkeyPatch, known: list[Result]) -> 
     return lambda worker: None
 
 
-def compute_ahead(monkeypatch: pytest.MonkeyPatch, known: list[Result]) -> Prepare:
-    """Let steps be computed from their beginning on, as a device does: tokens are handled when the next has begun."""
-
-    def prepare(worker: Worker) -> None:
-        core_of(worker).runner.is_asynchronous = True
-        assert worker.engine.is_asynchronous
-
-    return prepare
-
-
 def compute_drafts(monkeypatch: pytest.MonkeyPatch, known: list[Result]) -> Prepare:
     """Let steps of decode draft what one of the known answers says next, whatever comes."""
 
@@ -214,11 +204,11 @@ def list_features(plain: Result) -> list[Request]:
 
 
 QUICK = {
-    (compute_one_by_one, leave_at_every_token), (compute_ahead, fall_silent_in_decode), (compute_drafts, nothing),
+    (compute_one_by_one, leave_at_every_token), (compute_drafts, fall_silent_in_decode), (compute_drafts, nothing),
     (compute_drafts, cancel_one),
 }  # fmt: skip
 """What `make test` plays of all pairs."""
-PAIRS = [(way, happen) for way in (compute_one_by_one, compute_ahead, compute_drafts) for happen in MISHAPS]
+PAIRS = [(way, happen) for way in (compute_one_by_one, compute_drafts) for happen in MISHAPS]
 
 
 @pytest.mark.parametrize(

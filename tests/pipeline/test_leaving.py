@@ -104,7 +104,7 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
 ) -> None:
     """Its blocks are leased until the answer is complete, those of the answer too."""
     line.send_requests(request := ask())
-    stays = StayPolicy(StaySettings(**settings), has_others=lambda: True)
+    stays = StayPolicy(StaySettings.model_validate(settings), has_others=lambda: True)
     loaded, (shared,) = note_loaded(line.decode), serving_engine(line.decode).store.tiers
     with closing(line.make_auto("auto", stays)) as worker, without_jobs(worker):
         act(worker)
