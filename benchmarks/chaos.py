@@ -173,7 +173,7 @@ def run_chaos(run: ChaosRun) -> None:
 
 def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     """Yield rounds, on both buses in turn."""
-    for number, (place, bus) in itertools.product(range(10**9), enumerate(BUSES)):
+    for number, (place, bus) in ((number, each) for number in itertools.count() for each in enumerate(BUSES)):
         drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
         seconds, (prefill, decode, auto) = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2, 0)))
         # Every third round on Kafka has servers with copies.
