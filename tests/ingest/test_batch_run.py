@@ -3,7 +3,10 @@
 import os
 import resource
 import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,11 +18,25 @@ from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S, wait_for
 from tests.ingest.batch_files import each_once, finished, lines, read_file, row, run_of, wait_for_results
 
+NUM_SOME = 21
 
-def start(line: Stack, folder: Path) -> Child:
+
+def start(line: Stack, folder: Path, run: Callable[..., None] = run_penstock) -> Child:
     own = {"PENSTOCK_PIPELINE": line.addresses.pipeline, "PENSTOCK_STREAM_URL": line.addresses.stream_url}
     command = ("batch", "run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"))
-    return fork_process("batch run", folder / "log", run_penstock, *command, environment=os.environ | own)
+    return fork_process("batch run", folder / "log", run, *command, environment=os.environ | own)
+
+
+def stand_still_after_some(*command: str) -> None:
+    """Run the command, which writes some rows, and then waits to be killed."""
+    write_rows = Journal.write_rows
+
+    def write_some(journal: Journal, rows: Sequence[FinishedRow]) -> None:
+        write_rows(journal, rows[:NUM_SOME])
+        threading.Event().wait()
+
+    with mock.patch.object(Journal, "write_rows", write_some):
+        run_penstock(*command)
 
 
 def more_than(output: Path, count: int) -> bool:
@@ -33,11 +50,11 @@ def test_killed_at_any_time_it_goes_on(line: Stack, tmp_path: Path) -> None:
     rows[5] = row(5, temperature=-1)
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
-    child = start(line, tmp_path)
-    wait_for(lambda: more_than(output, 20), "some rows")
+    child = start(line, tmp_path, stand_still_after_some)
+    wait_for(lambda: more_than(output, 0), "some rows")
     child.kill()
     killed_at = finished(output)
-    assert killed_at < count
+    assert 0 < killed_at <= NUM_SOME
     with output.open("ab") as file:  # rows that no journal has, the last of them half written
         file.write(b'{"custom_id": "row-199"}\n{"custom_id": "row-2')
     with (tmp_path / "out.jsonl.journal").open("ab") as file:

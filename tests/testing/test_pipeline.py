@@ -83,6 +83,7 @@ def test_a_request_is_cancelled() -> None:
 
 
 def test_what_ends_a_worker_that_nobody_killed_is_raised() -> None:
+    before = set(threading.enumerate())
     with (
         mock.patch.object(FormulaEngine, "has_work", side_effect=ZeroDivisionError),
         pytest.raises(ZeroDivisionError),
@@ -91,7 +92,7 @@ def test_what_ends_a_worker_that_nobody_killed_is_raised() -> None:
         pipeline._workers["decode-0"].thread.join()
 
     def has_no_thread() -> bool:  # the session's is told to end, and not waited for
-        return not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+        return not [one for one in set(threading.enumerate()) - before if one.name.startswith("penstock-")]
 
     wait_for(has_no_thread, "all threads of the workers have ended")
 
