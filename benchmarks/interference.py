@@ -55,7 +55,7 @@ PROMPT_TOKENS, STREAM_NEW = 64, 256
 BATCH_ANSWER_TOKENS = (16, 96)
 """Tokens of a batch answer: minimum and maximum."""
 PERCENTILES = (50, 99)
-STACK_STREAMS, LONG_PROMPT_TOKENS, LONG_NEW = 8, 1024, 16
+STACK_STREAMS, LONG_PROMPT_TOKENS, LONG_NEW = 8, 960, 16
 """With `--stack`: interactive streams, and the tokens of a long prompt and of the answer to it."""
 FORMS = {"two_stages": (1, 1, 0), "auto": (0, 0, 2)}
 """With `--stack`: how many prefill, decode and auto workers each form has."""

@@ -88,23 +88,23 @@ def note_loaded(worker: Worker) -> list[Loaded]:
 @pytest.mark.parametrize(
     ("cause", "settings", "act", "num_blocks"),
     [
-        pytest.param("prompt", {"max_prompt_tokens": 1}, run_until_running, 3, id="a long prompt"),
-        pytest.param("length", {"max_answer_tokens": 30}, run_until_running, 4, id="a long answer"),
-        pytest.param("length", {}, let_time_pass, 4, id="an answer that lasts"),
-        pytest.param("blocks", {}, take_blocks, 4, id="no blocks"),
+        pytest.param("prompt", StaySettings(max_prompt_tokens=1), run_until_running, 3, id="a long prompt"),
+        pytest.param("length", StaySettings(max_answer_tokens=30), run_until_running, 4, id="a long answer"),
+        pytest.param("length", StaySettings(), let_time_pass, 4, id="an answer that lasts"),
+        pytest.param("blocks", StaySettings(), take_blocks, 4, id="no blocks"),
     ],
 )
 def test_what_leaves_goes_on_with_the_kv_that_it_has(
     line: InProcessPipeline,
     causes: list[str],
     cause: str,
-    settings: dict[str, int],
+    settings: StaySettings,
     act: Callable[[Worker], object],
     num_blocks: int,
 ) -> None:
     """Its blocks are leased until the answer is complete, those of the answer too."""
     line.send_requests(request := ask())
-    stays = StayPolicy(StaySettings.model_validate(settings), has_others=lambda: True)
+    stays = StayPolicy(settings, has_others=lambda: True)
     loaded, (shared,) = note_loaded(line.decode), serving_engine(line.decode).store.tiers
     with closing(line.make_auto("auto", stays)) as worker, without_jobs(worker):
         act(worker)
