@@ -329,6 +329,7 @@ class StreamsReader:
 
     def __init__(self, members: Sequence[StreamsMember], url: str) -> None:
         self._members, self._bell, self._closing = members, StreamsBell(url), threading.Event()
+        self._reads = [stream for member in members for stream in member.list_reads()]
         self._taken: list[Delivery] = []
         """Deliveries that were not returned yet, as something failed after they were taken."""
 
@@ -360,22 +361,22 @@ class StreamsReader:
         left = {klass: max(0, capacity.get(klass, 0) - held[klass]) for klass in CLASSES}
         for member in self._members:
             self._taken += member.take_known(left)
-        reads = [(member, *stream) for member in self._members for stream in member.list_reads()]
-        wanted = [key for _, key, _, _, number in reads if left[CLASSES[number - 1]]]
+        wanted = [key for key, _, _, number in self._reads if left[CLASSES[number - 1]]]
         if wanted and not self._bell.is_watching(wanted):
-            self._take_new(reads, left)
+            self._take_new(left)
 
-    def _take_new(self, reads: "Sequence[tuple[StreamsMember, str, str, str, int]]", left: Left) -> None:
+    def _take_new(self, left: Left) -> None:
         """Read the members' streams in one round trip. Where there was nothing, the bell watches them from now on."""
         words: list[Any] = [left[klass] for klass in CLASSES]
-        for _, _, *about in reads:
+        for _, *about in self._reads:
             words += about
-        command = READ.command([key for _, key, *_ in reads], words)
+        keys = [key for key, *_ in self._reads]
+        command = READ.command(keys, words)
         [(found, after)] = raise_first_error(READ.run_once(self._members[0].client, [command]))
         per_member = len(CLASSES)
         for number, member in enumerate(self._members):
             self._taken += member.accept_new(found[number * per_member :][:per_member], left)
-        self._bell.watch({key: last for (_, key, *_), last in zip(reads, after, strict=True) if last})
+        self._bell.watch({key: last for key, last in zip(keys, after, strict=True) if last})
 
     def _wait(self, timeout_s: float) -> None:
         """Wait for a message in the streams that the bell watches, or for `close`."""
