@@ -591,28 +591,27 @@ async def wait_for_state(objects: ObjectStorage, spec: BatchSpec, status: str) -
         await asyncio.sleep(0.02)
 
 
-async def test_a_tenant_with_many_batches_makes_way_for_another(objects: ObjectStorage, runner: BatchRunner) -> None:
-    """None of the first tenant's will end, and one gateway works on so many at once."""
-    specs = [await make_batch(objects, "many", "dead") for _ in range(runner_module.MAX_MOVING_BATCHES)]
-    runner.start()
-    for spec in specs:
-        await wait_for_state(objects, spec, "in_progress")
-    late = await make_batch(objects, "few", "demo")
-    runner.look_now()
-    await wait_for_state(objects, late, "completed")
-
-
-async def test_batches_that_stand_still_take_no_turn(
-    objects: ObjectStorage, runner: BatchRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work_module, "STALLED_AFTER_S", 0.0)
-    specs = [await make_batch(objects, f"t{n}", "dead") for n in range(runner_module.MAX_MOVING_BATCHES)]
+async def let_one_pass(objects: ObjectStorage, runner: BatchRunner, tenants: list[str]) -> None:
+    """Check that another tenant's batch is completed beside batches of these tenants, none of which will end."""
+    specs = [await make_batch(objects, tenant, "dead") for tenant in tenants]
     runner.start()
     for spec in specs:
         await wait_for_state(objects, spec, "in_progress")
     late = await make_batch(objects, "late", "demo")
     runner.look_now()
     await wait_for_state(objects, late, "completed")
+
+
+async def test_a_tenant_with_many_batches_makes_way_for_another(objects: ObjectStorage, runner: BatchRunner) -> None:
+    """One gateway works on so many at once."""
+    await let_one_pass(objects, runner, ["many"] * runner_module.MAX_MOVING_BATCHES)
+
+
+async def test_batches_that_stand_still_take_no_turn(
+    objects: ObjectStorage, runner: BatchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_module, "STALLED_AFTER_S", 0.0)
+    await let_one_pass(objects, runner, [f"t{n}" for n in range(runner_module.MAX_MOVING_BATCHES)])
 
 
 async def test_a_batch_that_cannot_be_read_is_named_and_left_alone(
