@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | install | format | lint
+# make demo | demo-kafka | test | test-all | test-clients | test-vllm | sanitize | gpu-check | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,7 +6,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize format lint clean
+.PHONY: install demo demo-kafka test test-all test-clients test-vllm sanitize gpu-check format lint clean
 
 # make_environment: an environment with uv, and INSTALL with torch's own index where that can be reached: torch without CUDA is 1 GB instead of 5.
 define make_environment
@@ -65,6 +65,13 @@ $(CLIENTS)/installed: pyproject.toml constraints.txt tests/ingest/node/package.j
 
 sanitize: install
 	$(BIN)/python -m tools.sanitize
+
+# Tokens, kills and speed on a GPU: five minutes. GPU_PYTHON may be any Python that has torch and what `penstock[worker,embedded]` needs.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+PORTIONS := $(CURDIR)/core:$(CURDIR)/ingest:$(CURDIR)/prefill_worker:$(CURDIR)/decode_worker:$(CURDIR)/kvstore
+
+gpu-check:
+	PYTHONPATH=$(PORTIONS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu --device cuda $(GPU_ARGUMENTS)
 
 # vLLM in an environment of its own, 6 GB: it pins another torch.
 VLLM := .venv-vllm

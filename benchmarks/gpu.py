@@ -1,0 +1,221 @@
+"""Whether workers on a GPU give the tokens that workers on a CPU give, what they survive, and how fast they are.
+
+`make gpu-check` runs it with `--device cuda`, where torch, transformers and the packages of `penstock[worker,embedded]`
+are installed; no network is needed. With `--device cpu` every part runs on the CPU, which tries the code.
+
+1. Tokens: the same requests, greedy and at random, are answered by a prefill and a decode worker on a CPU; by both on
+   the device, with KV blocks in shared memory; by a prefill worker on the device and a decode worker on a CPU, and the
+   other way round, with KV blocks in Redis alone. All in float32: every answer has to be the same.
+2. Kills: two prefill and two decode workers on the device are killed while they answer these requests.
+3. Speed, in bfloat16: decode steps and prompts of the engine alone, and tokens per second through the pipeline.
+"""
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
+from benchmarks.systems import GREEDY, answer_requests, open_shape, open_stack, run_sequences, write_shape
+from penstock.client.sync import Client
+from penstock.engine.device import describe_device
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence
+from penstock.local.stack import SHARED_DIR_VARIABLE, Stack
+from penstock.names import Pipeline
+from penstock.ops.status import read_heartbeats
+from penstock.redis.client import redis_client
+
+START_S = 240.0
+WAYS = {
+    "device_device_shared": ("device", "device", "shared"),
+    "device_cpu_redis": ("device", "cpu", "redis"),
+    "cpu_device_redis": ("cpu", "device", "redis"),
+}
+"""By the figure's name: where prompts are computed, where answers are, and the tier by which KV blocks go."""
+
+
+def make_requests(count: int, max_tokens: int, longest: int) -> list[dict[str, Any]]:
+    """Return requests with prompts of 5 to `longest` random tokens, every other one at temperature 1."""
+    chance = random.Random(count)
+    return [
+        {
+            "token_ids": [chance.randrange(3, 250) for _ in range(5 + number * (longest - 5) // max(1, count - 1))],
+            "max_tokens": max_tokens,
+            "temperature": float(number % 2),
+            "seed": number,
+            "ignore_eos": True,
+        }
+        for number in range(count)
+    ]
+
+
+@contextmanager
+def open_workers(given: Arguments, prompts: str, answers: str, tier: str, count: int = 1) -> Iterator[list[Stack]]:
+    """Start `count` prefill workers on one device and `count` decode workers on another, with the demo model."""
+    with tempfile.TemporaryDirectory(prefix="penstock-gpu-", dir="/dev/shm") as shared:
+        tiers = {"PENSTOCK_KV_STORE_SHARED_MB": "256" if tier == "shared" else "0", SHARED_DIR_VARIABLE: shared}
+        tiers["PENSTOCK_KV_STORE_REDIS_MB"] = "256" if tier == "redis" else "0"
+        both = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_POOL_MB": "256"} | tiers
+        on = {"device": given.device, "cpu": "cpu"}
+        first = both | {"PENSTOCK_ENGINE_DEVICE": on[prompts]}
+        second = both | {"PENSTOCK_ENGINE_DEVICE": on[answers]}
+        how = given.choose_stack()
+        with (
+            open_stack(how, first, prefill=count, decode=0) as one,
+            open_stack(how, second, redis=one.addresses.first_url, prefill=0, decode=count) as other,
+        ):
+            yield [one, other]
+
+
+def answer_all(stacks: list[Stack], requests: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of each request's answer; all are submitted at once."""
+    with Client(stacks[0].addresses) as client:
+        return [answer.token_ids for _, answer in answer_requests(client, requests, len(requests))]
+
+
+def count_hits(stacks: list[Stack], tier: str) -> int:
+    """Return how many KV blocks the decode workers have found in a tier, once their heartbeats say it."""
+    end_s = time.monotonic() + 10.0
+    with redis_client(stacks[0].addresses.first_url) as client:
+        while True:
+            beats = read_heartbeats(client, Pipeline(stacks[0].addresses.pipeline))
+            hits = sum(beat["kv"].get(tier, {}).get("hits", 0) for beat in beats if beat["stage"] == "decode")
+            if hits or time.monotonic() > end_s:
+                return int(hits)
+            time.sleep(0.2)
+
+
+def compare_devices(given: Arguments, requests: list[dict[str, Any]]) -> tuple[list[list[int]], dict[str, float]]:
+    """Return the tokens of workers on a CPU, and in how many answers those on the device agree."""
+    with open_workers(given, "cpu", "cpu", "shared") as stacks:
+        right = answer_all(stacks, requests)
+    figures: dict[str, float] = {"answers": len(right)}
+    for name, (prompts, answers, tier) in WAYS.items():
+        with open_workers(given, prompts, answers, tier) as stacks:
+            found = answer_all(stacks, requests)
+            hits = count_hits(stacks, tier)
+        figures[f"equal_{name}"] = sum(one == other for one, other in zip(found, right, strict=True))
+        figures[f"blocks_loaded_{name}"] = hits
+        print(f"{name}: {figures[f'equal_{name}']:.0f} of {len(right)} answers equal, {hits} blocks loaded", flush=True)
+    return right, figures
+
+
+def restart_all(stacks: list[Stack]) -> None:
+    """Wait until all workers that were killed serve again."""
+    for stack in stacks:
+        stack.wait_until_ready(START_S)
+
+
+def kill_workers(
+    given: Arguments, requests: list[dict[str, Any]], right: list[list[int]], num_kills: int
+) -> dict[str, float]:
+    """Kill workers one after another while requests run; each round of four kills answers all requests."""
+    chance, lost, wrong, kills = random.Random(7), 0, 0, 0
+    with open_workers(given, "device", "device", "shared", 2) as stacks:
+        answer_all(stacks, requests)
+        slots = [(stack, slot) for stack in stacks for slot in stack.workers]
+        with Client(stacks[0].addresses) as client:
+            while kills < num_kills:
+                ids = [client.submit(**request) for request in requests]
+                for stack, slot in chance.sample(slots, len(slots)):
+                    time.sleep(chance.uniform(0.02, 0.4))
+                    assert slot.child is not None
+                    slot.child.kill()
+                    kills += 1
+                    stack.restart_dead()
+                restart_all(stacks)
+                for request_id, tokens in zip(ids, right, strict=True):
+                    try:
+                        wrong += client.result(request_id, timeout_s=TIMEOUT_S).token_ids != tokens
+                    except TimeoutError:
+                        lost += 1
+                print(f"{kills} kills: {lost} answers lost, {wrong} wrong", flush=True)
+    return {"kills": kills, "lost": lost, "wrong": wrong}
+
+
+def measure_engine(given: Arguments, shape: str) -> dict[str, float]:
+    """Return milliseconds of a decode step by the number of sequences, and prompt tokens per second by length."""
+    engine, numbers = (
+        open_shape(shape, device=given.device, pool_mb=given.choose_size(4096, 512, 64)),
+        itertools.count(),
+    )
+    figures: dict[str, float] = {}
+    for count in given.choose_size((1, 8, 32), (1, 8), (1, 2)):
+        times_s = time_steps(engine, count, given.choose_size(512, 128, 16), given.choose_size(40, 10, 4), numbers)
+        figures[f"decode_step_ms_b{count}"] = statistics.median(times_s) * 1e3
+        figures[f"decode_tokens_s_b{count}"] = count / statistics.median(times_s)
+    for length in given.choose_size((512, 2048), (512,), (64,)):
+        times_s = []
+        for _ in range(4):
+            seq = make_sequence(next(numbers), length, 1)
+            begun_s = time.perf_counter()
+            run_sequences(engine, [seq])
+            times_s.append(time.perf_counter() - begun_s)
+            engine.remove_sequence(seq)
+        figures[f"prefill_tokens_s_{length}"] = length / statistics.median(times_s[1:])
+    return figures
+
+
+def make_sequence(number: int, length: int, num_new: int) -> Sequence:
+    """Return a sequence with a prompt that no other number has."""
+    chance = random.Random(number)
+    prompt = [chance.randrange(3, 250) for _ in range(length)]
+    return Sequence(f"{number}", prompt, sampling=GREEDY, seed=7, max_new_tokens=num_new)
+
+
+def time_steps(engine: Engine, count: int, context: int, num_steps: int, numbers: Iterator[int]) -> list[float]:
+    """Return the seconds of decode steps of `count` sequences. The first ones are not counted."""
+    seqs = [make_sequence(next(numbers), context, num_steps + 50) for _ in range(count)]
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while min(seq.num_output_tokens for seq in seqs) < 4:
+        engine.step()
+    times_s = []
+    for _ in range(num_steps):
+        begun_s = time.perf_counter()
+        engine.step()
+        times_s.append(time.perf_counter() - begun_s)
+    for seq in seqs:
+        engine.remove_sequence(seq)
+    return times_s
+
+
+def measure_pipeline(given: Arguments, shape: str) -> dict[str, float]:
+    """Return output tokens per second through a prefill and a decode worker on the device."""
+    environment: Mapping[str, str] = {
+        "PENSTOCK_ENGINE_MODEL": str(write_shape(shape)), "PENSTOCK_ENGINE_DEVICE": given.device,
+        "PENSTOCK_ENGINE_DTYPE": "bfloat16", "PENSTOCK_ENGINE_POOL_MB": given.choose_size("4096", "512", "64"),
+        "PENSTOCK_KV_STORE_SHARED_MB": given.choose_size("4096", "1024", "64"),
+    }  # fmt: skip
+    requests = make_requests(*given.choose_size((64, 64, 480), (8, 16, 100), (2, 4, 20)))
+    with open_stack(given.choose_stack(), environment) as stack:
+        answer_all([stack], requests[:2])
+        begun_s = time.perf_counter()
+        tokens = answer_all([stack], requests)
+        spent_s = time.perf_counter() - begun_s
+    return {"pipeline_tokens_s": sum(map(len, tokens)) / spent_s}
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Run all parts and return their figures."""
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here: --device cpu tries every part without one")
+    if given.device == "cuda":
+        print(describe_device(torch.device("cuda")))
+    shape = given.choose_size("q06", "small", "smoke")
+    requests = make_requests(*given.choose_size((24, 40, 400), (12, 24, 200), (4, 8, 60)))
+    right, figures = compare_devices(given, requests)
+    figures |= kill_workers(given, requests, right, given.choose_size(20, 8, 4))
+    figures |= measure_engine(given, shape)
+    return figures | measure_pipeline(given, shape)
+
+
+if __name__ == "__main__":
+    run_benchmark(__doc__, run, with_device=True)
