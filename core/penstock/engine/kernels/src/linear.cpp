@@ -315,11 +315,13 @@ template <class T> Multiply<T> choose(int rows, bool once) {
 
 // ---- what is done with the sums
 
-f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+f32x16 silu(f32x16 x) {
+  return by_parts([](f32xn x) INLINED { return x / (1.0f + exp_part(-x)); }, x);
+}
 
 // A swish whose slope is given, of a bounded gate.
 f32x16 bounded_swish(const LinearArgs& a, f32x16 x) {
-  f32x16 bounded = x > a.limit ? all(a.limit) : x;
+  f32x16 bounded = select(is_greater(x, all(a.limit)), all(a.limit), x);
   return bounded / (1.0f + exp(bounded * -a.slope));
 }
 
@@ -345,7 +347,8 @@ template <class T> void finish(const Chunk& chunk, int64_t panel, const float* c
     if (a.activation != kNone) {
       f32x16 gate = rounded<T>(v[0]), up = rounded<T>(v[1]);
       if (a.activation == kBoundedSwish) {
-        up = up > a.limit ? all(a.limit) : up < -a.limit ? all(-a.limit) : up;
+        up = select(is_greater(all(-a.limit), up), all(-a.limit), up);
+        up = select(is_greater(up, all(a.limit)), all(a.limit), up);
         up = rounded<T>(up + 1.0f);
         gate = bounded_swish(a, gate);
       } else {

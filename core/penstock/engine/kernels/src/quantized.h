@@ -16,8 +16,6 @@ template <int BITS> struct Codes {
   static constexpr int kLineBytes = 16 * BITS;
 };
 
-typedef int32_t i32xn __attribute__((vector_size(kLanes * 4)));
-
 INLINE uint32_t even_bytes(uint32_t inputs) {  // as int16
   return uint32_t(uint16_t(int16_t(int8_t(inputs)))) | uint32_t(int32_t(int8_t(inputs >> 16))) << 16;
 }
@@ -38,6 +36,14 @@ struct EvenAndOdd {
 };
 template <int BITS> using CodeLines = std::conditional_t<kHasPairs && BITS == 8, EvenAndOdd, OneLine>;
 
+#if defined(__AVX2__)
+// A sum as it is, made before the next product: GCC takes integers in another order, and has no registers for them then.
+INLINE __m256i in_register(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+#endif
+
 // sum + the products of four codes in each lane with four int8 inputs; with pairs, of two int16 with two.
 INLINE i32xn dot(u32xn codes, u32xn inputs, i32xn sum) {
 #if defined(__AVX512VNNI__)
@@ -48,7 +54,7 @@ INLINE i32xn dot(u32xn codes, u32xn inputs, i32xn sum) {
   const __m512i odd = _mm512_srai_epi16((__m512i)inputs, 8);
   return sum + (i32xn)_mm512_add_epi32(_mm512_madd_epi16((__m512i)low, even), _mm512_madd_epi16((__m512i)high, odd));
 #elif defined(__AVX2__)
-  return sum + (i32xn)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  return (i32xn)in_register(_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)codes, (__m256i)inputs)));
 #else
   const i32xn x = (i32xn)inputs;
   return sum + (i32xn)(codes & 0xff) * (x << 24 >> 24) + (i32xn)(codes >> 8 & 0xff) * (x << 16 >> 24) +
@@ -128,7 +134,7 @@ template <int BITS, int ROWS> void multiply_group(const GroupArgs& g) {
         __m256i pairs[ROWS * kTaken];
         unroll<ROWS * kTaken>([&](int i) INLINED { pairs[i] = _mm256_setzero_si256(); });
         add_lines(std::min(kSummed, g.units - u), pairs, [](u32xn a, u32xn b, __m256i sum) INLINED {
-          return _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+          return in_register(_mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b)));
         });
         unroll<ROWS * kTaken>([&](int i) INLINED {
           sums[i] += (i32xn)_mm256_madd_epi16(pairs[i], _mm256_set1_epi16(1));
