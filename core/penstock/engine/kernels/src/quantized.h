@@ -50,8 +50,8 @@ INLINE i32xn dot(u32xn codes, u32xn inputs, i32xn sum) {
   return (i32xn)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)inputs);
 #elif defined(__AVX512BW__)
   const u32xn low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
-  const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)inputs, 8), 8);
-  const __m512i odd = _mm512_srai_epi16((__m512i)inputs, 8);
+  const __m512i even = _mm512_set1_epi32(int(even_bytes(inputs[0])));  // all lanes have the same
+  const __m512i odd = _mm512_set1_epi32(int(odd_bytes(inputs[0])));
   return sum + (i32xn)_mm512_add_epi32(_mm512_madd_epi16((__m512i)low, even), _mm512_madd_epi16((__m512i)high, odd));
 #elif defined(__AVX2__)
   return (i32xn)in_register(_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)codes, (__m256i)inputs)));
