@@ -344,7 +344,7 @@ def test_two_callers_at_once_both_get_their_results(built: Library) -> None:
 
 
 def test_the_setting_chooses_the_instruction_set(built: Library) -> None:
-    assert {"auto", *build.X86, "plain"} == set(get_args(EngineSettings.model_fields["isa"].annotation))
+    assert {"auto", *build.X86, "plain", library.TORCH} == set(get_args(EngineSettings.model_fields["isa"].annotation))
     built.select_isa("")
     best = built.isa
     try:

@@ -38,7 +38,7 @@ TIER = {
 }  # fmt: skip
 KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
 DRAFTS = {"drafted": 8, "accepted": 5}
-VIEW = {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "kv": KV}
+VIEW = {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "drafts": DRAFTS, "slow_products": 2, "kv": KV}
 
 
 def counted(values: list[float]) -> list[int]:
@@ -202,6 +202,7 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
     assert found["penstock_tokens_total", "cached", "p"] == 24
     assert found["penstock_kv_blocks_total", "p", "hit", "decode", "shm"] == 3
     assert found["penstock_pool_blocks", "p", "prefill", "free", "prefill-0"] == 7
+    assert found["penstock_slow_products", "p", "prefill", "prefill-0"] == 2
     assert found["penstock_worker_state", "p", "decode", "ready", "d-0"] == 1
     assert found["penstock_worker_state", "p", "decode", "draining", "d-0"] == 0
     assert found["penstock_worker_state", "p", "decode", "lost", "d-1"] == 1

@@ -25,12 +25,20 @@ def prepare(model: Path) -> Path:
 
 
 def load(
-    *, model: Path, threads: int, pool_mb: int, device: str, weights: str = "auto", packed: str = ""
+    *,
+    model: Path,
+    threads: int,
+    pool_mb: int,
+    device: str,
+    weights: str = "auto",
+    packed: str = "",
+    dtype: str = "bfloat16",
+    isa: str = "auto",
 ) -> "Penstock":
     """The engine, with a batch and a token budget as the others have them."""
     settings = EngineSettings.model_validate(
-        {"model": str(model), "dtype": "bfloat16", "device": device, "threads": threads, "pool_mb": pool_mb,
-         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, "weights": weights, "packed": packed}
+        {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
+         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, "weights": weights, "packed": packed, "isa": isa}
     )  # fmt: skip
     engine = open_engine(settings)
     engine.pool_mapping.wait_until_done()  # the others touch their pools at the start too

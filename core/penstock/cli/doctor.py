@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import redis
 import typer
@@ -44,6 +44,9 @@ from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
 from penstock.redis.urls import hide_password, server_name, split_urls
+
+if TYPE_CHECKING:
+    from penstock.engine.kernels.library import Library
 
 State = Literal["ok", "note", "fail"]
 CHECK_LIMIT_S = 20.0
@@ -173,12 +176,33 @@ def _check_kernels() -> Iterator[Finding]:
         yield Finding("fail", "native kernels", str(error))
         return
     if native is not None:
-        found = f"{native.isa}; in bfloat16 too no token depends on the batch"
-        yield Finding("ok", "native kernels", found)
+        yield from _check_products(native)
         return
     found = "not built: slower, and in bfloat16 some tokens depend on the batch; in float32 none does"
     advice = "install a C++ compiler (Debian: apt-get install g++), then the project again"
     yield Finding("note", "native kernels", found, advice)
+
+
+def _check_products(native: "Library") -> Iterator[Finding]:
+    """Compare the kernels' products with torch's own, in each form."""
+    import torch
+
+    from penstock.engine.kernels.library import TORCH
+    from penstock.engine.kernels.packed import DTYPES, WeightForm
+    from penstock.engine.kernels.products import Product, find_slow_products
+
+    if native.isa == TORCH:
+        found = (
+            "not used (PENSTOCK_ENGINE_ISA=torch): in bfloat16 some tokens depend on the batch; in float32 none does"
+        )
+        yield Finding("note", "native kernels", found, "unset PENSTOCK_ENGINE_ISA")
+        return
+    yield Finding("ok", "native kernels", f"{native.isa}; in bfloat16 too no token depends on the batch")
+    products = [Product(1024, 1024, dtype, WeightForm.STORED) for dtype in DTYPES]
+    products += [Product(1024, 1024, torch.bfloat16, form) for form in WeightForm if form != WeightForm.STORED]
+    if slow := find_slow_products(native, products):
+        advice = "they are kept, as no token depends on the batch; PENSTOCK_ENGINE_ISA=torch computes with torch's"
+        yield Finding("note", "native products", f"slower than torch's own: {'; '.join(slow)}", advice)
 
 
 def _check_native_copying() -> Iterator[Finding]:

@@ -151,9 +151,10 @@ class EngineSettings(BaseSettings):
     """How K and V are kept on a CPU. `auto`: in the model's dtype. `int8`: in 8 bits with a scale for each token and
     head, which is room for twice the tokens of bfloat16; it has tokens of its own: the same on all workers of a
     pipeline."""
-    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain"] = "auto"
+    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"] = "auto"
     """The instruction set of the native kernels on a CPU. `auto`: the best that the processor has. In 16 bits, and with
-    integers, each has tokens and KV blocks of its own: where processors differ, name one that all workers have."""
+    integers, each has tokens and KV blocks of its own: where processors differ, name one that all workers have.
+    `torch`: torch computes models without the kernels, and in bfloat16 some tokens depend on the batch."""
     packed: str = ""
     """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
     worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where

@@ -30,7 +30,7 @@ from penstock.engine.experts import (
 )
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
-from penstock.engine.kernels.library import Library, load_library
+from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
     DTYPES,
@@ -147,7 +147,8 @@ def _absorb_projections(model: LoadedModel) -> None:
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the native kernels compute models of this dtype here."""
-    return device.type == "cpu" and load_library() is not None and dtype in DTYPES
+    native = load_library()
+    return device.type == "cpu" and native is not None and native.isa != TORCH and dtype in DTYPES
 
 
 def get_relative_tolerance(dtype: torch.dtype) -> float:

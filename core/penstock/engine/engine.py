@@ -123,6 +123,8 @@ class Engine:
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
         self._rate = PrefillRate()
+        self.slow_products: list[str] = []
+        """What the native kernels take longer for than torch, as text."""
         self._plan: Plan = []
         """The step that was begun."""
         self._step_begun_s = 0.0

@@ -30,8 +30,10 @@ from penstock.engine.device import describe_device
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
+from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.kernels.forms import QUANTIZED
-from penstock.engine.kernels.library import load_library
+from penstock.engine.kernels.library import TORCH, load_library
+from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
 from penstock.engine.load_cache import LoadCache
 from penstock.engine.memory import check_memory
 from penstock.engine.model import LoadedModel, TorchBackend
@@ -83,9 +85,27 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     else:
         engine.measure_speed()
         load_cache.write_finding("speed", about, engine.measured_speed)
+    engine.slow_products = _find_slow_products(model, load_cache, about)
     engine.pool_mapping.start()
     log.info("the speed of %s is known after %.2f s", settings.model, time.perf_counter() - begun_s)
     return engine
+
+
+def _find_slow_products(model: LoadedModel, load_cache: LoadCache, about: dict[str, Any]) -> list[str]:
+    """Return which products of the kernels are slower than torch's own here, and say so in the log."""
+    if not isinstance(model.backend, NativeBackend):
+        return []
+    slow: list[str] | None = load_cache.read_finding("products", about, max_age_s=MAX_SPEED_AGE_S)
+    if slow is None:
+        slow = find_slow_products(model.backend.native, list_products(model.module))
+        load_cache.write_finding("products", about, slow)
+        model.backend.native.set_threads(about["threads"])
+    if slow:
+        log.warning(
+            "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
+            "batch: %s", "; ".join(slow),
+        )  # fmt: skip
+    return slow
 
 
 def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, Any]:
@@ -238,6 +258,9 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         _report_short_context(settings.model, config, context_length)
     with phases.measure("skeleton"):
         dtype = choose_dtype(settings.dtype, config, device)
+        native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
+        if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and can_pack(device, dtype):
+            choose_products(native, dtype)
         skeleton = build_skeleton(config, dtype)
     load_cache = LoadCache(settings.find_cache_directory())
     return _Description(
@@ -251,7 +274,7 @@ def _select_isa(isa: str) -> None:
     native = load_library()
     if native is not None:
         native.select_isa("" if isa == "auto" else isa)
-    elif isa != "auto":
+    elif isa not in ("auto", TORCH):
         raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa} needs the native kernels, which were not built: set `auto`")
 
 

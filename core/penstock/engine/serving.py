@@ -55,6 +55,10 @@ class EngineCore(Pool, Protocol):
         """Sequences that are not admitted yet, or preempted."""
 
     @property
+    def slow_products(self) -> list[str]:
+        """What the native kernels take longer for than torch, as text."""
+
+    @property
     def num_drafted_tokens(self) -> int:
         """Tokens that were computed as drafts."""
 
@@ -340,6 +344,7 @@ class ServingEngine:
             "waiting": core.num_waiting,
             "pool": {"used": core.num_blocks - core.num_free_blocks, "total": core.num_blocks},
             "drafts": {"drafted": core.num_drafted_tokens, "accepted": core.num_accepted_tokens},
+            "slow_products": len(core.slow_products),
             "kv": self.store.collect_stats(),
             "resident_bytes": count_resident_bytes(),
         }

@@ -97,6 +97,7 @@ class VllmCore:
     """vLLM's scheduler and model over a pool of KV blocks. One thread calls its methods."""
 
     num_drafted_tokens = num_accepted_tokens = 0
+    slow_products: list[str] = []  # noqa: RUF012 - never changed
 
     def __init__(self, model: VllmModel, settings: EngineSettings, core: Any, blocks: RankBlocks) -> None:
         """`core` is vLLM's `EngineCore`."""

@@ -106,6 +106,11 @@ POOL_BLOCKS = Metric(
     "penstock.pool.blocks", "gauge", "{block}", ("pipeline", "stage", "worker", "state"),
     "KV blocks of a worker's pool. state: used (a request holds it), free (cached ones too).", "worker",
 )  # fmt: skip
+SLOW_PRODUCTS = Metric(
+    "penstock.slow_products", "gauge", "{product}", ("pipeline", "stage", "worker"),
+    "Shapes and forms of weights whose products take the native kernels longer than torch on this processor, found at "
+    "the worker's start.", "worker",
+)  # fmt: skip
 KV_BLOCKS = Metric(
     "penstock.kv.blocks", "counter", "{block}", ("pipeline", "stage", "tier", "result"),
     "KV blocks asked for. tier: pool, shm, disk, redis. result: hit, miss; of tiers below the pool also damaged (of "

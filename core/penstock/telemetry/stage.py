@@ -136,6 +136,8 @@ class StageMetrics:
         used, total = view["pool"]["used"], view["pool"]["total"]
         yield Reading(catalog.POOL_BLOCKS, (*mine, "used"), used)
         yield Reading(catalog.POOL_BLOCKS, (*mine, "free"), total - used)
+        if "slow_products" in view:
+            yield Reading(catalog.SLOW_PRODUCTS, mine, view["slow_products"])
         if self._stage in ("decode", "auto"):
             accepted, drafted = view["drafts"]["accepted"], view["drafts"]["drafted"]
             yield Reading(catalog.DRAFTED_TOKENS, (self._pipeline, "accepted"), accepted)

@@ -18,6 +18,9 @@ from penstock.errors import DependencyMissing, SettingsError
 
 log = logging.getLogger("penstock.engine")
 
+TORCH = "torch"
+"""What stands for an instruction set where torch computes the models, and the kernels only what lies beside them."""
+
 
 class Packed(Structure):
     """A packed group of linear layers."""
@@ -265,14 +268,14 @@ class Library:
             log.warning("the kernels run on %d threads: the system allows no more", num_threads)
 
     def select_isa(self, isa: str) -> None:
-        """Run on the named instruction set from now on, or on the best there is for "".
+        """Run on the named instruction set from now on, or on the best there is for "" and for `TORCH`.
 
         Raises `SettingsError` if that cannot run here.
         """
-        name = self._select(isa.encode())
+        name = self._select(b"" if isa == TORCH else isa.encode())
         if name is None:
             raise SettingsError(f"PENSTOCK_ENGINE_ISA={isa}: this processor or this build does not have it: set `auto`")
-        self.isa = name.decode()
+        self.isa = TORCH if isa == TORCH else name.decode()
 
 
 @functools.cache

@@ -202,8 +202,12 @@ class PackedLinears:
             part.out = out.data_ptr()
             outs.append(out)
         self._args.x, self._args.x_stride, self._args.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
-        self._native.linear(self._address)
+        self.repeat()
         return outs
+
+    def repeat(self) -> None:
+        """Compute the last call again, into its outputs, which are still there."""
+        self._native.linear(self._address)
 
 
 def _place_panels(outputs: Sequence[int], activation: Activation) -> tuple[list[int], int]:

@@ -33,17 +33,20 @@ INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // 2^x for x <= 0, to about one unit in the last place; 0 below -126. The polynomial is the one of the Cephes library.
 INLINE f32x16 exp2(f32x16 x) {
-  f32x16 clamped = max(all(-126.0f), x);
-  f32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the integer
-  f32x16 r = clamped - (shifted - 12582912.0f);
-  f32x16 y = fma(all(1.535336188e-4f), r, all(1.339887440e-3f));
-  y = fma(y, r, all(9.618437357e-3f));
-  y = fma(y, r, all(5.550332471e-2f));
-  y = fma(y, r, all(2.402264791e-1f));
-  y = fma(y, r, all(6.931472029e-1f));
-  y = fma(y, r, all(1.0f));
-  f32x16 scaled = (f32x16)((u32x16)y + ((u32x16)shifted << 23));
-  return x < -126.0f ? all(0.0f) : scaled;
+  return by_parts([](f32xn x) INLINED {
+    auto all = [](float c) INLINED { return f32xn{} + c; };
+    f32xn clamped = -126.0f > x ? all(-126.0f) : x;
+    f32xn shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the integer
+    f32xn r = clamped - (shifted - 12582912.0f);
+    f32xn y = multiply_add(all(1.535336188e-4f), r, all(1.339887440e-3f));
+    y = multiply_add(y, r, all(9.618437357e-3f));
+    y = multiply_add(y, r, all(5.550332471e-2f));
+    y = multiply_add(y, r, all(2.402264791e-1f));
+    y = multiply_add(y, r, all(6.931472029e-1f));
+    y = multiply_add(y, r, all(1.0f));
+    f32xn scaled = (f32xn)((u32xn)y + ((u32xn)shifted << 23));
+    return x < -126.0f ? all(0.0f) : scaled;
+  }, x);
 }
 
 // Some rows of one segment that share a KV head: `first` to `first + count` of its (token, head of the group) pairs.
@@ -299,9 +302,10 @@ template <class T, class S> class RowBlock {
   void mask(int at, int r, float* scores, int num_groups) const {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int g = 0; g < num_groups; g++) {
-      const i32x16 position = lanes + (at + g * 16);
-      f32x16 z = position >= first_seen_[r] ? load(scores + g * 16) : all(-INFINITY);
-      store(scores + g * 16, position < seen_end_[r] ? z : all(-INFINITY));
+      const int first = first_seen_[r], end = seen_end_[r];
+      store(scores + g * 16, by_parts([&](i32xn position, f32xn score) INLINED {
+        return position >= first && position < end ? score : f32xn{} - INFINITY;
+      }, lanes + (at + g * 16), load(scores + g * 16)));
     }
   }
 

@@ -118,8 +118,8 @@ void multiply_compressed(CompressedPanel& panel, const uint32_t* x, int units, b
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const u32x16 both = all(x[r]);
-      left[r] = Unit<bf16>::madd(a, both, left[r]);
-      right[r] = Unit<bf16>::madd(b, both, right[r]);
+      left[r] = madd<bf16>(a, both, left[r]);
+      right[r] = madd<bf16>(b, both, right[r]);
     }
     x += 16;
   };

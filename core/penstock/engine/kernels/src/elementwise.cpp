@@ -70,9 +70,9 @@ template <class T> int64_t best_of(const T* values, int64_t columns) {
   for (int64_t i = 0; i < columns; i += 16) {
     f32x16 v = load_first(values + i, int(columns - i));
     if (columns - i < 16) v = lanes < int(columns - i) ? v : all(-INFINITY);
-    i32x16 higher = v > high;
-    high = higher ? v : high;
-    where = higher ? lanes + int(i) : where;
+    i32x16 higher = is_greater(v, high);
+    high = select(higher, v, high);
+    where = select(higher, lanes + int(i), where);
   }
   int best = 0;
   for (int lane = 1; lane < 16; lane++) {

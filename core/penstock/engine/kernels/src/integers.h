@@ -1,5 +1,6 @@
 // Numbers that become integers of 8 bits: the inputs of quantized weights, and K and V.
 #pragma once
+#include <algorithm>
 #include <cstring>
 
 #include "vec.h"
@@ -20,7 +21,7 @@ template <class T> void quantize_group(const T* x, int count, int room, int8_t* 
   for (int i = 0; i < count; i += 16) {
     const f32x16 v = load_first(x + i, count - i);
     most = max(most, max(v, -v));
-    broken = v - v != 0.0f ? all(1.0f) : broken;
+    broken = by_parts([](f32xn x, f32xn found) INLINED { return x - x != 0.0f ? f32xn{} + 1.0f : found; }, v, broken);
   }
   const float top = max(most), inverse = top > 0 ? 127.0f / top : 0.0f;
   if (max(broken) > 0 || !(inverse <= 3e38f)) {
@@ -34,10 +35,8 @@ template <class T> void quantize_group(const T* x, int count, int room, int8_t* 
   for (int i = 0; i < count; i += 16) {
     const i32x16 code = nearest(load_first(x + i, count - i) * inverse);
     total += code;
-    const int left = room - i;
-    int8_t bytes[16];
-    for (int j = 0; j < 16; j++) bytes[j] = int8_t(code[j]);
-    memcpy(codes + i, bytes, left < 16 ? left : 16);
+    const i8x16 bytes = __builtin_convertvector(code, i8x16);
+    memcpy(codes + i, &bytes, std::min(room - i, 16));
   }
   *sum = 0;
   for (int j = 0; j < 16; j++) *sum += total[j];

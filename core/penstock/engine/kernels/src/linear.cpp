@@ -15,14 +15,23 @@
 namespace ISA {
 namespace {
 
+constexpr int kColumns = 32;
+// A block of rows is packed in lines. A slice has so many units of the input at a time: 64 KB of weights stay in the
+// second-level cache, or 32 KB nearer. A chunk is what is packed at a time: half a megabyte a slice, or a fifth of that.
 #if defined(__AVX512F__)
 constexpr int kMaxBlockRows = 14;  // 28 accumulators, two weights, one input: 31 of 32 registers
+constexpr int kLineRows = 16, kSliceUnits = 512, kChunkRows = 224;
 #else
-constexpr int kMaxBlockRows = 3;
+constexpr int kMaxBlockRows = 6;  // of half a line: 12 accumulators, two weights, one input: 15 of 16 registers
+constexpr int kLineRows = 8, kSliceUnits = 256, kChunkRows = 96;
 #endif
-constexpr int kColumns = 32;
-constexpr int kSliceUnits = 512;   // of the input at a time: 64 KB of weights stay in the second-level cache
-constexpr int kChunkRows = 224;    // rows that are packed at a time: half a megabyte a slice
+constexpr int kVectors = kColumns / kLanes;  // of a line
+// The vectors of a line that are taken at once for so many rows.
+constexpr int vectors_at_once(int rows) {
+  int vectors = kVectors;
+  while (vectors > 2 && rows * vectors > 2 * kMaxBlockRows) vectors /= 2;
+  return vectors;
+}
 constexpr int kAheadBytes = 8192;  // how far ahead weights are fetched when they are used once
 
 // Tiles take 16 lines of weights at a time and up to 32 rows; what they cannot is left to the vectors.
@@ -38,18 +47,34 @@ struct Blocks {
   int count;
   int rows;  // of a chunk
   bool tiles;
+  int width;  // of a unit of a packed block
   int first(int block) const { return tiles ? block * kTileRows : int(int64_t(rows) * block / count); }
   int size(int block) const { return (block + 1 < count ? first(block + 1) : rows) - first(block); }
-  int width() const { return tiles ? kTileRows : 16; }  // rows that a packed block has
 };
 
-Blocks blocks_of(int rows, bool tiles) {
+Blocks blocks_of(int rows, bool tiles, int width) {
   int most = tiles ? kTileRows : kMaxBlockRows;
-  return {(rows + most - 1) / most, rows, tiles};
+  return {(rows + most - 1) / most, rows, tiles, tiles ? kTileRows : width};
 }
 
-// ---- the input: [slice][block][units of the slice][16 rows], so that a block's rows lie side by side; for tiles
-// [slice][block][units of the slice / 16][32 rows][16 units]
+// ---- the input: [slice][block][units of the slice][lines of a unit][kLineRows], so that a block's rows lie side by
+// side; for tiles [slice][block][units of the slice / 16][32 rows][16 units]
+
+// The lines that a unit of the input becomes: itself, or what spares the products work in each panel.
+struct OneLine {
+  static constexpr int count = 1;
+  static INLINE void put(uint32_t unit, uint32_t* lines) { *lines = unit; }
+};
+template <class T> struct LinesOf : OneLine {};
+#if !defined(__AVX512F__)
+template <> struct LinesOf<bf16> {  // both as floats, in the order in which they are added
+  static constexpr int count = 2;
+  static INLINE void put(uint32_t unit, uint32_t* lines) {
+    lines[0] = unit & 0xffff0000u;
+    lines[kLineRows] = unit << 16;
+  }
+};
+#endif
 
 template <class T>
 void pack_for_tiles(const T* x, int64_t stride, int rows, int64_t inputs, int first_unit, int units, uint32_t* out) {
@@ -61,8 +86,9 @@ void pack_for_tiles(const T* x, int64_t stride, int rows, int64_t inputs, int fi
   }
 }
 
-template <class T>
+template <class T, class Lines>
 void pack_block(const T* x, int64_t stride, int rows, int64_t inputs, int first_unit, int units, uint32_t* out) {
+#if defined(__AVX512F__)
   for (int u = 0; u < units; u += 16) {
     u32x16 square[16];
     int64_t element = int64_t(first_unit + u) * Unit<T>::width;
@@ -73,6 +99,23 @@ void pack_block(const T* x, int64_t stride, int rows, int64_t inputs, int first_
     int count = units - u < 16 ? units - u : 16;
     for (int i = 0; i < count; i++) store(out + (u + i) * 16, square[i]);
   }
+#else
+  for (int r = 0; r < rows; r++, x += stride) {
+    const T* from = x + int64_t(first_unit) * Unit<T>::width;
+    const int whole = int(std::min<int64_t>(units, inputs / Unit<T>::width - first_unit));
+    auto put = [&](int u, uint32_t unit) INLINED { Lines::put(unit, out + u * Lines::count * kLineRows + r); };
+    for (int u = 0; u < whole; u++) {
+      uint32_t unit;
+      memcpy(&unit, from + u * Unit<T>::width, 4);
+      put(u, unit);
+    }
+    if (whole < units) {
+      uint32_t unit = 0;
+      memcpy(&unit, from + whole * Unit<T>::width, sizeof(T));
+      put(whole, unit);
+    }
+  }
+#endif
 }
 
 struct Input {
@@ -84,9 +127,9 @@ struct Input {
     int left = units - slice * kSliceUnits;
     return left < kSliceUnits ? left : kSliceUnits;
   }
-  size_t size() const { return size_t(units) * blocks.count * blocks.width(); }
+  size_t size() const { return size_t(units) * blocks.count * blocks.width; }
   uint32_t* at(int slice, int block) const {
-    return data + (int64_t(slice) * kSliceUnits * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width();
+    return data + (int64_t(slice) * kSliceUnits * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width;
   }
 };
 
@@ -124,11 +167,11 @@ template <class Count, class F> void run_tasks(std::vector<Chunk>& chunks, const
 }
 
 // Pack the input of each chunk: `row(chunk, r)` is where row r of it begins, of `inputs` elements.
-template <class T, class Row> void pack_inputs(std::vector<Chunk>& chunks, int64_t inputs, const Row& row) {
+template <class T, class Lines = LinesOf<T>, class Row> void pack_inputs(std::vector<Chunk>& chunks, int64_t inputs, const Row& row) {
   size_t total = 0;
   const int units = int((inputs + Unit<T>::width - 1) / Unit<T>::width), slices = (units + kSliceUnits - 1) / kSliceUnits;
   for (Chunk& chunk : chunks) {
-    chunk.input = {nullptr, units, slices, blocks_of(chunk.rows, fits_tiles<T>(units))};
+    chunk.input = {nullptr, units, slices, blocks_of(chunk.rows, fits_tiles<T>(units), Lines::count * kLineRows)};
     total += chunk.input.size();
   }
   uint32_t* data = (uint32_t*)pool::scratch(0, total * 4);
@@ -142,7 +185,7 @@ template <class T, class Row> void pack_inputs(std::vector<Chunk>& chunks, int64
     const int block = i / slices, slice = i % slices, first = input.blocks.first(block);
     const T* x = row(chunk, first);
     const int64_t stride = row(chunk, first + 1) - x;
-    auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T>;
+    auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T, Lines>;
     pack(x, stride, input.blocks.size(block), inputs, slice * kSliceUnits, input.slice_units(slice), input.at(slice, block));
   });
 }
@@ -160,43 +203,56 @@ struct Ahead {
   int step;
 };
 
-template <class T, int ROWS, bool ONCE>
-void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, float* c, Ahead ahead) {
-  constexpr int kVectors = kColumns / kLanes;  // of a row's sums
-  f32xn sums[ROWS * kVectors];
-  unroll<ROWS * kVectors>([&](int i) INLINED { sums[i] = begins ? f32xn{} : *(const f32xn_any*)(c + i * kLanes); });
-  auto weights = [&](int v) INLINED -> u32xn { return *(const u32xn_any*)(w + v * kLanes); };
-  auto add = [&](int r, int v, u32xn a, u32xn both) INLINED {
-    sums[r * kVectors + v] = madd<T>(a, both, sums[r * kVectors + v]);
-  };
-  for (int u = 0; u < units; u++) {
-    if (ONCE) {
-      prefetch_far(ahead.address);
-      prefetch_far(ahead.address + 64);
-    } else {
-      prefetch(ahead.address);
-    }
-    ahead.address += ahead.step;
-    // What there is less of, vectors of weights or rows of inputs, is held in registers beside the sums.
-    if constexpr (kVectors == 2) {
-      const u32xn a = weights(0), b = weights(1);
+// Add the products of a unit of ROWS rows and VECTORS vectors of columns to their sums: `weights(line, v)` for each line of
+// the unit. What there is less of, vectors of weights or rows of inputs, is held in registers beside the sums.
+template <int LINES, int ROWS, int VECTORS, class S, class Weights, class Add>
+INLINE void add_unit(S* sums, const uint32_t* x, const Weights& weights, const Add& add) {
+  auto input = [&](int line, int r) INLINED { return u32xn{} + x[line * kLineRows + r]; };
+  unroll<LINES>([&](int line) INLINED {
+    if constexpr (VECTORS == 2) {
+      const u32xn a = weights(line, 0), b = weights(line, 1);
       unroll<ROWS>([&](int r) INLINED {
-        const u32xn both = u32xn{} + x[r];
-        add(r, 0, a, both);
-        add(r, 1, b, both);
+        const u32xn both = input(line, r);
+        sums[2 * r] = add(a, both, sums[2 * r]);
+        sums[2 * r + 1] = add(b, both, sums[2 * r + 1]);
       });
     } else {
-      u32xn both[ROWS];
-      unroll<ROWS>([&](int r) INLINED { both[r] = u32xn{} + x[r]; });
-      unroll<kVectors>([&](int v) INLINED {
-        const u32xn a = weights(v);
-        unroll<ROWS>([&](int r) INLINED { add(r, v, a, both[r]); });
+      u32xn all_rows[ROWS];
+      unroll<ROWS>([&](int r) INLINED { all_rows[r] = input(line, r); });
+      unroll<VECTORS>([&](int v) INLINED {
+        const u32xn a = weights(line, v);
+        unroll<ROWS>([&](int r) INLINED { sums[r * VECTORS + v] = add(a, all_rows[r], sums[r * VECTORS + v]); });
       });
     }
-    w += kColumns;
-    x += 16;
+  });
+}
+
+template <class T, int ROWS, bool ONCE>
+void multiply(const uint32_t* line, const uint32_t* x, int units, bool begins, float* c, Ahead ahead) {
+  constexpr int kTaken = vectors_at_once(ROWS), kPasses = kVectors / kTaken, kLines = LinesOf<T>::count;
+  for (int pass = 0; pass < kPasses; pass++, line += kTaken * kLanes, c += kTaken * kLanes) {
+    f32xn sums[ROWS * kTaken];
+    auto place = [&](int i) INLINED { return (f32xn_any*)(c + i / kTaken * kColumns + i % kTaken * kLanes); };
+    unroll<ROWS * kTaken>([&](int i) INLINED { sums[i] = begins ? f32xn{} : *place(i); });
+    const uint32_t *w = line, *input = x;
+    const char* fetched = ahead.address + (ONCE ? pass * kTaken * kLanes * 4 : int64_t(units) * ahead.step * pass / kPasses);
+    const int step = ONCE ? ahead.step : ahead.step / kPasses;
+    for (int u = 0; u < units; u++, w += kColumns, input += kLines * kLineRows, fetched += step) {
+      if (ONCE) {
+        for (int i = 0; i < kTaken * kLanes * 4; i += 64) prefetch_far(fetched + i);
+      } else {
+        prefetch(fetched);
+      }
+      auto weights = [&](int half, int v) INLINED -> u32xn {
+        const u32xn both = *(const u32xn_any*)(w + v * kLanes);
+        return kLines == 1 ? both : half == 0 ? both & 0xffff0000u : both << 16;
+      };
+      add_unit<kLines, ROWS, kTaken>(sums, input, weights, [](u32xn a, u32xn b, f32xn sum) INLINED {
+        return madd<std::conditional_t<kLines == 1, T, float>>(a, b, sum);
+      });
+    }
+    unroll<ROWS * kTaken>([&](int i) INLINED { *place(i) = sums[i]; });
   }
-  unroll<ROWS * kVectors>([&](int i) INLINED { *(f32xn_any*)(c + i * kLanes) = sums[i]; });
 }
 
 #if defined(__AMX_BF16__)
@@ -259,11 +315,13 @@ template <class T> Multiply<T> choose(int rows, bool once) {
 
 // ---- what is done with the sums
 
-f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+f32x16 silu(f32x16 x) {
+  return by_parts([](f32xn x) INLINED { return x / (1.0f + exp_part(-x)); }, x);
+}
 
 // A swish whose slope is given, of a bounded gate.
 f32x16 bounded_swish(const LinearArgs& a, f32x16 x) {
-  f32x16 bounded = x > a.limit ? all(a.limit) : x;
+  f32x16 bounded = select(is_greater(x, all(a.limit)), all(a.limit), x);
   return bounded / (1.0f + exp(bounded * -a.slope));
 }
 
@@ -289,7 +347,8 @@ template <class T> void finish(const Chunk& chunk, int64_t panel, const float* c
     if (a.activation != kNone) {
       f32x16 gate = rounded<T>(v[0]), up = rounded<T>(v[1]);
       if (a.activation == kBoundedSwish) {
-        up = up > a.limit ? all(a.limit) : up < -a.limit ? all(-a.limit) : up;
+        up = select(is_greater(all(-a.limit), up), all(-a.limit), up);
+        up = select(is_greater(up, all(a.limit)), all(a.limit), up);
         up = rounded<T>(up + 1.0f);
         gate = bounded_swish(a, gate);
       } else {

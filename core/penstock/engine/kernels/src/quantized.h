@@ -16,32 +16,57 @@ template <int BITS> struct Codes {
   static constexpr int kLineBytes = 16 * BITS;
 };
 
-// c + the products of four codes in each lane with four int8 inputs.
-INLINE i32x16 dot(i32x16 c, u32x16 codes, uint32_t inputs) {
-#if defined(__AVX512VNNI__)
-  return (i32x16)_mm512_dpbusd_epi32((__m512i)c, (__m512i)codes, _mm512_set1_epi32(int(inputs)));
+INLINE uint32_t even_bytes(uint32_t inputs) {  // as int16
+  return uint32_t(uint16_t(int16_t(int8_t(inputs)))) | uint32_t(int32_t(int8_t(inputs >> 16))) << 16;
+}
+INLINE uint32_t odd_bytes(uint32_t inputs) { return even_bytes(inputs >> 8); }
+
+// Codes of 8 bits are multiplied as int16 on AVX2: products of bytes in pairs would not fit into 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kHasPairs = true;
 #else
-  // Bytes 0 and 2, then 1 and 3, as int16: products of bytes in pairs would not fit into 16 bits.
-  const uint32_t even = uint32_t(uint16_t(int16_t(int8_t(inputs)))) | uint32_t(int32_t(int8_t(inputs >> 16))) << 16;
-  const uint32_t odd = uint32_t(uint16_t(int16_t(int8_t(inputs >> 8)))) | uint32_t(int32_t(int8_t(inputs >> 24))) << 16;
-  const u32x16 low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
-#if defined(__AVX512BW__)
-  __m512i sums = _mm512_madd_epi16((__m512i)low, _mm512_set1_epi32(int(even)));
-  sums = _mm512_add_epi32(sums, _mm512_madd_epi16((__m512i)high, _mm512_set1_epi32(int(odd))));
-  return c + (i32x16)sums;
-#elif defined(__AVX2__)
-  union { u32x16 whole; __m256i half[2]; } x{low}, y{high}, sums;
-  for (int i = 0; i < 2; i++) {
-    sums.half[i] = _mm256_add_epi32(_mm256_madd_epi16(x.half[i], _mm256_set1_epi32(int(even))),
-                                    _mm256_madd_epi16(y.half[i], _mm256_set1_epi32(int(odd))));
+constexpr bool kHasPairs = false;
+#endif
+struct EvenAndOdd {
+  static constexpr int count = 2;
+  static INLINE void put(uint32_t unit, uint32_t* lines) {
+    lines[0] = even_bytes(unit);
+    lines[kLineRows] = odd_bytes(unit);
   }
-  return c + (i32x16)sums.whole;
+};
+template <int BITS> using CodeLines = std::conditional_t<kHasPairs && BITS == 8, EvenAndOdd, OneLine>;
+
+#if defined(__AVX2__)
+// A sum as it is, made before the next product: GCC takes integers in another order, and has no registers for them then.
+INLINE __m256i in_register(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+#endif
+
+// sum + the products of four codes in each lane with four int8 inputs; with pairs, of two int16 with two.
+INLINE i32xn dot(u32xn codes, u32xn inputs, i32xn sum) {
+#if defined(__AVX512VNNI__)
+  return (i32xn)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)inputs);
+#elif defined(__AVX512BW__)
+  const u32xn low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
+  const __m512i even = _mm512_set1_epi32(int(even_bytes(inputs[0])));  // all lanes have the same
+  const __m512i odd = _mm512_set1_epi32(int(odd_bytes(inputs[0])));
+  return sum + (i32xn)_mm512_add_epi32(_mm512_madd_epi16((__m512i)low, even), _mm512_madd_epi16((__m512i)high, odd));
+#elif defined(__AVX2__)
+  return (i32xn)in_register(_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)codes, (__m256i)inputs)));
 #else
-  const int32_t x[4] = {int8_t(inputs), int8_t(inputs >> 8), int8_t(inputs >> 16), int8_t(inputs >> 24)};
-  return c + (i32x16)(low & 0xffff) * x[0] + (i32x16)(high & 0xffff) * x[1] + (i32x16)(low >> 16) * x[2] +
-         (i32x16)(high >> 16) * x[3];
+  const i32xn x = (i32xn)inputs;
+  return sum + (i32xn)(codes & 0xff) * (x << 24 >> 24) + (i32xn)(codes >> 8 & 0xff) * (x << 16 >> 24) +
+         (i32xn)(codes >> 16 & 0xff) * (x << 8 >> 24) + (i32xn)(codes >> 24) * (x >> 24);
 #endif
-#endif
+}
+
+// The codes of the line's vector `v`; with pairs of 8 bits the even ones or the odd ones, as int16.
+template <int BITS> INLINE u32xn codes_at(const uint8_t* w, int half, int v) {
+  const u32xn stored = *(const u32xn_any*)(w + v * kLanes * 4 % Codes<BITS>::kLineBytes);
+  if constexpr (BITS == 4) return (v * kLanes < 16 ? stored : stored >> 4) & 0x0f0f0f0fu;
+  return !kHasPairs ? stored : (half == 0 ? stored : stored >> 8) & 0x00ff00ffu;
 }
 
 // ---- the inputs as int8
@@ -75,7 +100,7 @@ template <class T> void quantize_rows(std::vector<Chunk>& chunks) {
 
 struct GroupArgs {
   const uint8_t* w;
-  const uint32_t* x;       // [units][16 rows]
+  const uint32_t* x;       // [units][lines of a unit][kLineRows]
   int units;
   const int32_t* sums;     // of the rows' codes, `stride` apart
   const float* scales;     // of the rows, `stride` apart
@@ -86,38 +111,45 @@ struct GroupArgs {
 };
 
 template <int BITS, int ROWS> void multiply_group(const GroupArgs& g) {
-  i32x16 left[ROWS], right[ROWS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) left[r] = right[r] = i32x16{} - Codes<BITS>::kOffset * g.sums[r * g.stride];
-  const uint8_t* w = g.w;
-  const uint32_t* x = g.x;
-  for (int u = 0; u < g.units; u++, w += Codes<BITS>::kLineBytes, x += 16) {
-    if (g.fetches) {
-      for (int i = 0; i < Codes<BITS>::kLineBytes; i += 64) prefetch_far(w + kAheadBytes + i);
-    }
-    u32x16 a = load((const uint32_t*)w), b;
-    if constexpr (BITS == 8) {
-      b = load((const uint32_t*)(w + 64));
-    } else {
-      b = a >> 4 & 0x0f0f0f0fu;
-      a &= 0x0f0f0f0fu;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      left[r] = dot(left[r], a, x[r]);
-      right[r] = dot(right[r], b, x[r]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) {
-    f32x16 l = as_float(left[r]) * g.scales[r * g.stride], h = as_float(right[r]) * g.scales[r * g.stride];
+  constexpr int kTaken = vectors_at_once(ROWS), kLines = CodeLines<BITS>::count, kBytes = Codes<BITS>::kLineBytes;
+  for (int first = 0; first < kVectors; first += kTaken) {
+    i32xn sums[ROWS * kTaken];
+    unroll<ROWS * kTaken>([&](int i) INLINED { sums[i] = i32xn{} - Codes<BITS>::kOffset * g.sums[i / kTaken * g.stride]; });
+    const uint8_t* w = g.w;
+    const uint32_t* x = g.x;
+    // Add the products of so many lines.
+    auto add_lines = [&](int count, auto* to, const auto& add) INLINED {
+      for (int u = 0; u < count; u++, w += kBytes, x += kLines * kLineRows) {
+        if (g.fetches && first == 0) {
+          for (int i = 0; i < kBytes; i += 64) prefetch_far(w + kAheadBytes + i);
+        }
+        auto weights = [&](int half, int v) INLINED { return codes_at<BITS>(w, half, first + v); };
+        add_unit<kLines, ROWS, kTaken>(to, x, weights, add);
+      }
+    };
+#if defined(__AVX2__) && !defined(__AVX512F__)
     if constexpr (BITS == 4) {
-      l *= load(g.columns);
-      h *= load(g.columns + 16);
-    }
-    float* out = g.out + r * kColumns;
-    store(out, load(out) + l);
-    store(out + 16, load(out + 16) + h);
+      constexpr int kSummed = 8;  // lines whose products, of at most 15 * 127, fit into 16 bits together
+      for (int u = 0; u < g.units; u += kSummed) {
+        __m256i pairs[ROWS * kTaken];
+        unroll<ROWS * kTaken>([&](int i) INLINED { pairs[i] = _mm256_setzero_si256(); });
+        add_lines(std::min(kSummed, g.units - u), pairs, [](u32xn a, u32xn b, __m256i sum) INLINED {
+          return in_register(_mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b)));
+        });
+        unroll<ROWS * kTaken>([&](int i) INLINED {
+          sums[i] += (i32xn)_mm256_madd_epi16(pairs[i], _mm256_set1_epi16(1));
+        });
+      }
+    } else
+#endif
+      add_lines(g.units, sums, [](u32xn a, u32xn b, i32xn sum) INLINED { return dot(a, b, sum); });
+    unroll<ROWS * kTaken>([&](int i) INLINED {
+      const int r = i / kTaken, column = (first + i % kTaken) * kLanes;
+      f32xn products = __builtin_convertvector(sums[i], f32xn) * g.scales[r * g.stride];
+      if constexpr (BITS == 4) products *= *(const f32xn_any*)(g.columns + column);
+      f32xn_any* out = (f32xn_any*)(g.out + r * kColumns + column);
+      *out = *out + products;
+    });
   }
 }
 
@@ -141,7 +173,7 @@ template <class T, int BITS> void quantized_panel(const Chunk& chunk, int64_t pa
     const int units = q.units - first < kGroupUnits ? q.units - first : kGroupUnits;
     for (int block = 0; block < count; block++) {
       const int row = input.blocks.first(block), size = input.blocks.size(block);
-      const GroupArgs args{w, input.at(slice, block) + (first - slice * kSliceUnits) * 16, units,
+      const GroupArgs args{w, input.at(slice, block) + (first - slice * kSliceUnits) * input.blocks.width, units,
                            q.sums + row * q.groups + g, q.scales + row * q.groups + g, q.groups, columns,
                            sums + row * kColumns, block == 0};
       choose_group<BITS>(size, std::make_integer_sequence<int, kMaxBlockRows>())(args);
@@ -160,7 +192,7 @@ template <class T, int BITS> struct Quantized {
   static void pack(std::vector<Chunk>& chunks) {
     quantize_rows<T>(chunks);
     const int units = chunks[0].quantized.units;
-    pack_inputs<float>(chunks, units, [&](const Chunk& chunk, int64_t row) {
+    pack_inputs<float, CodeLines<BITS>>(chunks, units, [&](const Chunk& chunk, int64_t row) {
       return (const float*)chunk.quantized.codes + row * units;
     });
   }

@@ -19,7 +19,7 @@ constexpr double kNoWeight = -41.0;
 // 2^(rate * (v - top)) * 2^40, not yet an integer. `to_weights` in shares.py has the same operations in the same order.
 INLINE f32x16 float_weights(f32x16 v, float top, float rate) {
   f32x16 exponent = (v - top) * rate;
-  exponent = exponent > kLeast ? exponent : all(kLeast);  // what is not a number, too
+  exponent = max(exponent, all(kLeast));  // what is not a number, too
   f32x16 shifted = exponent + 12582912.0f;  // 1.5 * 2^23: the sum is rounded to an integer, ties to even
   f32x16 x = exponent - (shifted - 12582912.0f);
   f32x16 y = x * 1.32647203e-3f;
@@ -95,13 +95,13 @@ Top find_top(const float* row, int64_t columns) {
     for (int i = 0; i < 4; i++) {
       f32x16 v = load(row + at + i * 16);
       strange |= (v != v);
-      high[i] = v > high[i] ? v : high[i];
+      high[i] = max(v, high[i]);
     }
   }
   for (; at < columns; at += 16) {
     f32x16 v = load_or_lowest(row, at, columns);
     strange |= (v != v);
-    high[0] = v > high[0] ? v : high[0];
+    high[0] = max(v, high[0]);
   }
   float score = max(max(max(high[0], high[1]), max(high[2], high[3])));
   return {score, !has_any(strange) && std::isfinite(score)};

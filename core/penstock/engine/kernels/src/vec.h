@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -26,6 +27,49 @@ typedef u16x16 u16x16_any __attribute__((aligned(2), may_alias));
 
 typedef uint16_t bf16;  // the upper half of a float
 
+// Vectors as wide as the instruction set's own, for sums that are to stay in registers: GCC keeps wider ones in memory.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float f32xn __attribute__((vector_size(kLanes * 4)));
+typedef int32_t i32xn __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
+typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
+typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
+
+// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
+template <int N, class F> INLINE void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+}
+
+template <class V>
+using PartOf = std::conditional_t<std::is_same_v<V, f32x16>, f32xn, std::conditional_t<std::is_same_v<V, i32x16>, i32xn, u32xn>>;
+template <class V> union Parts {
+  V whole;
+  PartOf<V> part[16 / kLanes];
+};
+// What `f` makes of vectors, part by part: comparisons of wide vectors are made lane by lane.
+template <class R, class F, class... V> INLINE R by_parts_of(const F& f, const Parts<V>&... v) {
+  Parts<R> out;
+  unroll<16 / kLanes>([&](int i) INLINED { out.part[i] = f(v.part[i]...); });
+  return out.whole;
+}
+template <class R = f32x16, class F, class... V> INLINE R by_parts(const F& f, V... v) {
+  return by_parts_of<R>(f, Parts<V>{v}...);
+}
+template <class V> INLINE V select(i32x16 mask, V a, V b) {
+  return by_parts<V>([](auto chosen, auto x, auto y) INLINED { return chosen ? x : y; }, mask, a, b);
+}
+INLINE i32x16 is_greater(f32x16 a, f32x16 b) {
+  return by_parts<i32x16>([](f32xn x, f32xn y) INLINED { return (i32xn)(x > y); }, a, b);
+}
+INLINE f32x16 max(f32x16 a, f32x16 b) { return by_parts([](f32xn x, f32xn y) INLINED { return x > y ? x : y; }, a, b); }
+INLINE f32x16 min(f32x16 a, f32x16 b) { return by_parts([](f32xn x, f32xn y) INLINED { return x < y ? x : y; }, a, b); }
+
 INLINE f32x16 load(const float* p) { return *(const f32x16_any*)p; }
 INLINE u32x16 load(const uint32_t* p) { return *(const u32x16_any*)p; }
 INLINE void store(float* p, f32x16 v) { *(f32x16_any*)p = v; }
@@ -36,6 +80,11 @@ INLINE u32x16 all(uint32_t x) { return u32x16{} + x; }
 INLINE f32x16 load(const bf16* p) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  Parts<f32x16> v;
+  for (int i = 0; i < 2; i++)
+    v.part[i] = (f32xn)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + i)), 16);
+  return v.whole;
 #else
   return (f32x16)(__builtin_convertvector(*(const u16x16_any*)p, u32x16) << 16);
 #endif
@@ -54,14 +103,20 @@ INLINE f32x16 load(const int8_t* p) {
 
 // To the nearest bf16, ties to even; what is not a number stays one.
 INLINE u32x16 bits_of_bf16(f32x16 v) {
-  u32x16 bits = (u32x16)v;
-  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return v == v ? rounded : (bits >> 16) | 0x40;
+  return by_parts<u32x16>([](f32xn x) INLINED {
+    u32xn bits = (u32xn)x;
+    u32xn rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x == x ? rounded : (bits >> 16) | 0x40;
+  }, v);
 }
 
 INLINE void store(bf16* p, f32x16 v) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const Parts<u32x16> bits{bits_of_bf16(v)};
+  const __m256i mixed = _mm256_packus_epi32((__m256i)bits.part[0], (__m256i)bits.part[1]);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
 #else
   *(u16x16_any*)p = __builtin_convertvector(bits_of_bf16(v), u16x16);
 #endif
@@ -101,70 +156,33 @@ template <class T> INLINE void store_first(T* p, f32x16 v, int count) {
 }
 
 // a * b + c, rounded once where the instruction set can.
-INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union { f32x16 whole; __m256 half[2]; } x{a}, y{b}, z{c};
-  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-  return z.whole;
-#else
-  return a * b + c;
-#endif
-}
-
-// Units are what kernels multiply: four bytes, either one float or two consecutive bf16.
-template <class T> struct Unit;
-template <> struct Unit<float> {
-  static constexpr int width = 1;
-  static INLINE f32x16 madd(u32x16 a, u32x16 b, f32x16 c) { return fma((f32x16)a, (f32x16)b, c); }
-};
-template <> struct Unit<bf16> {
-  static constexpr int width = 2;
-  static INLINE f32x16 madd(u32x16 a, u32x16 b, f32x16 c) {
-#if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#else
-    f32x16 odd = fma((f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u), c);
-    return fma((f32x16)(a << 16), (f32x16)(b << 16), odd);
-#endif
-  }
-};
-
-// Vectors as wide as the instruction set's own, for sums that are to stay in registers: GCC keeps wider ones in memory.
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-typedef f32x16 f32xn;
-typedef u32x16 u32xn;
-template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) { return Unit<T>::madd(a, b, c); }
-#else
-#if defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float f32xn __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
-
 INLINE f32xn multiply_add(f32xn a, f32xn b, f32xn c) {
-#if defined(__FMA__)
+#if defined(__AVX512F__)
+  return (f32xn)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
   return (f32xn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
 #endif
 }
+INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return by_parts(multiply_add, a, b, c); }
+
+// Units are what kernels multiply: four bytes, either one float or two consecutive bf16.
+template <class T> struct Unit;
+template <> struct Unit<float> {
+  static constexpr int width = 1;
+};
+template <> struct Unit<bf16> {
+  static constexpr int width = 2;
+};
 template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) {
   if constexpr (Unit<T>::width == 1) return multiply_add((f32xn)a, (f32xn)b, c);
+#if defined(__AVX512BF16__)
+  return (f32xn)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
   f32xn odd = multiply_add((f32xn)(a & 0xffff0000u), (f32xn)(b & 0xffff0000u), c);
   return multiply_add((f32xn)(a << 16), (f32xn)(b << 16), odd);
-}
 #endif
-typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
-typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
-
-// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
-template <int N, class F> INLINE void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
 }
 
 // Units at any address: a row of bf16 may begin between two of them.
@@ -214,8 +232,6 @@ INLINE float sum(f32x16 v) {
   return (s[0] + s[2]) + (s[1] + s[3]);
 #endif
 }
-INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 INLINE float max(f32x16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
@@ -227,30 +243,35 @@ INLINE float max(f32x16 v) {
 }
 
 // e^x to about one unit in the last place; 0 below -87. The polynomial is the one of the Cephes library.
-INLINE f32x16 exp(f32x16 x) {
-  f32x16 clamped = min(max(x, all(-87.3f)), all(88.3f));
-  f32x16 shifted = fma(clamped, all(1.44269504f), all(12582912.0f));  // 1.5 * 2^23: the sum's low bits are the integer
-  f32x16 n = shifted - 12582912.0f;
-  f32x16 r = fma(n, all(-0.693359375f), clamped);
-  r = fma(n, all(2.12194440e-4f), r);
-  f32x16 y = fma(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
-  y = fma(y, r, all(8.3334519073e-3f));
-  y = fma(y, r, all(4.1665795894e-2f));
-  y = fma(y, r, all(1.6666665459e-1f));
-  y = fma(y, r, all(5.0000001201e-1f));
-  y = fma(y, r * r, r + 1.0f);
-  f32x16 scaled = (f32x16)((u32x16)y + (((u32x16)shifted - 0x4b400000) << 23));
+INLINE f32xn exp_part(f32xn x) {
+  auto all = [](float c) INLINED { return f32xn{} + c; };
+  f32xn above = x > -87.3f ? x : all(-87.3f), clamped = above < 88.3f ? above : all(88.3f);
+  f32xn shifted = multiply_add(clamped, all(1.44269504f), all(12582912.0f));  // 1.5 * 2^23: the sum's low bits are the integer
+  f32xn n = shifted - 12582912.0f;
+  f32xn r = multiply_add(n, all(-0.693359375f), clamped);
+  r = multiply_add(n, all(2.12194440e-4f), r);
+  f32xn y = multiply_add(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
+  y = multiply_add(y, r, all(8.3334519073e-3f));
+  y = multiply_add(y, r, all(4.1665795894e-2f));
+  y = multiply_add(y, r, all(1.6666665459e-1f));
+  y = multiply_add(y, r, all(5.0000001201e-1f));
+  y = multiply_add(y, r * r, r + 1.0f);
+  f32xn scaled = (f32xn)((u32xn)y + (((u32xn)shifted - 0x4b400000) << 23));
   return x < -87.3f ? all(0.0f) : scaled;
 }
+INLINE f32x16 exp(f32x16 x) { return by_parts(exp_part, x); }
 
 INLINE f32x16 tanh(f32x16 x) {
-  f32x16 a = max(x, -x);
-  f32x16 e = exp(a * -2.0f);
-  f32x16 large = (1.0f - e) / (1.0f + e);
-  f32x16 square = x * x;  // near zero the difference above cancels
-  f32x16 small = a * fma(square, fma(square, all(0.13333334f), all(-0.33333334f)), all(1.0f));
-  f32x16 y = a < 0.03f ? small : large;
-  return x < 0.0f ? -y : y;
+  return by_parts([](f32xn x) INLINED {
+    auto all = [](float c) INLINED { return f32xn{} + c; };
+    f32xn a = x > -x ? x : -x;
+    f32xn e = exp_part(a * -2.0f);
+    f32xn large = (1.0f - e) / (1.0f + e);
+    f32xn square = x * x;  // near zero the difference above cancels
+    f32xn small = a * multiply_add(square, multiply_add(square, all(0.13333334f), all(-0.33333334f)), all(1.0f));
+    f32xn y = a < 0.03f ? small : large;
+    return x < 0.0f ? -y : y;
+  }, x);
 }
 
 // Rows become columns, in place: sixteen rows of sixteen units.
@@ -278,6 +299,35 @@ INLINE void transpose(u32x16 rows[16]) {
     r[i + 4] = _mm512_shuffle_i32x4(y, w, 0x88);
     r[i + 8] = _mm512_shuffle_i32x4(x, z, 0xdd);
     r[i + 12] = _mm512_shuffle_i32x4(y, w, 0xdd);
+  }
+#elif defined(__AVX2__)
+  // Squares of eight; the two off the diagonal change places.
+  __m256i* half = (__m256i*)rows;  // [row][half]
+  auto turn = [&](int row, int side, __m256i out[8]) INLINED {
+    __m256i a[8], b[8];
+    unroll<4>([&](int i) INLINED {
+      const __m256i x = half[2 * (row + 2 * i) + side], y = half[2 * (row + 2 * i + 1) + side];
+      a[2 * i] = _mm256_unpacklo_epi32(x, y);
+      a[2 * i + 1] = _mm256_unpackhi_epi32(x, y);
+    });
+    unroll<2>([&](int i) INLINED {
+      b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+      b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+      b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+      b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    });
+    unroll<4>([&](int i) INLINED {
+      out[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+      out[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    });
+  };
+  __m256i squares[4][8];
+  unroll<4>([&](int i) INLINED { turn(i / 2 * 8, i % 2, squares[i]); });
+  for (int i = 0; i < 8; i++) {
+    half[2 * i] = squares[0][i];
+    half[2 * i + 1] = squares[2][i];
+    half[2 * (i + 8)] = squares[1][i];
+    half[2 * (i + 8) + 1] = squares[3][i];
   }
 #else
   for (int i = 0; i < 16; i++)
