@@ -1,6 +1,5 @@
 """Redis loses all that it has in the middle of batches: every line is answered, once."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,35 +8,24 @@ import httpx
 import openai
 import pytest
 
-from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
-from sim.forked import fork_process
 from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import GatewayProcess
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.impatient import penstock
+from tests.ingest.test_batch_run import start
 
 ROWS, SHORT = 40, 24
 """Some are answered soon, the others one after the other."""
 
 
-def settings(folder: Path) -> dict[str, str]:
-    return {"BATCH_STORE": str(folder / "files"), "BATCH_LOOK_S": "0.2"}
-
-
-def start(line: Stack, folder: Path, *command: str) -> Child:
-    """A command that asks again soon what is silent."""
-    given = settings(folder) | {"PIPELINE": line.addresses.pipeline, "STREAM_URL": line.addresses.stream_url}
-    environment = os.environ | {f"PENSTOCK_{name}": value for name, value in given.items()}
-    return fork_process(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
-
-
 @pytest.fixture
 def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
+    settings = {"BATCH_STORE": str(tmp_path / "files"), "BATCH_LOOK_S": "0.2"}
     with (
-        GatewayProcess(line.addresses, tmp_path, settings(tmp_path), penstock) as gateway,
+        GatewayProcess(line.addresses, tmp_path, settings, penstock) as gateway,
         openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=None) as sdk,
     ):
         yield sdk
@@ -69,7 +57,7 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     key = {"Idempotency-Key": "told-again"}
     said = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
 
-    running = start(line, tmp_path, "batch", "run", str(source), "-o", str(output))
+    running = start(line, tmp_path, penstock)
     wait_for(output.exists, "the command begins")
     file = own.files.create(file=("in.jsonl", source.read_bytes()), purpose="batch")
     made = own.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.errors import DependencyMissing
 from penstock.local.stack import Stack
 from sim.workload import TOOL_MODEL
+from tests.ingest.test_tools import WEATHER
 
 MODEL = str(TOOL_MODEL)
 """A model in a directory is served under its path."""
@@ -66,13 +67,6 @@ class Weather:
         """Get the weather of a city."""
         self.cities.append(city)
         return json.dumps({"weather": "red"})
-
-
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: Any = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Get the weather of a city.", "parameters": CITY},
-}
 
 
 class Report(BaseModel):

@@ -3,7 +3,6 @@
 import uuid
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -194,15 +193,3 @@ def test_a_post_after_a_timeout_joins_the_request(sdk: Any) -> None:
     with pytest.raises(openai.ConflictError) as other:
         sdk.completions.create(**(asked | {"prompt": "And"}))
     assert other.value.code == "idempotency_conflict"
-
-
-def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
-    with httpx.Client(base_url=base_url, timeout=None) as plain:
-        answers = [plain.get("/v1/nothing"), plain.get("/v1/chat/completions")]
-        assert [answer.status_code for answer in answers] == [404, 405]
-        for answer in answers:
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        document = plain.get("/openapi.json").json()
-    told = {status for path in document["paths"].values() for one in path.values() for status in one["responses"]}
-    assert "422" not in told
-    assert "ChatBody" in document["components"]["schemas"]

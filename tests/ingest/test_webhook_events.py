@@ -177,7 +177,8 @@ def test_batches_that_fail_or_are_cancelled_are_told(site: Site, receiver: Webho
             asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
             asked["input_file_id"] = site.request("POST", "files", **form)["id"]
             names[f"batch.{kind}"] = site.request("POST", "batches", json=asked)["id"]
-        site.request("POST", f"batches/{names['batch.cancelled']}/cancel")
+        cancelled = site.request("POST", f"batches/{names['batch.cancelled']}/cancel")
+        assert cancelled["status"] == "cancelling"
         wait_for(lambda: len(receiver.posted) >= 2, "both are told")
     assert {event.type: event.data.id for event in receiver.unwrap(site.secret)} == names
 

@@ -367,11 +367,7 @@ async def test_the_address_that_was_checked_is_used(sender: Sender, names: dict[
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "hooks.test"])
 async def test_certificates_are_checked_by_the_name(
-    sender: Sender,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    names: dict[str, list[str]],
-    host: str,
+    sender: Sender, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: dict[str, list[str]], host: str
 ) -> None:
     """The certificate is one for 127.0.0.1: also where that is the address of another name, it is not that name's."""
     names |= {"hooks.test": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}
