@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, cast
@@ -107,20 +108,9 @@ Ask = Callable[[httpx.Client, Bucket, dict[str, Any]], None]
 """Sends a body, and reads as much of its answer as the function's name says."""
 
 
-def answered(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    http.post("/v1/completions", json=body).raise_for_status()
-
-
-def streamed(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert "[DONE]" in http.post("/v1/completions", json={**body, "stream": True}).text
-
-
-def failed(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert http.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
-
-
-def failed_in_its_stream(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert "context_length_exceeded" in http.post("/v1/completions", json={**body, "stream": True}).text
+def post(http: httpx.Client, _: Bucket, body: dict[str, Any], says: str, *, stream: bool = False) -> None:
+    """Read the whole answer, which says so."""
+    assert says in http.post("/v1/completions", json={**body, "stream": stream}).text
 
 
 def left(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
@@ -137,12 +127,14 @@ def left_unheard(http: httpx.Client, bucket: Bucket, body: dict[str, Any]) -> No
 
 
 STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": "of the LORD " * 1000}
+TELLS_TOO_LONG = "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
     ("ask", "more"),
     [
-        (answered, STOPS), (streamed, STOPS), (failed, TOO_LONG), (failed_in_its_stream, TOO_LONG),
+        (partial(post, says='"usage"'), STOPS), (partial(post, says="[DONE]", stream=True), STOPS),
+        (partial(post, says=TELLS_TOO_LONG), TOO_LONG), (partial(post, says=TELLS_TOO_LONG, stream=True), TOO_LONG),
         (left, GOES_ON), (left_unheard, GOES_ON),
     ],
 )  # fmt: skip
