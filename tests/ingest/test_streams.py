@@ -157,23 +157,6 @@ def lines_until_done(lines: Any) -> Iterator[bytes]:
             return
 
 
-def test_a_response_is_read_again_until_it_is_deleted(streams: StreamPipeline) -> None:
-    asked = {"model": "scripted", "input": "hi", "stream": True}
-    with httpx.stream("POST", f"{streams.url}/v1/responses", json=asked, timeout=None) as posted:
-        url = f"{streams.url}/v1/responses/{posted.headers['x-request-id']}"
-    found = httpx.get(url, timeout=None).json()
-    assert (found["status"], found["output"]) == ("in_progress", [])
-    streams.finish(found["id"], 3)
-    found = httpx.get(url, timeout=None).json()
-    assert found["status"] in ("completed", "incomplete")
-    assert found["output"][0]["content"][0]["text"] == "<0><1><2>"
-    other = f"{streams.url}/v1/responses/{streams.post()}"
-    assert httpx.get(other, timeout=None).json()["error"]["code"] == "response_not_found", "it is a completion"
-    assert httpx.delete(url, timeout=None).json() == {"id": found["id"], "object": "response", "deleted": True}
-    for gone in (url, url.replace("/responses/", "/streams/")):
-        assert httpx.get(gone, timeout=None).status_code == 404
-
-
 CANCELS: dict[str, Callable[[str], httpx.Response]] = {
     "post": lambda url: httpx.post(f"{url}/cancel", timeout=None),
     "delete": lambda url: httpx.delete(url, timeout=None),
