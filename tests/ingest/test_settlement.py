@@ -16,16 +16,15 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
-from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenant_shares import HELD_TTL_S
-from penstock.ingest.tenants import Caller, TenantEntry, make_key
+from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from sim.waiting import wait_for
-from tests.gateways import GatewayProcess
+from tests.gateways import GatewayProcess, write_keys
 
 PER_MIN, HAS = 60_000, 5_000
 """What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
@@ -73,9 +72,8 @@ class Bucket:
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A file with the tenant's key, and the key."""
-    file, (key, key_id, entry) = tmp_path_factory.mktemp("settlement") / "keys.json", make_key(TENANT)
-    limits = TenantEntry(tokens_per_min=PER_MIN)
-    write_book_file(file, KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
+    file = tmp_path_factory.mktemp("settlement") / "keys.json"
+    (key,) = write_keys(file, TENANT, **{TENANT: TenantEntry(tokens_per_min=PER_MIN)})
     return file, key
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -20,14 +19,14 @@ from penstock.ingest.batch.batches import BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.gateway import kept_responses
-from penstock.ingest.tenants import Caller, make_key
+from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.ingest.webhooks import Webhooks, derive_tenant_secret
 from penstock.messages import EndEvent
 from penstock.names import WEBHOOKS_KEY, stream_meta_key, webhook_events_key
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
 from sim.waiting import wait_for
-from tests.gateways import GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 from tests.ingest.batch_files import ScriptedClient, create_batch, lines, row
 from tests.ingest.webhook_receiver import HANGS, SECRET, WebhookReceiver, receive_webhooks
 from tests.record.play import end
@@ -48,10 +47,8 @@ class Site:
         self.scripted, self.server, self._folder = scripted, scripted.server, folder
         self.tenant = f"t-{uuid.uuid4().hex[:12]}"
         self.secret, self._events = derive_tenant_secret(SECRET, self.tenant), webhook_events_key(self.tenant)
-        key, key_id, entry = make_key(self.tenant)
+        (key,) = write_keys(folder / "keys.json", self.tenant, **{self.tenant: TenantEntry(webhook_url=url)})
         self._headers = {"authorization": f"Bearer {key}"}
-        book = {"tenants": {self.tenant: {"webhook_url": url}}, "keys": {key_id: entry.model_dump()}}
-        (folder / "keys.json").write_text(json.dumps(book))
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
