@@ -1,7 +1,8 @@
-"""Frameworks as their users call them, unchanged, against a gateway with the model that calls tools."""
+"""SDKs and frameworks as their users call them, and a suite of what an API must answer, against real gateways."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,9 +16,9 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.errors import DependencyMissing
 from penstock.local.stack import Stack
 from sim.workload import TOOL_MODEL
+from tests.ingest import nodejs
 from tests.ingest.test_tools import WEATHER
 
 MODEL = str(TOOL_MODEL)
@@ -225,19 +226,60 @@ def test_a_framework_may_demand_any_object_beside_tools(tool_url: str) -> None:
 
 
 SCRIPTS = Path(__file__).parent / "frameworks"
-UV = str(Path(sys.executable).parent / "uv")
-
-
-def run_uv(*arguments: str) -> str:
-    """Run uv for this Python, away from this project's environment. Raises `DependencyMissing` where it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([UV, *arguments], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DependencyMissing(f"uv {arguments[0]}: {done.stderr[-4000:]}")
-    return done.stdout
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool_url: str, script: Path) -> None:
-    """Each script names its packages, which `make test-clients` installs for it alone."""
-    run_uv("run", "--offline", "--quiet", "--python", sys.executable, "--script", str(script), tool_url, MODEL)
+    """Each script names its packages, which `make test-clients` installs for it alone: not into this environment."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(Path(sys.executable).parent / "uv"), "run", "--offline", "--quiet", "--python", sys.executable]
+    command += ["--script", str(script), tool_url, MODEL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nodejs.project(Path(__file__).parent / "node", tmp_path_factory.mktemp("sdk"))
+
+
+@pytest.mark.parametrize(
+    ("file", "stack"), [("answers.test.mjs", "line"), ("tools.test.mjs", "tool_stack")], ids=["answers", "tools"]
+)
+def test_the_node_sdk(file: str, stack: str, project: Path, request: pytest.FixtureRequest) -> None:
+    base_url = request.getfixturevalue(stack).gateway_url
+    done = subprocess.run(
+        [nodejs.NODE, "--experimental-eventsource", "--test", "--test-reporter=spec", file],
+        cwd=project, env=os.environ | {"GATEWAY": base_url}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "ℹ pass 0" not in done.stdout
+    assert "ℹ fail 0" in done.stdout
+
+
+IMAGES = {"chat-image-input", "image-input", "anth-image-input"}
+"""The tool model reads text."""
+COMPACTING = {"compact-response"}
+"""The suite warns of servers that do not compact."""
+
+
+def build_greedy(build_request: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Build a test's request so that the model, small as it is, answers it each time alike."""
+    return build_request(config) | {"temperature": 0}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the suite's use of jsonschema
+@pytest.mark.parametrize(("form", "num_tests"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
+def test_llm_comply_finds_nothing_missing_but_images(tool_stack: Stack, form: str, num_tests: int) -> None:
+    """Its one test of reasoning's summaries it leaves out itself: that is for models of OpenAI's names."""
+    cli, llm_comply = pytest.importorskip("llm_comply.cli"), pytest.importorskip("llm_comply")
+    tests = [
+        dataclasses.replace(one, build_request=partial(build_greedy, one.build_request)) for one in cli._get_tests(form)
+    ]
+    specification = Path(cli.__file__).parent / "specs" / cli._SPEC_FILES[form]
+    config = llm_comply.ComplianceConfig(f"{tool_stack.gateway_url}/v1", "none", MODEL, timeout=3600)
+    suite = llm_comply.TestRunner(config, tests, llm_comply.SpecLoader(str(specification))).run_all()
+    results = {one["id"]: one for one in suite.to_dict()["results"]}
+    assert (len(results), suite.skipped) == (num_tests, 1), results
+    assert {name for name, one in results.items() if one["status"] == "failed"} == results.keys() & IMAGES, results
+    assert {name for name, one in results.items() if one.get("warnings")} <= COMPACTING, results

@@ -25,11 +25,9 @@ from penstock.ingest.anthropic.messages import (
     ToolUseParam,
 )
 from penstock.ingest.ignored import IGNORED_HEADER
-from penstock.ingest.keys import KeyBook, write_book_file
-from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent, ErrorInfo
-from tests.gateways import GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 from tests.ingest.test_frameworks import PROMPT, Person
 from tests.ingest.test_ignored import list_fields
 from tests.ingest.test_tools import CALLS, CITY
@@ -148,8 +146,7 @@ def test_a_chat_template_that_cannot_think_says_so(base_url: str) -> None:
 
 
 def test_keys_come_in_either_header(scripted: ScriptedPipeline, tmp_path: Path) -> None:
-    key, key_id, entry = make_key("acme")
-    write_book_file(tmp_path / "keys.json", KeyBook(keys={key_id: entry}))
+    (key,) = write_keys(tmp_path / "keys.json", "acme")
     settings = {"GATEWAY_KEYS": str(tmp_path / "keys.json")}
     with GatewayProcess(scripted.addresses, tmp_path, settings) as gateway:
 
