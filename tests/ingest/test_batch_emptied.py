@@ -31,20 +31,6 @@ def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
-def emptied(line: Stack) -> None:
-    """As an operator would do it by mistake."""
-    with redis_client(line.addresses.stream_url) as redis:
-        redis.flushall()
-
-
-def restarted_empty(line: Stack) -> None:
-    """As after a crash of a server that keeps nothing."""
-    assert line._server is not None
-    line._server.kill()
-    shutil.rmtree(line._server.directory / "appendonlydir")
-    line._server.start()
-
-
 def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.OpenAI, tmp_path: Path) -> None:
     """Twice: of a batch that a gateway works off, and of one from the command line.
 
@@ -69,9 +55,13 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     wait_for(lambda: result_ids(line, ours) and result_ids(line, theirs), "some results")
     assert running.is_alive()
     assert not is_over()
-    emptied(line)
+    with redis_client(line.addresses.stream_url) as redis:  # as an operator would do it by mistake
+        redis.flushall()
     wait_for(lambda: result_ids(line, theirs) or is_over(), "more results")
-    restarted_empty(line)
+    assert line._server is not None
+    line._server.kill()  # as after a crash of a server that keeps nothing
+    shutil.rmtree(line._server.directory / "appendonlydir")
+    line._server.start()
 
     wait_for(is_over, "the batch's end", every_s=0.1)
     batch = own.batches.retrieve(made.id)

@@ -153,7 +153,10 @@ def test_reasoning_need_not_be_included() -> None:
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 FUNCTIONS: list[dict[str, Any]] = [{"name": "f", "parameters": SCHEMA, "strict": True}, {"name": "g", "parameters": {}}]
-OF_MESSAGES = [{"name": "f", "input_schema": SCHEMA, "strict": True}, {"name": "g", "input_schema": {}}]
+OF_MESSAGES: list[dict[str, Any]] = [
+    {"name": "f", "input_schema": SCHEMA, "strict": True},
+    {"name": "g", "input_schema": {}},
+]
 NAMED, FLAT = {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}
 SOME = {"mode": "required", "tools": [NAMED]}
 ONCE = {"parallel_tool_calls": False}

@@ -289,21 +289,13 @@ def list_called(response: Any) -> list[tuple[str, Any]]:
     return [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
 
 
-def answer_calls(response: Any) -> list[Any]:
-    """Return the results of a response's calls."""
-    return [
-        {"type": "function_call_output", "call_id": item.call_id, "output": '{"weather": "red"}'}
-        for item in response.output
-        if item.type == "function_call"
-    ]
-
-
 def test_a_response_calls_and_goes_on_with_the_results(sdk: Any, model: str) -> None:
     """With the whole history sent again, or with `previous_response_id`: the prompts are the same."""
     first = sdk.responses.create(model=model, **ASKED_FLAT)
     assert (first.status, list_called(first)) == ("completed", CALLS)
     assert [tool.model_dump(exclude_none=True) for tool in first.tools] == ASKED_FLAT["tools"]
-    results = answer_calls(first)
+    told = {"type": "function_call_output", "output": '{"weather": "red"}'}
+    results: Any = [told | {"call_id": item.call_id} for item in first.output if item.type == "function_call"]
     history: Any = [*TURNS, *(item.model_dump(exclude_none=True) for item in first.output), *results]
     sent = sdk.responses.create(model=model, **(ASKED_FLAT | {"input": history, "store": False}))
     kept = sdk.responses.create(model=model, previous_response_id=first.id, **(ASKED_FLAT | {"input": results}))
