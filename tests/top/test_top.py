@@ -48,16 +48,12 @@ def shown(app: TopApp) -> list[str]:
 
 async def until(pilot: Pilot[None], is_so: Callable[[list[str]], bool], what: str) -> list[str]:
     """Wait until the screen is so."""
+    assert isinstance(pilot.app, TopApp)
     end = time.monotonic() + PATIENCE_S
-    while not is_so(lines := shown(_top(pilot))):
+    while not is_so(lines := shown(pilot.app)):
         assert time.monotonic() < end, f"not within {PATIENCE_S:g} s: {what}\n" + "\n".join(lines)
         await pilot.pause(0.05)
     return lines
-
-
-def _top(pilot: Pilot[None]) -> TopApp:
-    assert isinstance(pilot.app, TopApp)
-    return pilot.app
 
 
 def line_of(lines: list[str], *words: str) -> str:
