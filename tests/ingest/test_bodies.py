@@ -206,6 +206,20 @@ def test_calls_are_held_alike_in_all_forms(
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tools": [FLAT], "tool_choice": FLAT | {"name": "g"}}, "names 'g', which is not in 'tools'"),
+        ({"tool_choice": "required"}, "asks for a call, and there are no 'tools'"),
+        ({"tools": [FLAT], "chat_template_kwargs": {"tools": []}}, "beside 'chat_template_kwargs'"),
+    ],
+)
+def test_a_response_may_only_call_what_it_offers(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        RESPONSES.parse_body(prompted(RESPONSES, given))
+    assert (refused.value.status, refused.value.code) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize(
     ("path", "param"),
     [
         ("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input"),
