@@ -60,7 +60,7 @@ PROMISES = {
     "test_tokens_equal_the_undivided_model",
 }
 """Tests of those files that the README names as proofs: `make test` runs them."""
-CLIENT_FILES = {"test_compliance.py", "test_frameworks.py", "test_messages_sdk.py", "test_node_sdk.py"}
+CLIENT_FILES = {"test_frameworks.py", "test_messages_sdk.py"}
 """Files whose tests need what only the extra `clients` installs. One parameter elsewhere has the mark itself."""
 HAS_CLIENTS = find_spec("anthropic") is not None
 

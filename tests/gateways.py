@@ -15,6 +15,8 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
+from penstock.ingest.keys import KeyBook, write_book_file
+from penstock.ingest.tenants import TenantEntry, make_key
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Request, decode_message
 from penstock.names import Pipeline, PriorityClass, stream_meta_key
@@ -40,6 +42,13 @@ def open_stack(folder: Path, model: Path | None = None, **numbers: Any) -> Itera
     with ForkedStack(folder, gateway=find_free_port(), environment=environment, **numbers) as stack:
         stack.wait_until_ready(PATIENCE_S)
         yield stack
+
+
+def write_keys(file: Path, *tenants: str, **entries: TenantEntry) -> list[str]:
+    """Write a file of keys, and what tenants may do if it is not the default, and return a key of each tenant."""
+    made = [make_key(tenant) for tenant in tenants]
+    write_book_file(file, KeyBook(tenants=entries, keys={key_id: entry for _, key_id, entry in made}))
+    return [key for key, _, _ in made]
 
 
 class GatewayProcess:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -18,6 +19,7 @@ import pytest
 import redis
 from rich.console import Console
 
+from penstock.cli import doctor
 from penstock.cli.explain import explain_error
 from penstock.cli.generate import (
     StreamPosition,
@@ -91,6 +93,33 @@ def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeli
     assert all(f"made {topic}" in made.stdout for topic in pipeline.all_topics())
     again = terminal("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "all topics exist" in again.stdout
+
+
+def test_a_check_that_does_not_end_is_told_behind_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECK_LIMIT_S", 0.2)
+    goes_on = threading.Event()
+
+    def check(_: object) -> Iterator[doctor.Finding]:
+        yield doctor.Finding("ok", "Kafka", "answers")
+        goes_on.wait()
+
+    for name in ("_check_stream_redis", "_check_kv_redis", "_check_workers"):
+        monkeypatch.setattr(doctor, name, lambda _: iter(()))
+    monkeypatch.setattr(doctor, "_check_bus", check)
+    found = list(doctor.run_checks())
+    goes_on.set()
+    at = found.index(doctor.Finding("ok", "Kafka", "answers"))
+    assert (found[at + 1].state, found[at + 1].subject) == ("fail", "bus")
+    assert found[at + 1].detail == "no answer within 0.2 s"
+
+
+def test_the_error_of_a_check_is_raised() -> None:
+    def check() -> Iterator[doctor.Finding]:
+        yield doctor.Finding("ok", "Kafka", "answers")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(doctor._run_within_limit("bus", check))
 
 
 def test_generate_joins_and_resumes(terminal: Terminal, url: str) -> None:
@@ -253,14 +282,10 @@ def test_a_worker_that_was_killed_stands_in_nobodys_way(redis_url: str, pipeline
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (0, 0, 1)),
-        ({"auto": 3}, (0, 0, 3)),
-        ({"prefill": 2, "decode": 1}, (2, 1, 0)),
-        ({"prefill": 1, "auto": 1}, (1, 0, 1)),
-        ({"decode": 1}, (0, 1, 0)),
-        ({"auto": 0}, (0, 0, 0)),
+        ({}, (0, 0, 1)), ({"auto": 3}, (0, 0, 3)), ({"prefill": 2, "decode": 1}, (2, 1, 0)),
+        ({"prefill": 1, "auto": 1}, (1, 0, 1)), ({"decode": 1}, (0, 1, 0)), ({"auto": 0}, (0, 0, 0)),
     ],
-)
+)  # fmt: skip
 def test_one_worker_does_all_unless_a_number_is_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
     kinds = ("prefill", "decode", "auto")
     chosen = choose_workers(dict.fromkeys(kinds) | given, "")
@@ -279,11 +304,7 @@ IDLE_OPTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("options", "settings", "said"), IDLE_OPTIONS)
 def test_an_option_that_cannot_act_is_refused(
-    options: dict[str, Any],
-    settings: dict[str, str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], settings: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PENSTOCK_STREAM_URL", raising=False)
     for name, value in settings.items():

@@ -87,19 +87,12 @@ def test_examples_are_valid_by_schema_and_by_model(model: type[Wire], example: d
 
 
 BAD_REQUESTS: list[dict[str, Any]] = [
-    {"id": "r", "prompt": "x"},
-    {"v": 2, "id": "r", "prompt": "x"},
-    {"v": 1, "prompt": "x"},
-    {"v": 1, "id": "r"},
-    {"v": 1, "id": "r", "prompt": None},
-    {"v": 1, "id": "r", "prompt": ""},
-    {"v": 1, "id": "r", "token_ids": []},
-    {"v": 1, "id": "r", "prompt": "x", "token_ids": [1]},
-    {"v": 1, "id": "r", "prompt": "x", "klass": "batch"},
+    {"id": "r", "prompt": "x"}, {"v": 2, "id": "r", "prompt": "x"}, {"v": 1, "prompt": "x"}, {"v": 1, "id": "r"},
+    {"v": 1, "id": "r", "prompt": None}, {"v": 1, "id": "r", "prompt": ""}, {"v": 1, "id": "r", "token_ids": []},
+    {"v": 1, "id": "r", "prompt": "x", "token_ids": [1]}, {"v": 1, "id": "r", "prompt": "x", "klass": "batch"},
     {"v": 1, "id": "r", "prompt": "x", "sampling": {"max_tokens": 0}},
-    {"v": 1, "id": "r", "prompt": "x", "sampling": {"temperature": -0.1}},
-    {"v": 1, "id": "-r", "prompt": "x"},
-]
+    {"v": 1, "id": "r", "prompt": "x", "sampling": {"temperature": -0.1}}, {"v": 1, "id": "-r", "prompt": "x"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BAD_REQUESTS, ids=str)
@@ -240,25 +233,10 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
 # Links
 
 ROOT = DOCS.parent
+FOLDERS = (*(portion.name for portion in PORTIONS), "benchmarks", "docker", "docs", "examples", "sim", "tests", "tools")
 PAGES = sorted(
     path
-    for path in [
-        *ROOT.glob("*.md"),
-        *(
-            page
-            for folder in (
-                *(portion.name for portion in PORTIONS),
-                "benchmarks",
-                "docker",
-                "docs",
-                "examples",
-                "sim",
-                "tests",
-                "tools",
-            )
-            for page in (ROOT / folder).rglob("*.md")
-        ),
-    ]
+    for path in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
     if "node_modules" not in path.parts
 )
 

@@ -98,18 +98,15 @@ def live(client: Client, record: Record, server: "redis.Redis", pipeline: Pipeli
     return Live(client, record, server, pipeline)
 
 
-def test_a_finished_stream_is_read_from_the_log(live: Live) -> None:
-    events = live.whole()
-    assert list(live.client.stream("r1")) == events
+def test_every_event_id_can_be_resumed_from(live: Live) -> None:
+    """A finished stream is read from the log."""
+    *tokens, last = live.whole()
+    assert list(live.client.stream("r1")) == [*tokens, last]
+    for position, event in enumerate(tokens):
+        assert list(live.client.stream("r1", after=id_of(event))) == [*tokens[position + 1 :], last]
     answer = live.client.result("r1")
     assert (answer.token_ids, answer.text) == (WORDS, "<11><22><33><44><55>")
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("stop", 5)
-
-
-def test_every_event_id_can_be_resumed_from(live: Live) -> None:
-    *tokens, last = live.whole()
-    for position, event in enumerate(tokens):
-        assert list(live.client.stream("r1", after=id_of(event))) == [*tokens[position + 1 :], last]
 
 
 def test_a_reader_may_come_before_the_first_token(live: Live) -> None:

@@ -13,16 +13,12 @@ COMMON = {"le", "job", "instance"}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def _series() -> dict[str, set[str]]:
-    """Every series that processes of ours expose, with its labels."""
-    found: dict[str, set[str]] = {}
-    for metric in CATALOG:
-        parts = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        found |= {f"{metric.prometheus}{part}": {*metric.prometheus_labels} for part in parts}
-    return found
-
-
-SERIES = _series()
+SERIES = {
+    f"{metric.prometheus}{part}": {*metric.prometheus_labels}
+    for metric in CATALOG
+    for part in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
+}
+"""Every series that processes of ours expose, with its labels."""
 LABELS = set.union(*SERIES.values())
 
 

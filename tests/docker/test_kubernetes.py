@@ -1,4 +1,4 @@
-"""The manifests, against the schemas of Kubernetes and KEDA, and against what the processes do."""
+"""The manifests, against the schemas of Kubernetes and KEDA and what the processes do; and what asks for metrics."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ import yaml
 
 from penstock.ingest.gateway.health import router
 from tests.docker.files import DOCKER, check_settings, manifest, manifests, megabytes
-from tests.docker.queries import scaling_queries, wrong_names
+from tests.docker.queries import dashboard_queries, rules, scaling_queries, wrong_names
 
 FILES = [(file, one) for file, one in manifests() if one["kind"] != "ScaledObject"]
 SCALED = [one for _, one in manifests() if one["kind"] == "ScaledObject"]
@@ -95,3 +95,17 @@ def test_workers_are_scaled_by_lag_in_tokens_and_no_further_than_there_are_parti
         assert "penstock_lag_tokens" in query
         assert f'pipeline="{CONFIG["PENSTOCK_PIPELINE"]}"' in query
         assert not wrong_names(query)
+
+
+def test_every_query_names_a_metric_that_exists() -> None:
+    assert len(dashboard_queries()) > 50
+    assert not {title: wrong for title, query in dashboard_queries() if (wrong := wrong_names(query))}
+    assert not {rule["expr"]: wrong for rule in rules() if (wrong := wrong_names(rule["expr"]))}
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["penstock_itl", "sum by (tier) (penstock_lag_token)", 'penstock_running{tier="shm"}', "penstock_kv_blocks"],
+)
+def test_a_name_that_does_not_exist_is_found(query: str) -> None:
+    assert wrong_names(query)

@@ -1,5 +1,6 @@
-"""Logs of answers, and what a reader is sent of them."""
+"""Logs of answers, what a reader is sent of them, and how the tool model writes its calls."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from penstock.ingest.openai.cursor import SentEvent, SseCursor
 from penstock.ingest.openai.sse import ResumePoint
 from penstock.messages import EndEvent, FinishReason, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll_hash
+from sim.workload import TOOL_MODEL
+
+TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 
 
 def make_log(

@@ -45,12 +45,8 @@ def read_file(path: Path) -> list[dict[str, Any]]:
     return read(path.read_bytes()) if path.exists() else []
 
 
-def count_ids(rows: list[dict[str, Any]]) -> Counter[str]:
-    return Counter(one["custom_id"] for one in rows)
-
-
 def each_once(rows: list[dict[str, Any]], count: int) -> bool:
-    return count_ids(rows) == Counter({f"row-{number}": 1 for number in range(count)})
+    return Counter(one["custom_id"] for one in rows) == Counter({f"row-{number}": 1 for number in range(count)})
 
 
 def finished(output: Path) -> int:

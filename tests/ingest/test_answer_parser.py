@@ -1,16 +1,12 @@
 """Calls and reasoning are told from text, in its order: however it is cut, and whatever a model writes."""
 
-import json
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ingest.openai.answer_parser import AnswerParser, AnswerPart, AnswerPiece, CallsForm
-from tools.train_tools import TOOL_MODEL
+from tests.ingest.answers import TEMPLATE
 
-TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 NOT_JSON = '{"name": "f", "arguments": {"a": NaN}}'
 LONG = f'{{"name": "{"f" * 257}", "arguments": {{}}}}'
 HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'

@@ -1,13 +1,12 @@
 """The answering of a batch's rows, of a gateway's batch and of one from the command line; the pipeline is scripted."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
@@ -29,29 +28,15 @@ from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.redis.client import async_redis_client
-from sim.workload import TOOL_MODEL
+from tests.ingest.answers import TEMPLATE
 from tests.ingest.batch_files import ScriptedClient, create_batch, each_once, lines, read, read_file, row
 
 MAX_ROWS = 4
-RESPONSE_TEMPLATE = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 CALLER = Caller(tenant="t", max_request_tokens=500)
 
 
-class BatchKind(Protocol):
-    """A batch, and whoever answers it."""
-
-    async def create(self, content: bytes) -> list[tuple[int | None, str]]:
-        """Make the batch; return the line and the message of what is wrong with its file."""
-
-    async def run(self, pipeline: ScriptedClient) -> None:
-        """Answer what is not finished."""
-
-    async def read_rows(self) -> list[dict[str, Any]]:
-        """Return all rows that were written, of the output and of the error file."""
-
-
 class GatewayBatch:
-    """One that a gateway works on."""
+    """A batch that a gateway works on."""
 
     def __init__(self, objects: ObjectStorage, caller: Caller = CALLER) -> None:
         self.objects, self.batches, self.files, self.caller = objects, BatchStore(objects), FileStore(objects), caller
@@ -59,6 +44,7 @@ class GatewayBatch:
         self.spec: BatchSpec
 
     async def create(self, content: bytes) -> list[tuple[int | None, str]]:
+        """Make the batch; return the line and the message of what is wrong with its file."""
         self.spec = await create_batch(self.objects, self.caller, content)
         return [(one.line, one.message) for one in await self.find_errors()]
 
@@ -71,9 +57,11 @@ class GatewayBatch:
         return [] if state.errors is None else state.errors.data
 
     async def run(self, pipeline: ScriptedClient) -> None:
+        """Answer what is not finished."""
         await BatchWork(self.objects, self.spec, Pipelines(pipeline.find, MAX_ROWS), self.settings).run()
 
     async def read_rows(self) -> list[dict[str, Any]]:
+        """Return all rows that were written, of the output and of the error file."""
         state, content = await self.batches.read_state(self.spec), b""
         for name in filter(None, (state.output_file_id, state.error_file_id)):
             file = await self.files.find_file(self.caller.tenant, name)
@@ -82,7 +70,7 @@ class GatewayBatch:
 
 
 class CommandBatch:
-    """One of `penstock batch run`."""
+    """The same of `penstock batch run`."""
 
     def __init__(self, folder: Path) -> None:
         self.source, self.output, self.errors = (folder / name for name in ("in.jsonl", "out.jsonl", "errors.jsonl"))
@@ -103,6 +91,9 @@ class CommandBatch:
 
     async def read_rows(self) -> list[dict[str, Any]]:
         return read_file(self.output) + read_file(self.errors)
+
+
+BatchKind = GatewayBatch | CommandBatch
 
 
 @pytest.fixture(autouse=True)
@@ -170,25 +161,24 @@ async def test_rows_are_no_responses_that_last(tmp_path: Path) -> None:
 
 
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-CALLING = [
-    ("/v1/chat/completions", {"tools": [{"type": "function", "function": TOOL}]}),
-    ("/v1/responses", {"tools": [{"type": "function", **TOOL}]}),
-]
-
-
-def calling_row(number: int, url: str, more: dict[str, Any]) -> dict[str, Any]:
-    prompt = {"messages": [{"role": "user", "content": "x"}]} if url.endswith("completions") else {"input": "x"}
-    return row(number) | {"url": url, "body": {"model": "demo", **prompt, **more}}
+TURNS = [{"role": "user", "content": "x"}]
+CHAT: dict[str, Any] = {"messages": TURNS, "tools": [{"type": "function", "function": TOOL}]}
+CALLING: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT), ("/v1/responses", {"input": "x", "tools": [{"type": "function", **TOOL}]}),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}),
+]  # fmt: skip
 
 
 async def test_rows_with_tools_are_told_apart_as_at_the_gateway(tmp_path: Path) -> None:
     batch, pipeline = CommandBatch(tmp_path), ScriptedClient()
-    pipeline.response_template = RESPONSE_TEMPLATE
+    pipeline.response_template = TEMPLATE
     pipeline.texts = ["<think>", "Hm", "</think>", '<tool_call>{"name": "f", ', '"arguments": {}}', "</tool_call>"]
-    assert await batch.create(lines([calling_row(n, *one) for n, one in enumerate(CALLING)])) == []
+    rows = [row(n) | {"url": url, "body": {"model": "demo", **body}} for n, (url, body) in enumerate(CALLING)]
+    assert await batch.create(lines(rows)) == []
     await batch.run(pipeline)
     assert all(fields.get("special_text") for fields in pipeline.fields)
-    chat, response = [
+    assert [bool(fields.get("grammar")) for fields in pipeline.fields] == [False, False, True]
+    chat, response, _ = [
         one["response"]["body"] for one in sorted(await batch.read_rows(), key=lambda one: one["custom_id"])
     ]
     (choice,) = chat["choices"]
@@ -197,17 +187,6 @@ async def test_rows_with_tools_are_told_apart_as_at_the_gateway(tmp_path: Path) 
     thought, call = response["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm"}]
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", "{}")
-
-
-async def test_rows_with_tools_for_a_model_without_a_template_fail_alone(tmp_path: Path) -> None:
-    batch, pipeline = CommandBatch(tmp_path), ScriptedClient()
-    rows = [calling_row(n, *one) for n, one in enumerate(CALLING)] + [row(2)]
-    assert await batch.create(lines(rows)) == []
-    await batch.run(pipeline)
-    found = {one["custom_id"]: one["response"] for one in await batch.read_rows()}
-    assert [found[f"row-{n}"]["status_code"] for n in range(3)] == [400, 400, 200]
-    assert [found[f"row-{n}"]["body"]["error"]["param"] for n in range(2)] == ["tools", "tools"]
-    assert len(pipeline.submitted) == 1
 
 
 async def test_each_row_is_answered_once_and_a_bad_one_fails_alone(batch: BatchKind) -> None:
@@ -276,29 +255,27 @@ async def test_an_outage_is_waited_for(batch: BatchKind, failure: Exception) -> 
     assert all(one["response"]["status_code"] == 200 for one in found)
 
 
-async def test_a_request_that_fails_is_the_line_of_its_row(batch: BatchKind) -> None:
+TOO_LONG = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
+TELLS_TOO_LONG = {
+    "message": TOO_LONG, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "error"),
+    [(ModelError("it cannot"), 500, {"code": "model_error"}), (PromptTooLong(TOO_LONG), 400, TELLS_TOO_LONG)],
+)
+async def test_a_request_that_fails_is_the_line_of_its_row(
+    batch: BatchKind, failure: Exception, status: int, error: dict[str, str]
+) -> None:
     await batch.create(lines([row(number) for number in range(3)]))
     pipeline = ScriptedClient()
-    pipeline.failures = [ModelError("it cannot")]
+    pipeline.failures = [failure]
     await batch.run(pipeline)
     found = await batch.read_rows()
     assert each_once(found, 3)
-    assert [one["response"]["body"]["error"]["code"] for one in found if one["response"]["status_code"] == 500] == [
-        "model_error"
-    ]
-
-
-async def test_a_prompt_that_is_too_long_is_told_in_its_line_as_clients_know_it(batch: BatchKind) -> None:
-    message = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
-    await batch.create(lines([row(0)]))
-    pipeline = ScriptedClient()
-    pipeline.failures = [PromptTooLong(message)]
-    await batch.run(pipeline)
-    (response,) = [one["response"] for one in await batch.read_rows()]
-    error = {
-        "message": message, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded",
-    }  # fmt: skip
-    assert (response["status_code"], response["body"]) == (400, {"error": error})
+    (failed,) = [one["response"] for one in found if one["response"]["status_code"] != 200]
+    assert (failed["status_code"], failed["body"]["error"] | error) == (status, failed["body"]["error"])
 
 
 async def test_what_is_no_batch_file_is_refused_with_its_lines(batch: BatchKind) -> None:
@@ -354,12 +331,16 @@ async def test_no_more_rows_are_read_than_are_under_way() -> None:
         assert sink.num_read == MAX_ROWS + 1
 
 
-async def test_rows_are_written_while_others_are_under_way() -> None:
-    """So a process that is killed loses those of the last moment alone."""
+@pytest.mark.parametrize(("interval_s", "most", "count"), [(0.01, 1000, 3), (3600.0, 5, 5)])
+async def test_rows_are_written_while_others_are_under_way(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, most: int, count: int
+) -> None:
+    """So a process that is killed loses those of the last moment alone; many are written before their time."""
+    monkeypatch.setattr(answer_module, "MAX_GROUP_ROWS", most)
     sink, pipeline = Sink(), ScriptedClient()
-    pipeline.close_after = 3
-    async with under_way(make_run(sink, pipeline, 6).answer_rows(frozenset())):
-        await until(lambda: len(sink.written) >= 3)
+    pipeline.close_after = count + 1
+    async with under_way(make_run(sink, pipeline, 12, interval_s).answer_rows(frozenset())):
+        await until(lambda: len(sink.written) >= count)
         assert pipeline.num_waiting > 0
 
 
@@ -389,14 +370,6 @@ async def test_a_write_that_fails_ends_the_run_and_keeps_the_rows() -> None:
     sink.error = None
     await run.flush_rows()
     assert sorted(sink.written) == list(range(1, len(pipeline.answered) + 1))
-
-
-async def test_many_rows_are_written_before_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_module, "MAX_GROUP_ROWS", 5)
-    sink, pipeline = Sink(), ScriptedClient()
-    pipeline.close_after = 8
-    async with under_way(make_run(sink, pipeline, 12, flush_interval_s=3600).answer_rows(frozenset())):
-        await until(lambda: len(sink.written) >= 5)
 
 
 async def test_rows_that_are_skipped_are_cancelled_if_they_may_be_under_way() -> None:

@@ -1,6 +1,5 @@
 """Redis loses all that it has in the middle of batches: every line is answered, once."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,52 +8,27 @@ import httpx
 import openai
 import pytest
 
-from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
-from sim.forked import fork_process
 from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import GatewayProcess
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.impatient import penstock
+from tests.ingest.test_batch_run import start
 
 ROWS, SHORT = 40, 24
 """Some are answered soon, the others one after the other."""
 
 
-def settings(folder: Path) -> dict[str, str]:
-    return {"BATCH_STORE": str(folder / "files"), "BATCH_LOOK_S": "0.2"}
-
-
-def start(line: Stack, folder: Path, *command: str) -> Child:
-    """A command that asks again soon what is silent."""
-    given = settings(folder) | {"PIPELINE": line.addresses.pipeline, "STREAM_URL": line.addresses.stream_url}
-    environment = os.environ | {f"PENSTOCK_{name}": value for name, value in given.items()}
-    return fork_process(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
-
-
 @pytest.fixture
 def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
+    settings = {"BATCH_STORE": str(tmp_path / "files"), "BATCH_LOOK_S": "0.2"}
     with (
-        GatewayProcess(line.addresses, tmp_path, settings(tmp_path), penstock) as gateway,
+        GatewayProcess(line.addresses, tmp_path, settings, penstock) as gateway,
         openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=None) as sdk,
     ):
         yield sdk
-
-
-def emptied(line: Stack) -> None:
-    """As an operator would do it by mistake."""
-    with redis_client(line.addresses.stream_url) as redis:
-        redis.flushall()
-
-
-def restarted_empty(line: Stack) -> None:
-    """As after a crash of a server that keeps nothing."""
-    assert line._server is not None
-    line._server.kill()
-    shutil.rmtree(line._server.directory / "appendonlydir")
-    line._server.start()
 
 
 def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.OpenAI, tmp_path: Path) -> None:
@@ -69,7 +43,7 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     key = {"Idempotency-Key": "told-again"}
     said = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
 
-    running = start(line, tmp_path, "batch", "run", str(source), "-o", str(output))
+    running = start(line, tmp_path, penstock)
     wait_for(output.exists, "the command begins")
     file = own.files.create(file=("in.jsonl", source.read_bytes()), purpose="batch")
     made = own.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
@@ -81,9 +55,13 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     wait_for(lambda: result_ids(line, ours) and result_ids(line, theirs), "some results")
     assert running.is_alive()
     assert not is_over()
-    emptied(line)
+    with redis_client(line.addresses.stream_url) as redis:  # as an operator would do it by mistake
+        redis.flushall()
     wait_for(lambda: result_ids(line, theirs) or is_over(), "more results")
-    restarted_empty(line)
+    assert line._server is not None
+    line._server.kill()  # as after a crash of a server that keeps nothing
+    shutil.rmtree(line._server.directory / "appendonlydir")
+    line._server.start()
 
     wait_for(is_over, "the batch's end", every_s=0.1)
     batch = own.batches.retrieve(made.id)

@@ -39,10 +39,6 @@ def stand_still_after_some(*command: str) -> None:
         run_penstock(*command)
 
 
-def more_than(output: Path, count: int) -> bool:
-    return output.with_name(f"{output.name}.journal").exists() and finished(output) > count
-
-
 def test_killed_at_any_time_it_goes_on(line: Stack, tmp_path: Path) -> None:
     """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
     count, output, max_tokens = 200, tmp_path / "out.jsonl", 40
@@ -50,14 +46,14 @@ def test_killed_at_any_time_it_goes_on(line: Stack, tmp_path: Path) -> None:
     rows[5] = row(5, temperature=-1)
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
-    child = start(line, tmp_path, stand_still_after_some)
-    wait_for(lambda: more_than(output, 0), "some rows")
+    child, journal = start(line, tmp_path, stand_still_after_some), tmp_path / "out.jsonl.journal"
+    wait_for(lambda: journal.exists() and finished(output) > 0, "some rows")
     child.kill()
     killed_at = finished(output)
     assert 0 < killed_at <= NUM_SOME
     with output.open("ab") as file:  # rows that no journal has, the last of them half written
         file.write(b'{"custom_id": "row-199"}\n{"custom_id": "row-2')
-    with (tmp_path / "out.jsonl.journal").open("ab") as file:
+    with journal.open("ab") as file:
         file.write(b'{"ok": [1, 2')
 
     child = start(line, tmp_path)

@@ -29,6 +29,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port, start_child, wait_until_serving
 from sim.waiting import PATIENCE_S
+from tests.ingest.batch_files import create_batch
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
@@ -247,10 +248,7 @@ async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, mo
 
 
 async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) -> None:
-    files, batches = FileStore(objects), BatchStore(objects)
-    file = await files.save_file("t", "in.jsonl", "batch", chunks_of(b"line\n"))
-    birth = await batches.find_open_spec((await batches.create_batch(Caller(tenant="t"), NEW, file)).id)
-    assert birth is not None
+    birth = await create_batch(objects, Caller(tenant="t"), b"line\n")
     first, second = FinishedParts(objects, birth), FinishedParts(objects, birth)
     await first.write_rows([FinishedRow(number, b'{"by": 1}', is_ok=number != 3) for number in range(1, 7)])
     await second.write_rows([FinishedRow(number, b'{"by": 2}', is_ok=True) for number in (6, 5, 8)])

@@ -6,75 +6,76 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from penstock.bus.streams.bus import StreamsBus
 from penstock.client.core import make_request
+from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
 from penstock.errors import BusUnavailable, PromptTooLong
+from penstock.ingest.anthropic.messages import MESSAGES
 from penstock.ingest.endpoints import find_prompt_field
 from penstock.ingest.errors import ApiError, to_api_error
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint
+from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.server import _Server
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
+from penstock.ingest.openai.endpoint import use_response_template
+from penstock.ingest.openai.responses import make_unfinished_response
+from tests.ingest.answers import TEMPLATE
 
 TURN = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
 NO_SUCH: dict[str, tuple[ApiEndpoint[Any], dict[str, Any], str, str]] = {
-    "a format": (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
-    "a user's call": (
-        CHAT, {"messages": [TURN | {"tool_calls": [CALL]}]}, "messages.0.tool_calls", "invalid_value",
-    ),
+    "a format": (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format", INVALID),
+    "a user's call": (CHAT, {"messages": [TURN | {"tool_calls": [CALL]}]}, "messages.0.tool_calls", INVALID),
     "a tool's turn that answers no call": (
-        CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value",
+        CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", INVALID,
     ),
-    "a turn without anything": (
-        CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content", "unsupported_parameter",
-    ),
+    "a turn without anything": (CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content", UNSUPPORTED),
     "a tool that must be called, by another word": (
-        CHAT, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "invalid_value",
+        CHAT, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice", INVALID,
     ),
     "a tool of a response in the form of chats": (
         RESPONSES, {"tools": [TOOL]}, "tools.0.name", "missing_required_parameter",
     ),
-    "a stored prompt": (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-    "an effort": (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort", "invalid_value"),
-    "a search of a response": (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "invalid_value"),
-    "thoughts of all turns": (
-        RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", "unsupported_parameter",
-    ),
+    "a stored prompt": (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", UNSUPPORTED),
+    "an effort": (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort", INVALID),
+    "a search of a response": (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", INVALID),
+    "thoughts of all turns": (RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning.context", UNSUPPORTED),
     "tools and an expression": (
-        RESPONSES, {"tools": [{"type": "function", "name": "f"}], "guided_regex": "a+"}, "guided_regex",
-        "invalid_value",
+        RESPONSES, {"tools": [{"type": "function", "name": "f"}], "guided_regex": "a+"}, "guided_regex", INVALID,
     ),
-    "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
-    "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),
-    "options of a stream in a text": (COMPLETIONS, {"stream_options": {}}, "stream_options", "invalid_value"),
-    "options of a stream in a response": (RESPONSES, {"stream_options": {}}, "stream_options", "invalid_value"),
+    "a search": (CHAT, {"web_search_options": {}}, "web_search_options", UNSUPPORTED),
+    "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", INVALID),
+    "options of a stream in a text": (COMPLETIONS, {"stream_options": {}}, "stream_options", INVALID),
+    "options of a stream in a response": (RESPONSES, {"stream_options": {}}, "stream_options", INVALID),
     "padding": (
-        CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation", "unsupported_parameter",
+        CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation",
+        UNSUPPORTED,
     ),
-    "JSON": (CHAT, {"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
-    "audio": (CHAT, {"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    "JSON": (CHAT, {"response_format": {"type": "xml"}}, "response_format", INVALID),
+    "audio": (CHAT, {"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
     "an image": (
         CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-        "messages.0.content.0", "unsupported_parameter",
+        "messages.0.content.0", UNSUPPORTED,
     ),
-    "a function's turn": (
-        CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "unsupported_parameter",
-    ),
-    "an endless grammar": (
-        CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", "invalid_value",
-    ),
-    "beams": (CHAT, {"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
-    "special tokens": (RESPONSES, {"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
-    "a prompt as it is": (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens", "unsupported_parameter"),
-    "a priority": (COMPLETIONS, {"priority": 3}, "priority", "unsupported_parameter"),
-    "more tokens than the limit": (COMPLETIONS, {"min_tokens": 17}, "min_tokens", "invalid_value"),
+    "a function's turn": (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", UNSUPPORTED),
+    "an endless grammar": (CHAT, {"guided_regex": "a+", "ignore_eos": True}, "ignore_eos", INVALID),
+    "beams": (CHAT, {"use_beam_search": True}, "use_beam_search", UNSUPPORTED),
+    "special tokens": (RESPONSES, {"skip_special_tokens": False}, "skip_special_tokens", UNSUPPORTED),
+    "a prompt as it is": (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens", UNSUPPORTED),
+    "a priority": (COMPLETIONS, {"priority": 3}, "priority", UNSUPPORTED),
+    "more tokens than the limit": (COMPLETIONS, {"min_tokens": 17}, "min_tokens", INVALID),
     "two grammars": (
-        CHAT, {"guided_regex": "a+", "response_format": {"type": "json_object"}}, "response_format", "invalid_value",
+        CHAT, {"guided_regex": "a+", "response_format": {"type": "json_object"}}, "response_format", INVALID,
     ),
-    "too hot": (CHAT, {"temperature": 3}, "temperature", "invalid_value"),
-    "no choice": (CHAT, {"n": 0}, "n", "invalid_value"),
-    "no turn": (CHAT, {"messages": []}, "messages", "invalid_value"),
+    "too hot": (CHAT, {"temperature": 3}, "temperature", INVALID),
+    "no choice": (CHAT, {"n": 0}, "n", INVALID),
+    "no turn": (CHAT, {"messages": []}, "messages", INVALID),
 }  # fmt: skip
 EFFORTS = "must be 'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"
 OURS = (
@@ -88,6 +89,7 @@ def prompted(endpoint: ApiEndpoint[Any], given: dict[str, Any]) -> dict[str, Any
     """A body with a prompt, and what is given."""
     prompt: dict[str, dict[str, Any]]
     prompt = {CHAT.path: {"messages": [TURN]}, COMPLETIONS.path: {"prompt": "hi"}, RESPONSES.path: {"input": "hi"}}
+    prompt |= {MESSAGES.path: {"messages": [TURN], "max_tokens": 9}}
     return {"model": "demo", **prompt[endpoint.path], **given}
 
 
@@ -139,8 +141,6 @@ def test_a_refusal_says_what_to_do() -> None:
         CHAT.parse_body(prompted(CHAT, {"priority": 1}))
     with pytest.raises(ApiError, match=r"not support it\. Send true, or leave it out\."):
         CHAT.parse_body(prompted(CHAT, {"skip_special_tokens": False}))
-    with pytest.raises(ApiError, match=EFFORTS):
-        RESPONSES.parse_body(prompted(RESPONSES, {"reasoning": {"effort": "most"}}))
 
 
 def test_reasoning_need_not_be_included() -> None:
@@ -149,6 +149,74 @@ def test_reasoning_need_not_be_included() -> None:
     assert "logprobs" not in ask
     with pytest.raises(ApiError, match="'top_logprobs' needs"):
         RESPONSES.parse_body(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"], "top_logprobs": 2}))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+FUNCTIONS: list[dict[str, Any]] = [{"name": "f", "parameters": SCHEMA, "strict": True}, {"name": "g", "parameters": {}}]
+OF_MESSAGES: list[dict[str, Any]] = [
+    {"name": "f", "input_schema": SCHEMA, "strict": True},
+    {"name": "g", "input_schema": {}},
+]
+NAMED, FLAT = {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}
+SOME = {"mode": "required", "tools": [NAMED]}
+ONCE = {"parallel_tool_calls": False}
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "nothing": ({}, {}, {}),
+    "auto": ({"tool_choice": "auto"}, {"tool_choice": "auto"}, {"tool_choice": {"type": "auto"}}),
+    "none": ({"tool_choice": "none"}, {"tool_choice": "none"}, {"tool_choice": {"type": "none"}}),
+    "any": ({"tool_choice": "required"}, {"tool_choice": "required"}, {"tool_choice": {"type": "any"}}),
+    "one": ({"tool_choice": NAMED}, {"tool_choice": FLAT}, {"tool_choice": {"type": "tool", "name": "f"}}),
+    "once": (ONCE, ONCE, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    "some": (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": SOME}},
+        {"tool_choice": {"type": "allowed_tools", **SOME, "tools": [FLAT]}}, None,
+    ),
+}  # fmt: skip
+"""By case what a chat, a response and a message send; None: there is no such message."""
+
+
+@pytest.mark.parametrize("has_schema", [False, True])
+@pytest.mark.parametrize(("chat", "response", "message"), CHOICES.values(), ids=CHOICES)
+def test_calls_are_held_alike_in_all_forms(
+    chat: dict[str, Any], response: dict[str, Any], message: dict[str, Any] | None, has_schema: bool
+) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    named = form | {"name": "a"}
+    asked: list[tuple[ApiEndpoint[Any], dict[str, Any] | None, list[dict[str, Any]], dict[str, Any]]] = [
+        (CHAT, chat, [{"type": "function", "function": one} for one in FUNCTIONS],
+         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+        (RESPONSES, response, [{"type": "function", **one} for one in FUNCTIONS], {"text": {"format": named}}),
+        (MESSAGES, message, OF_MESSAGES, {"output_config": {"format": form}}),
+    ]  # fmt: skip
+    told = []
+    for endpoint, choice, offered, schema in asked:
+        if choice is None:
+            continue
+        body = endpoint.parse_body(prompted(endpoint, {"tools": offered} | choice | (schema if has_schema else {})))
+        (request,) = requests = endpoint.make_requests(body, "r")
+        answers = use_response_template(endpoint, body, requests, TEMPLATE)
+        told.append(
+            (answers.calls, [request.get(name) for name in ("grammar", "special_text", "chat_template_kwargs")])
+        )
+        if endpoint is RESPONSES:
+            unfinished = make_unfinished_response(make_stream_meta(RESPONSES, body, "r", form=answers), "queued")
+            repeated = unfinished.model_dump(exclude_none=True)["tool_choice"]
+            assert repeated == response.get("tool_choice", "auto")
+    assert all(one == told[0] for one in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tools": [FLAT], "tool_choice": FLAT | {"name": "g"}}, "names 'g', which is not in 'tools'"),
+        ({"tool_choice": "required"}, "asks for a call, and there are no 'tools'"),
+        ({"tools": [FLAT], "chat_template_kwargs": {"tools": []}}, "beside 'chat_template_kwargs'"),
+    ],
+)
+def test_a_response_may_only_call_what_it_offers(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        RESPONSES.parse_body(prompted(RESPONSES, given))
+    assert (refused.value.status, refused.value.code) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize(
@@ -250,3 +318,44 @@ async def test_probes_of_readiness_ask_one_bus(bare: httpx.AsyncClient, monkeypa
     assert [(await bare.get("/readyz")).status_code for _ in range(3)] == [503] * 3
     assert len(asked) == 3
     assert len({id(bus) for bus in asked}) == 1
+
+
+# Whom an open gateway answers.
+
+
+async def ask_guard(host: str, *, only_local: bool, origin: str | None = None) -> httpx.Response:
+    app = Starlette(routes=[Route("/x", lambda _: PlainTextResponse("fine"))])
+    guard = GuardMiddleware(app, GuardSettings(), only_local=only_local)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as client:
+        return await client.get(
+            "http://gateway/x", headers={"host": host} | ({} if origin is None else {"origin": origin})
+        )
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.1", "[::1]:8080", "[::1]"])
+async def test_an_open_gateway_answers_to_this_machines_names(host: str) -> None:
+    assert (await ask_guard(host, only_local=True)).text == "fine"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "10.0.0.1:8080", "[::2]:8080", "localhost.evil:1"]
+)
+async def test_and_to_no_others(host: str) -> None:
+    refused = await ask_guard(host, only_local=True)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+    assert (await ask_guard(host, only_local=False)).text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://localhost:3000", 200), ("http://[::1]", 200), ("https://evil.example", 403), ("null", 403), ("", 403)],
+)
+async def test_pages_of_other_sites_are_refused(origin: str, status: int) -> None:
+    assert (await ask_guard("localhost:8080", only_local=True, origin=origin)).status_code == status
+
+
+def test_the_client_closes_an_idle_connection_before_the_gateway_does() -> None:
+    """Otherwise a request that is sent as the gateway closes is reset. OpenAI's client keeps them as httpx does."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    assert _Server(FastAPI(), load_group(GatewayProcessSettings)).config.timeout_keep_alive > 2 * kept_s

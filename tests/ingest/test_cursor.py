@@ -69,6 +69,7 @@ def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[in
     whole = send_events(endpoint, made, first)
     ids = [one.id for one in whole if one.id]
     assert len(set(ids)) == len(ids)
+    assert [ResumePoint(len(made.request_ids), one).is_over for one in (None, ids[-1])] == [False, True]
     seen = whole[: cut_of(data, whole)]
     rest = send_events(endpoint, made, second, after=seen[-1].id)
     assert by_choice(seen + rest) == by_choice(whole)
@@ -92,15 +93,6 @@ def test_the_usage_has_no_id_and_comes_again_until_it_is_over(case: str) -> None
     assert (usage.id, done.id) == ("", "done")
     assert b"id:" not in encode_frames([usage])
     assert send_events(endpoint, made, [], after=end.id) == [usage, done]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_last_id_says_that_it_is_over(case: str) -> None:
-    endpoint, body = CASES[case]
-    made = make_meta(endpoint, body)
-    last = send_events(endpoint, made, [])[-1].id
-    assert ResumePoint(len(made.request_ids), last).is_over
-    assert not ResumePoint(len(made.request_ids), None).is_over
 
 
 def test_another_answer_than_was_seen_is_told() -> None:

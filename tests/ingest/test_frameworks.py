@@ -1,12 +1,14 @@
-"""Frameworks as their users call them, unchanged, against a gateway with the model that calls tools."""
+"""SDKs and frameworks as their users call them, and a suite of what an API must answer, against real gateways."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.errors import DependencyMissing
 from penstock.local.stack import Stack
 from sim.workload import TOOL_MODEL
+from tests.ingest import nodejs
+from tests.ingest.test_tools import WEATHER
 
 MODEL = str(TOOL_MODEL)
 """A model in a directory is served under its path."""
@@ -42,44 +45,11 @@ def tool_url(tool_stack: Stack) -> str:
     return f"{tool_stack.gateway_url}/v1"
 
 
-def ask_openai_chat(url: str, answer_type: type[BaseModel]) -> Any:
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        answer = client.chat.completions.parse(
-            model=MODEL, messages=[{"role": "user", "content": PROMPT}], response_format=answer_type, temperature=0
-        )
-    return answer.choices[0].message.parsed
-
-
-def ask_openai_responses(url: str, answer_type: type[BaseModel]) -> Any:
-    with openai.OpenAI(base_url=url, api_key="none") as client:
-        return client.responses.parse(model=MODEL, input=PROMPT, text_format=answer_type, temperature=0).output_parsed
-
-
-def ask_pydantic_ai(url: str, answer_type: type[BaseModel]) -> Any:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
-
-    async def run_agent() -> Any:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:  # its own is never closed
-            model = models.OpenAIChatModel(MODEL, provider=providers.OpenAIProvider(openai_client=client))
-            agent = pydantic_ai.Agent(
-                model, output_type=pydantic_ai.NativeOutput(answer_type), model_settings={"temperature": 0}
-            )
-            return await agent.run(PROMPT)
-
-    return asyncio.run(run_agent()).output
-
-
-def ask_langchain(url: str, answer_type: type[BaseModel]) -> Any:
+def test_langchain_gets_an_object_of_its_type(tool_url: str) -> None:
+    """It sends the schema alone, without tools."""
     langchain = pytest.importorskip("langchain_openai")
-    model = langchain.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0)
-    return model.with_structured_output(answer_type, method="json_schema").invoke(PROMPT)
-
-
-@pytest.mark.parametrize("ask", [ask_openai_chat, ask_openai_responses, ask_pydantic_ai, ask_langchain])
-def test_a_framework_gets_an_object_of_its_type(tool_url: str, ask: Callable[[str, type[BaseModel]], Any]) -> None:
-    found = ask(tool_url, Person)
+    model = langchain.ChatOpenAI(model=MODEL, base_url=tool_url, api_key="none", temperature=0)
+    found = model.with_structured_output(Person, method="json_schema").invoke(PROMPT)
     assert isinstance(found, Person)
     assert Person.model_validate_json(found.model_dump_json()).model_dump() == found.model_dump()
 
@@ -98,13 +68,6 @@ class Weather:
         """Get the weather of a city."""
         self.cities.append(city)
         return json.dumps({"weather": "red"})
-
-
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: Any = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Get the weather of a city.", "parameters": CITY},
-}
 
 
 class Report(BaseModel):
@@ -215,14 +178,6 @@ def run_langchain(url: str, weather: Weather, kind: Any = None, *, is_streamed: 
         turns += [answer, *(tool.invoke(call) for call in answer.tool_calls)]
 
 
-def run_langchain_stream(url: str, weather: Weather, _: Any = None) -> Any:
-    return run_langchain(url, weather, is_streamed=True)
-
-
-def run_langchain_responses(url: str, weather: Weather, kind: Any = None) -> Any:
-    return run_langchain(url, weather, kind, use_responses_api=True)
-
-
 def run_pydantic_ai(
     url: str, weather: Weather, kind: Any = None, output: str = "NativeOutput", model_kind: str = "OpenAIChatModel"
 ) -> Any:
@@ -242,17 +197,13 @@ def run_pydantic_ai(
     return asyncio.run(run_agent())
 
 
-def run_pydantic_ai_responses(url: str, weather: Weather, kind: Any = None) -> Any:
-    return run_pydantic_ai(url, weather, kind, model_kind="OpenAIResponsesModel")
-
-
-TYPED = [
-    run_openai, run_openai_stream, run_openai_responses, run_langchain, run_langchain_responses, run_pydantic_ai,
-    run_pydantic_ai_responses,
+TYPED: list[Run] = [
+    run_openai, run_openai_stream, run_openai_responses, run_langchain, partial(run_langchain, use_responses_api=True),
+    run_pydantic_ai, partial(run_pydantic_ai, model_kind="OpenAIResponsesModel"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("run", [*TYPED, run_langchain_stream])
+@pytest.mark.parametrize("run", [*TYPED, partial(run_langchain, is_streamed=True)])
 def test_a_framework_calls_tools_and_gets_an_answer_from_their_results(tool_url: str, run: Run) -> None:
     weather = Weather()
     answer = run(tool_url, weather, None)
@@ -275,19 +226,60 @@ def test_a_framework_may_demand_any_object_beside_tools(tool_url: str) -> None:
 
 
 SCRIPTS = Path(__file__).parent / "frameworks"
-UV = [str(Path(sys.executable).parent / "uv")]
-
-
-def run_uv(*arguments: str) -> str:
-    """Run uv for this Python, away from this project's environment. Raises `DependencyMissing` where it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([*UV, *arguments], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DependencyMissing(f"uv {arguments[0]}: {done.stderr[-4000:]}")
-    return done.stdout
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_framework_that_needs_other_packages_does_what_its_script_demands(tool_url: str, script: Path) -> None:
-    """Each script names its packages, which `make test-clients` installs for it alone."""
-    run_uv("run", "--offline", "--quiet", "--python", sys.executable, "--script", str(script), tool_url, MODEL)
+    """Each script names its packages, which `make test-clients` installs for it alone: not into this environment."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(Path(sys.executable).parent / "uv"), "run", "--offline", "--quiet", "--python", sys.executable]
+    command += ["--script", str(script), tool_url, MODEL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nodejs.project(Path(__file__).parent / "node", tmp_path_factory.mktemp("sdk"))
+
+
+@pytest.mark.parametrize(
+    ("file", "stack"), [("answers.test.mjs", "line"), ("tools.test.mjs", "tool_stack")], ids=["answers", "tools"]
+)
+def test_the_node_sdk(file: str, stack: str, project: Path, request: pytest.FixtureRequest) -> None:
+    base_url = request.getfixturevalue(stack).gateway_url
+    done = subprocess.run(
+        [nodejs.NODE, "--experimental-eventsource", "--test", "--test-reporter=spec", file],
+        cwd=project, env=os.environ | {"GATEWAY": base_url}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "ℹ pass 0" not in done.stdout
+    assert "ℹ fail 0" in done.stdout
+
+
+IMAGES = {"chat-image-input", "image-input", "anth-image-input"}
+"""The tool model reads text."""
+COMPACTING = {"compact-response"}
+"""The suite warns of servers that do not compact."""
+
+
+def build_greedy(build_request: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Build a test's request so that the model, small as it is, answers it each time alike."""
+    return build_request(config) | {"temperature": 0}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the suite's use of jsonschema
+@pytest.mark.parametrize(("form", "num_tests"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
+def test_llm_comply_finds_nothing_missing_but_images(tool_stack: Stack, form: str, num_tests: int) -> None:
+    """Its one test of reasoning's summaries it leaves out itself: that is for models of OpenAI's names."""
+    cli, llm_comply = pytest.importorskip("llm_comply.cli"), pytest.importorskip("llm_comply")
+    tests = [
+        dataclasses.replace(one, build_request=partial(build_greedy, one.build_request)) for one in cli._get_tests(form)
+    ]
+    specification = Path(cli.__file__).parent / "specs" / cli._SPEC_FILES[form]
+    config = llm_comply.ComplianceConfig(f"{tool_stack.gateway_url}/v1", "none", MODEL, timeout=3600)
+    suite = llm_comply.TestRunner(config, tests, llm_comply.SpecLoader(str(specification))).run_all()
+    results = {one["id"]: one for one in suite.to_dict()["results"]}
+    assert (len(results), suite.skipped) == (num_tests, 1), results
+    assert {name for name, one in results.items() if one["status"] == "failed"} == results.keys() & IMAGES, results
+    assert {name for name, one in results.items() if one.get("warnings")} <= COMPACTING, results

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Self
 import pytest
 
 from penstock.bus.contract import Outgoing
-from penstock.ingest.keys import KeyBook, write_book_file
-from penstock.ingest.tenants import TenantEntry, make_key
+from penstock.ingest.tenants import TenantEntry
 from penstock.messages import Request, Result, Usage
 from penstock.names import Pipeline
 from sim.waiting import wait_for
-from tests.gateways import GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 
 MB = 2**20
 MODEL = "hostile-demo"
@@ -53,12 +52,8 @@ class GuardedGateway(ScriptedPipeline):
 
     def __init__(self, redis_url: str, folder: Path, times: Mapping[str, str], model: str = MODEL) -> None:
         super().__init__(redis_url, Pipeline(f"t-{uuid.uuid4().hex[:12]}"), model)
-        made = [make_key(tenant) for tenant in ("acme", "other", "slow")]
-        self.acme, self.other, self.slow = (key for key, _, _ in made)
-        acme = TenantEntry(classes=("interactive",), weight=3)
-        tenants = {"acme": acme, "slow": TenantEntry(requests_per_min=1)}
-        keys = {key_id: entry for _, key_id, entry in made}
-        write_book_file(folder / "keys.json", KeyBook(tenants=tenants, keys=keys))
+        entries = {"acme": TenantEntry(classes=("interactive",), weight=3), "slow": TenantEntry(requests_per_min=1)}
+        self.acme, self.other, self.slow = write_keys(folder / "keys.json", "acme", "other", "slow", **entries)
         self.folder, self.times = folder, times
         self.gateway: GatewayProcess
 

@@ -60,11 +60,6 @@ class PublishedResults:
             self.used[tenant] = metering.add_sums([so_far, UsageSums(1, prompt - cached, cached, output)])
         self.publisher.publish(made)
 
-    def publish_again(self, count: int) -> None:
-        """Second results of the same ids, and what is no result."""
-        made = [Outgoing(self.pipeline.results_topic, value, json.loads(value)["id"]) for value in self.sent[-count:]]
-        self.publisher.publish([*made, Outgoing(self.pipeline.results_topic, b"no result")])
-
     def read_sums(self) -> dict[str, UsageSums]:
         """What was counted, today or, near midnight, yesterday."""
         found: dict[str, UsageSums] = {}
@@ -83,9 +78,6 @@ class PublishedResults:
                     ends[found.partition.encode()] = found.offset.encode()
                     num_left -= 1
         return ends
-
-    def num_counted(self) -> int:
-        return sum(sums.requests for sums in self.read_sums().values())
 
     def free_lease(self) -> None:
         """As if its time had run out."""
@@ -129,7 +121,8 @@ def test_killed_at_every_step_and_counted_exactly(results: PublishedResults, tmp
         child = start(results, tmp_path, f"meter-{number}", order)
         assert child.wait(PATIENCE_S) == -signal.SIGKILL, child.read_log_tail()
     results.publish(200)
-    results.publish_again(150)
+    again = [Outgoing(results.pipeline.results_topic, value, json.loads(value)["id"]) for value in results.sent[-150:]]
+    results.publisher.publish([*again, Outgoing(results.pipeline.results_topic, b"no result")])
     count_all(results)
     assert results.read_sums() == results.used
 
@@ -145,7 +138,7 @@ def test_two_that_count_at_once_count_once(results: PublishedResults, monkeypatc
         for meter in meters:
             results.free_lease()
             found.append(meter.count_once(0.3))
-        return found == [0, 0] and results.num_counted() == 900
+        return found == [0, 0] and sum(sums.requests for sums in results.read_sums().values()) == 900
 
     wait_for(both, "nothing more to count")
     assert results.read_sums() == results.used

@@ -11,17 +11,20 @@ from penstock.redis.client import async_redis_client
 from penstock.worker.heartbeat import Heartbeat
 
 
+def beat(redis_url: str, pipeline: Pipeline, name: str = "d-0", **status: Any) -> None:
+    """Write a heartbeat as a decode worker that is ready."""
+    heartbeat = Heartbeat(redis_url, pipeline, "decode", name, 60)
+    heartbeat.update_status(**{"model": pipeline.name, "state": "ready", **status})
+    heartbeat.write_beat()
+
+
 @pytest.mark.parametrize(("lengths", "expected"), [((512, 1024, None), 512), ((None,), None)])
 async def test_a_model_has_the_context_that_all_its_workers_take(
     redis_url: str, pipeline: Pipeline, lengths: tuple[int | None, ...], expected: int | None
 ) -> None:
     """One that asks endpoints reports none."""
     for number, length in enumerate(lengths):
-        beat = Heartbeat(redis_url, pipeline, "decode", f"d-{number}", 60)
-        beat.update_status(model=pipeline.name, state="ready")
-        if length is not None:
-            beat.update_status(max_model_len=length)
-        beat.write_beat()
+        beat(redis_url, pipeline, f"d-{number}", **({} if length is None else {"max_model_len": length}))
     async with async_redis_client(redis_url) as client:
         assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == expected
 
@@ -30,9 +33,7 @@ async def test_a_model_is_listed_by_its_name_and_found_by_its_directory_too(redi
     """Two directories of one name are two models: each is found by its path."""
     name, other = pipeline.name, Pipeline(f"{pipeline.name}-other")
     for served, source in ((pipeline, f"/a/{name}"), (other, f"/b/{name}")):
-        beat = Heartbeat(redis_url, served, "decode", "d-0", 60)
-        beat.update_status(model=name, model_source=source, state="ready")
-        beat.write_beat()
+        beat(redis_url, served, model=name, model_source=source)
     async with async_redis_client(redis_url) as client:
         models = ServedModels(client, pipeline.name)
         mine = [model for model in await models.list_models() if name in model.name]
@@ -47,9 +48,7 @@ async def test_a_model_is_found_as_soon_as_its_first_worker_has_reported(redis_u
         models = ServedModels(client, "")
         with pytest.raises(ApiError):
             await models.find_model(pipeline.name)
-        beat = Heartbeat(redis_url, pipeline, "decode", "d-0", 60)
-        beat.update_status(model=pipeline.name, state="ready")
-        beat.write_beat()
+        beat(redis_url, pipeline)
         assert (await models.find_model(pipeline.name)).pipeline == pipeline.name
 
 
@@ -64,7 +63,5 @@ async def test_a_list_without_models_is_not_kept(
         with monkeypatch.context() as before:
             before.setattr(models, "_read_heartbeats", find_no_workers)
             assert await models.list_models() == []
-        beat = Heartbeat(redis_url, pipeline, "decode", "d-0", 60)
-        beat.update_status(model=pipeline.name, state="ready")
-        beat.write_beat()
+        beat(redis_url, pipeline)
         assert pipeline.name in [model.name for model in await models.list_models()]

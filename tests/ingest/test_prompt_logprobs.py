@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from penstock.engine.files import DEMO_MODEL
 from penstock.errors import PenstockError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import CHAT, COMPLETIONS
@@ -31,6 +35,46 @@ def test_text_and_token_ids_are_echoed_with_their_log_probabilities(sdk: Any) ->
         ((best, best_value),) = top.items()
         assert value == best_value if token == best else value <= best_value
     assert other.logprobs.token_logprobs[1:5] == lists.token_logprobs[1:5]
+
+
+CHOICES = [
+    ("And the king said unto the", " people"), ("And the king said unto the", " Philistines, and"),
+    ("In the beginning God created the heaven and the", " earth"), ("The LORD is my", "\nrock"),
+    ("Then went he down, and dwelt in the", " élan"),
+]  # fmt: skip
+ROLLING = "The LORD is my shepherd; I shall not want"
+MAX_ERROR = 1e-5
+"""Of one token's log probability: the gateway rounds to six digits, and sums have another order in other kernels."""
+
+
+def read_likelihood(choice: dict[str, Any], num_context: int) -> tuple[float, bool]:
+    """Return a log likelihood, and whether the text is the greedy one, as lm-eval reads them."""
+    logprobs = choice["logprobs"]["token_logprobs"][num_context:-1]
+    tops = choice["logprobs"]["top_logprobs"][num_context:-1]
+    return sum(logprobs), all(value == max(top.values()) for value, top in zip(logprobs, tops, strict=True))
+
+
+def test_log_likelihoods_are_those_of_transformers(base_url: str) -> None:
+    """The body is the one that `local-completions` of lm-eval 0.4.13 sends."""
+    tokenizer = load_demo_model().tokenizer
+    module: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    # A rolling likelihood is that of the whole text, after the token that begins texts.
+    cases = [([tokenizer.bos_token_id, *tokenizer(ROLLING)["input_ids"]], 1)]
+    cases += [(tokenizer(text + choice)["input_ids"], len(tokenizer(text)["input_ids"])) for text, choice in CHOICES]
+    asked = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    body = asked | {"prompt": [prompt for prompt, _ in cases]}
+    answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=None).raise_for_status().json()
+    found, is_greedy = sorted(answer["choices"], key=lambda one: one["index"]), set()
+    for (prompt, num_context), choice in zip(cases, found, strict=True):
+        with torch.inference_mode():
+            expected = module(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        places = range(num_context, len(prompt))
+        likelihood, greedy = read_likelihood(choice, num_context)
+        wanted = sum(float(expected[place - 1, prompt[place]]) for place in places)
+        assert likelihood == pytest.approx(wanted, abs=MAX_ERROR * len(prompt))
+        assert greedy == all(int(expected[place - 1].argmax()) == prompt[place] for place in places)
+        is_greedy.add(greedy)
+    assert is_greedy == {True, False}
 
 
 def test_no_token_is_returned_where_none_is_asked_for(sdk: Any) -> None:

@@ -19,15 +19,14 @@ from penstock.ingest.openai.cursor import SentEvent
 from penstock.ingest.openai.endpoint import use_response_template
 from penstock.ingest.openai.responses import Response, describe_input_items
 from penstock.messages import FinishReason
-from sim.workload import TOOL_MODEL
-from tests.ingest.answers import make_log, read_stream
+from tests.ingest.answers import TEMPLATE, make_log, read_stream
 
-TEMPLATE: dict[str, Any] = json.loads((TOOL_MODEL / "tokenizer_config.json").read_text())["response_template"]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 NAME = {"type": "function", "name": "f"}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "b c"}}</tool_call>'
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HELD = {"parallel_tool_calls": True, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAME]}}
+TYPED = HELD | {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}}
 PIECES = ["<think>", "</think>", CALL, CALL, " ", "\n", "some", " text", "<tool_call>", "</tool_call>", "<", "ä👍"]
 
 
@@ -96,7 +95,7 @@ def test_the_items_of_an_answer_are_in_its_order(name: str) -> None:
     has_logprobs=st.booleans(),
     is_held=st.booleans(),
     reason=st.sampled_from(["stop", "length"]),
-    more=st.sampled_from([{}, HELD]),
+    more=st.sampled_from([{}, HELD, TYPED]),
 )
 def test_openais_reader_puts_the_same_together_and_goes_on_after_any_event(
     pieces: list[str], step: int, has_logprobs: bool, is_held: bool, reason: FinishReason, more: dict[str, Any]

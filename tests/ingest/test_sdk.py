@@ -1,9 +1,9 @@
 """The official Python SDK, as it comes, against a running gateway with the whole pipeline behind it."""
 
+import json
 import uuid
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -11,6 +11,7 @@ from penstock.local.stack import Stack
 from penstock.messages import Request, Sampling
 from sim.waiting import wait_for
 from sim.workload import compute_answers, load_demo_model
+from tests.gateways import ScriptedPipeline
 from tests.ingest.batch_files import result_ids
 
 MODEL = "demo"
@@ -196,13 +197,55 @@ def test_a_post_after_a_timeout_joins_the_request(sdk: Any) -> None:
     assert other.value.code == "idempotency_conflict"
 
 
-def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
-    with httpx.Client(base_url=base_url, timeout=None) as plain:
-        answers = [plain.get("/v1/nothing"), plain.get("/v1/chat/completions")]
-        assert [answer.status_code for answer in answers] == [404, 405]
-        for answer in answers:
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        document = plain.get("/openapi.json").json()
-    told = {status for path in document["paths"].values() for one in path.values() for status in one["responses"]}
-    assert "422" not in told
-    assert "ChatBody" in document["components"]["schemas"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["king", "priest"]}, "years": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "years"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "man", "schema": SCHEMA, "strict": True}}
+ASKED: Any = {"model": MODEL, "messages": TURNS, "temperature": 1.0, "seed": 3, "max_tokens": 300}
+
+
+def test_a_chat_follows_its_schema_streamed_and_not(sdk: Any) -> None:
+    whole = sdk.chat.completions.create(response_format=FORMAT, n=2, **ASKED)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        found = json.loads(choice.message.content or "")
+        assert found["kind"] in {"king", "priest"}
+        assert 0 <= found["years"] <= 99
+    chunks = list(sdk.chat.completions.create(response_format=FORMAT, stream=True, **ASKED))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
+def test_an_object_a_choice_and_a_response(sdk: Any) -> None:
+    cut = sdk.chat.completions.create(response_format={"type": "json_object"}, **(ASKED | {"max_tokens": 20}))
+    assert (cut.choices[0].message.content or "").startswith("{")
+    choice = sdk.completions.create(model=MODEL, prompt="Who?", extra_body={"guided_choice": ["Abel", "Cain"]})
+    assert (choice.choices[0].text in {"Abel", "Cain"}, choice.choices[0].finish_reason) == (True, "stop")
+    text: Any = {"format": {"type": "json_schema", "name": "man", "schema": SCHEMA}}
+    answer = sdk.responses.create(model=MODEL, input="Who?", text=text, max_output_tokens=300)
+    assert answer.status == "completed"
+    assert json.loads(answer.output_text)["kind"] in {"king", "priest"}
+    assert answer.text.format.type == "json_schema"
+
+
+RESPONSE_FORMAT = FORMAT["json_schema"] | {"type": "json_schema"}
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_before_publishing(scripted: ScriptedPipeline) -> None:
+    cases = (
+        ("chat/completions", {"messages": TURNS, "response_format": FORMAT}, "response_format"),
+        ("responses", {"input": "x", "text": {"format": RESPONSE_FORMAT}}, "text.format"),
+        ("completions", {"prompt": "x", "guided_json": SCHEMA}, "guided_json"),
+    )
+    with scripted.open_gateway() as gateway, gateway.client() as http:
+        for path, given, param in cases:
+            body = json.dumps({"model": scripted.model, **given})
+            body = body.replace('"type": "integer"', '"type": "string", "format": "color"')
+            answer = http.post(f"/v1/{path}", content=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_schema", param)
+            assert "format" in error["message"]
+    assert scripted.read_requests() == []

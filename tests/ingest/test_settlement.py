@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, cast
@@ -15,16 +16,15 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
-from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenant_shares import HELD_TTL_S
-from penstock.ingest.tenants import Caller, TenantEntry, make_key
+from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from sim.waiting import wait_for
-from tests.gateways import GatewayProcess
+from tests.gateways import GatewayProcess, write_keys
 
 PER_MIN, HAS = 60_000, 5_000
 """What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
@@ -72,9 +72,8 @@ class Bucket:
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A file with the tenant's key, and the key."""
-    file, (key, key_id, entry) = tmp_path_factory.mktemp("settlement") / "keys.json", make_key(TENANT)
-    limits = TenantEntry(tokens_per_min=PER_MIN)
-    write_book_file(file, KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
+    file = tmp_path_factory.mktemp("settlement") / "keys.json"
+    (key,) = write_keys(file, TENANT, **{TENANT: TenantEntry(tokens_per_min=PER_MIN)})
     return file, key
 
 
@@ -107,20 +106,9 @@ Ask = Callable[[httpx.Client, Bucket, dict[str, Any]], None]
 """Sends a body, and reads as much of its answer as the function's name says."""
 
 
-def answered(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    http.post("/v1/completions", json=body).raise_for_status()
-
-
-def streamed(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert "[DONE]" in http.post("/v1/completions", json={**body, "stream": True}).text
-
-
-def failed(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert http.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
-
-
-def failed_in_its_stream(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
-    assert "context_length_exceeded" in http.post("/v1/completions", json={**body, "stream": True}).text
+def post(http: httpx.Client, _: Bucket, body: dict[str, Any], says: str, *, stream: bool = False) -> None:
+    """Read the whole answer, which says so."""
+    assert says in http.post("/v1/completions", json={**body, "stream": stream}).text
 
 
 def left(http: httpx.Client, _: Bucket, body: dict[str, Any]) -> None:
@@ -137,12 +125,14 @@ def left_unheard(http: httpx.Client, bucket: Bucket, body: dict[str, Any]) -> No
 
 
 STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": "of the LORD " * 1000}
+TELLS_TOO_LONG = "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
     ("ask", "more"),
     [
-        (answered, STOPS), (streamed, STOPS), (failed, TOO_LONG), (failed_in_its_stream, TOO_LONG),
+        (partial(post, says='"usage"'), STOPS), (partial(post, says="[DONE]", stream=True), STOPS),
+        (partial(post, says=TELLS_TOO_LONG), TOO_LONG), (partial(post, says=TELLS_TOO_LONG, stream=True), TOO_LONG),
         (left, GOES_ON), (left_unheard, GOES_ON),
     ],
 )  # fmt: skip

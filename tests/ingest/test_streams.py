@@ -13,7 +13,6 @@ import pytest
 
 from penstock.messages import Request, decode_message
 from penstock.names import CLASSES, Pipeline
-from penstock.record import Claim
 from sim.waiting import PATIENCE_S, wait_for
 from tests.gateways import EventSource, GatewayProcess, ScriptedPipeline
 from tests.record.play import end, say
@@ -127,11 +126,15 @@ def test_slow_readers_slow_nobody_and_get_all_of_it(streams: StreamPipeline) -> 
         claim = streams.write(stream_id, 1)
         assert next(quick).text == "<0>"
         for first in range(1, count, 500):
-            append_together(streams, claim, range(first, min(first + 500, count)))
+            for token in range(first, min(first + 500, count)):
+                streams.record.send_tokens([(claim, claim.next_event(token, f"<{token}>"))])
+            assert all(streams.record.collect_outcomes())
         streams.record.finish_request(claim, end())
         assert "".join(sent.text for sent in quick) == "".join(f"<{token}>" for token in range(1, count))
         lines = exits.enter_context(slow[0].makefile("rb"))
-        data = [line for line in lines_until_done(lines) if line.startswith(b"data: ")]
+        data: list[bytes] = []
+        while not data or not data[-1].startswith(b"data: [DONE]"):
+            data += [line] if (line := next(lines)).startswith(b"data: ") else []
     assert len(data) == count + 2, "all tokens, the finish reason and [DONE]: what was dropped was read again"
 
 
@@ -142,36 +145,6 @@ def open_unread(streams: StreamPipeline, stream_id: str, exits: ExitStack) -> so
     made.connect((address.host, address.port))
     made.sendall(f"GET /v1/streams/{stream_id} HTTP/1.1\r\nHost: {address.netloc.decode()}\r\n\r\n".encode())
     return made
-
-
-def append_together(streams: StreamPipeline, claim: Claim, tokens: range) -> None:
-    for token in tokens:
-        streams.record.send_tokens([(claim, claim.next_event(token, f"<{token}>"))])
-    assert all(streams.record.collect_outcomes())
-
-
-def lines_until_done(lines: Any) -> Iterator[bytes]:
-    for line in lines:
-        yield line
-        if line.startswith(b"data: [DONE]"):
-            return
-
-
-def test_a_response_is_read_again_until_it_is_deleted(streams: StreamPipeline) -> None:
-    asked = {"model": "scripted", "input": "hi", "stream": True}
-    with httpx.stream("POST", f"{streams.url}/v1/responses", json=asked, timeout=None) as posted:
-        url = f"{streams.url}/v1/responses/{posted.headers['x-request-id']}"
-    found = httpx.get(url, timeout=None).json()
-    assert (found["status"], found["output"]) == ("in_progress", [])
-    streams.finish(found["id"], 3)
-    found = httpx.get(url, timeout=None).json()
-    assert found["status"] in ("completed", "incomplete")
-    assert found["output"][0]["content"][0]["text"] == "<0><1><2>"
-    other = f"{streams.url}/v1/responses/{streams.post()}"
-    assert httpx.get(other, timeout=None).json()["error"]["code"] == "response_not_found", "it is a completion"
-    assert httpx.delete(url, timeout=None).json() == {"id": found["id"], "object": "response", "deleted": True}
-    for gone in (url, url.replace("/responses/", "/streams/")):
-        assert httpx.get(gone, timeout=None).status_code == 404
 
 
 CANCELS: dict[str, Callable[[str], httpx.Response]] = {

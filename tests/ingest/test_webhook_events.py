@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -20,14 +19,14 @@ from penstock.ingest.batch.batches import BatchStore
 from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.work import BatchWork
 from penstock.ingest.gateway import kept_responses
-from penstock.ingest.tenants import Caller, make_key
+from penstock.ingest.tenants import Caller, TenantEntry
 from penstock.ingest.webhooks import Webhooks, derive_tenant_secret
 from penstock.messages import EndEvent
 from penstock.names import WEBHOOKS_KEY, stream_meta_key, webhook_events_key
 from penstock.redis.client import async_redis_client
 from penstock.telemetry.meters import Meters
 from sim.waiting import wait_for
-from tests.gateways import GatewayProcess, ScriptedPipeline
+from tests.gateways import GatewayProcess, ScriptedPipeline, write_keys
 from tests.ingest.batch_files import ScriptedClient, create_batch, lines, row
 from tests.ingest.webhook_receiver import HANGS, SECRET, WebhookReceiver, receive_webhooks
 from tests.record.play import end
@@ -47,11 +46,9 @@ class Site:
     def __init__(self, scripted: ScriptedPipeline, folder: Path, url: str) -> None:
         self.scripted, self.server, self._folder = scripted, scripted.server, folder
         self.tenant = f"t-{uuid.uuid4().hex[:12]}"
-        self.secret, self._events = derive_tenant_secret(SECRET, self.tenant), webhook_events_key(self.tenant)
-        key, key_id, entry = make_key(self.tenant)
+        self.secret, self.events = derive_tenant_secret(SECRET, self.tenant), webhook_events_key(self.tenant)
+        (key,) = write_keys(folder / "keys.json", self.tenant, **{self.tenant: TenantEntry(webhook_url=url)})
         self._headers = {"authorization": f"Bearer {key}"}
-        book = {"tenants": {self.tenant: {"webhook_url": url}}, "keys": {key_id: entry.model_dump()}}
-        (folder / "keys.json").write_text(json.dumps(book))
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -89,23 +86,18 @@ class Site:
 
     def read_waiting(self) -> list[tuple[bytes, float]]:
         """Return the tenant's events that are not delivered, and when each is due."""
-        found: Any = self.server.zrange(self._events, 0, -1, withscores=True)
+        found: Any = self.server.zrange(self.events, 0, -1, withscores=True)
         return list(found)
 
     def has_mark(self, name: str) -> bool:
         return bool(self.server.hexists(self.scripted.pipeline.responses_key, name))
-
-    def hurry(self) -> None:
-        """Make what waits due at once."""
-        for event, _ in self.read_waiting():
-            self.server.zadd(self._events, {event: time.time()}, xx=True)
 
 
 @pytest.fixture
 def site(scripted: ScriptedPipeline, receiver: WebhookReceiver, tmp_path: Path) -> Iterator[Site]:
     yield (made := Site(scripted, tmp_path, receiver.url))
     scripted.server.srem(WEBHOOKS_KEY, made.tenant)
-    scripted.server.delete(made._events)
+    scripted.server.delete(made.events)
 
 
 def fail(code: str) -> EndEvent:
@@ -160,7 +152,8 @@ def test_an_event_is_told_again_with_its_id_after_its_gateway_was_killed(
         gateway.process.kill()
     assert len(site.read_waiting()) == 1
     receiver.default = 200
-    site.hurry()
+    for event, _ in site.read_waiting():  # all that waits is due at once
+        site.server.zadd(site.events, {event: time.time()}, xx=True)
     with site.run():
         wait_for(lambda: not site.read_waiting(), "it is delivered")
     assert {event.data.id for event in receiver.unwrap(site.secret)} == {name}
@@ -177,7 +170,8 @@ def test_batches_that_fail_or_are_cancelled_are_told(site: Site, receiver: Webho
             asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
             asked["input_file_id"] = site.request("POST", "files", **form)["id"]
             names[f"batch.{kind}"] = site.request("POST", "batches", json=asked)["id"]
-        site.request("POST", f"batches/{names['batch.cancelled']}/cancel")
+        cancelled = site.request("POST", f"batches/{names['batch.cancelled']}/cancel")
+        assert cancelled["status"] == "cancelling"
         wait_for(lambda: len(receiver.posted) >= 2, "both are told")
     assert {event.type: event.data.id for event in receiver.unwrap(site.secret)} == names
 

@@ -10,12 +10,10 @@ import httpx
 import pytest
 from playwright.sync_api import FloatRect, Locator, Page, expect
 
-from penstock.ingest.keys import KeyBook
-from penstock.ingest.tenants import make_key
 from penstock.local.stack import Stack
 from sim.chaos.proxy import Proxy
 from sim.waiting import wait_for
-from tests.gateways import EventSource, GatewayProcess, open_stack
+from tests.gateways import EventSource, GatewayProcess, open_stack, write_keys
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 from tests.pipeline.site import hanging
 
@@ -264,10 +262,8 @@ def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> Non
 
 
 def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
-    mine, my_id, my_entry = make_key("acme")
-    other, other_id, other_entry = make_key("other")
     book = tmp_path / "keys.json"
-    book.write_text(KeyBook(keys={my_id: my_entry, other_id: other_entry}).model_dump_json())
+    mine, other = write_keys(book, "acme", "other")
     with GatewayProcess(line.addresses, tmp_path, {"GATEWAY_KEYS": str(book)}) as gateway:
         url = gateway.url
         for path in ("/v1/live", "/v1/requests/chatcmpl-1/timeline"):

@@ -48,16 +48,12 @@ def shown(app: TopApp) -> list[str]:
 
 async def until(pilot: Pilot[None], is_so: Callable[[list[str]], bool], what: str) -> list[str]:
     """Wait until the screen is so."""
+    assert isinstance(pilot.app, TopApp)
     end = time.monotonic() + PATIENCE_S
-    while not is_so(lines := shown(_top(pilot))):
+    while not is_so(lines := shown(pilot.app)):
         assert time.monotonic() < end, f"not within {PATIENCE_S:g} s: {what}\n" + "\n".join(lines)
         await pilot.pause(0.05)
     return lines
-
-
-def _top(pilot: Pilot[None]) -> TopApp:
-    assert isinstance(pilot.app, TopApp)
-    return pilot.app
 
 
 def line_of(lines: list[str], *words: str) -> str:
@@ -106,12 +102,14 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
     assert app._ended.is_set()
 
 
-async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
+async def test_more_workers_than_lines_are_scrolled_and_lost_ones_are_said(stack: Stack) -> None:
     found = LiveWatch(stack.addresses, BusSettings()).read_latest()
     many = [found["workers"][0] | {"name": f"prefill-{number:02}"} for number in range(30)]
-    app = TopApp(lambda: found | {"workers": many})
+    lost = [{"stage": "prefill", "name": "prefill-30", "seen_s_ago": 2.0}]
+    app = TopApp(lambda: found | {"workers": many, "lost": lost})
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "prefill-00")), "the first")
+        assert line_of(shown(app), "prefill-30", "lost 2.0 s")
         assert not line_of(shown(app), "prefill-29")
         await pilot.press("ctrl+end")
         lines = await until(pilot, lambda lines: bool(line_of(lines, "prefill-29")), "the last")
@@ -120,22 +118,6 @@ async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
         assert "cdn" in picture, "its fonts"
         assert "cdn" not in without_fonts(picture)
         assert "prefill-29" in without_fonts(picture)
-
-
-async def test_a_killed_worker_is_lost_until_it_is_back(stack: Stack) -> None:
-    worker = next(worker for worker in stack.workers if worker.name == "decode-1")
-    async with opened(stack).run_test(size=SIZE) as pilot:
-        await until(pilot, lambda lines: bool(line_of(lines, "decode-1", "ready")), "it is there")
-        assert worker.child is not None
-        worker.child.kill()
-        await until(pilot, lambda lines: bool(line_of(lines, "decode-1", "lost")), "its heartbeat runs out")
-        worker.was_ready = False
-
-        def is_back(lines: list[str]) -> bool:
-            stack.restart_dead()
-            return bool(line_of(lines, "decode-1", "ready")) and not line_of(lines, "lost")
-
-        await until(pilot, is_back, "another has its place")
 
 
 async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServer) -> None:
