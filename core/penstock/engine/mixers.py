@@ -4,10 +4,15 @@ transformers calls such a layer a mixer. It would take several sequences in one 
 them would then depend on how many the others are: torch's operators round differently for other sizes.
 """
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.activations import ACT2FN
 
 from penstock.engine.masks import Unsupported
 from penstock.engine.step import Step, current_step
@@ -19,10 +24,15 @@ _BY_TOKEN = {"hidden_states", "position_ids", "position_embeddings"}
 def divide_mixers(mixers: dict[int, nn.Module], scan_chunk_tokens: int) -> None:
     """Let each of a model's mixers, by layer, compute the steps of the engine in pieces; other calls stay as they are.
 
-    Its own chunks become no larger than a scan chunk, which would be padded otherwise.
+    Its own chunks become no larger than a scan chunk, which would be padded otherwise. In steps of the engine the
+    functions that transformers' modules of mixers call are replaced by those of `_FUNCTIONS`.
     """
     mixer: Any
     for layer, mixer in mixers.items():
+        names = vars(sys.modules[type(mixer).__module__])
+        for name, function in _FUNCTIONS.items():
+            if name in names and not isinstance(names[name], partial):
+                names[name] = partial(_call_in_step, function, names[name])
         if not isinstance(mixer.forward, _DividedForward):
             mixer.forward = _DividedForward(mixer.forward, layer)
         size: Any = getattr(mixer, "chunk_size", None)
@@ -62,6 +72,49 @@ class _DividedForward:
             row += num_tokens
         whole = torch.cat(outputs, 1)
         return whole if rest is None else (whole, *rest)
+
+
+def _call_in_step(function: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call one function in a step of the engine, and the other one outside of it."""
+    return (plain if current_step.get(None) is None else function)(*args, **kwargs)
+
+
+def _convolve_token(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Convolve one token, [B, channels, 1], with those before it in the state, [B, channels, width], as its last."""
+    window = torch.cat([state, x.to(state.dtype)], -1)
+    state.copy_(window[..., -state.shape[-1] :])
+    return _convolve_window(window[..., -weight.shape[-1] :], weight, bias, activation).to(x.dtype)
+
+
+def _convolve_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: object
+) -> Tensor:
+    """Convolve tokens, [B, channels, T], with nothing before them."""
+    return _convolve_window(pad(x, (weight.shape[-1] - 1, 0)), weight, bias, activation).to(x.dtype)
+
+
+def _convolve_window(window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Convolve each channel of a window [B, channels, T + width - 1] with its weights [channels, width].
+
+    In 16 bits torch's own convolution is one call for each channel on processors without AVX-512.
+    """
+    width = weight.shape[-1]
+    length, weight = window.shape[-1] - width + 1, weight.float()
+    out = window[..., :length] * weight[:, :1]
+    for tap in range(1, width):
+        out += window[..., tap : tap + length] * weight[:, tap : tap + 1]
+    if bias is not None:
+        out += bias[:, None]
+    out = out.to(window.dtype)
+    return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return, unused-ignore]
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "causal_conv1d_update": _convolve_token,
+    "causal_conv1d_fn": _convolve_tokens,
+}
 
 
 def _take_rows(value: Any, part: slice) -> Any:
