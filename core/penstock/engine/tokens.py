@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
+from penstock.engine.kernels import recurrence
 from penstock.engine.step import current_step
 
 
@@ -34,6 +35,9 @@ def _convolve_token(
     activation: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Convolve one token, [B, channels, 1], with those before it in the state, [B, channels, width], as its last."""
+    out = None if rows is None else recurrence.convolve_token(rows, state, x, weight, bias, activation)
+    if out is not None:
+        return out
     window = torch.cat([_take(state, rows), x.to(state.dtype)], -1)
     _put(state, rows, window[..., -state.shape[-1] :])
     return _convolve_window(window[..., -weight.shape[-1] :], weight, bias, activation).to(x.dtype)
@@ -63,22 +67,35 @@ def _convolve_window(window: Tensor, weight: Tensor, bias: Tensor | None, activa
     return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return, unused-ignore]
 
 
-def _apply_delta_rule(plain: Callable[..., Any], rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+def _apply_delta_rule(
+    plain: Callable[..., Any], rows: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor,
+    beta: Tensor, initial_state: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Apply a delta rule to one token, [B, 1, heads, size] each of its parts; return its output, and the state."""
+    how = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **kwargs}
     if rows is None:
-        return plain(*args, **kwargs)
-    state = kwargs["initial_state"]
-    out, new = plain(*args, **kwargs | {"initial_state": _take(state, rows)})
-    _put(state, rows, new)
-    return out, state
+        return plain(query, key, value, initial_state=initial_state, **how)
+    parts = (query, key, value, beta)
+    out = recurrence.apply_delta_rule(rows, initial_state, parts, g, is_normed=use_qk_l2norm_in_kernel)
+    if out is None:
+        out, new = plain(query, key, value, initial_state=initial_state[rows], **how)
+        _put(initial_state, rows, new)
+    return out, initial_state
 
 
 def _update_state_space(
-    plain: Callable[..., Any], rows: Tensor | None, state: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+    plain: Callable[..., Tensor], rows: Tensor | None, state: Tensor, x: Tensor, steps: Tensor, rates: Tensor,
+    b: Tensor, c: Tensor, skip: Tensor | None = None, *, dt_bias: Tensor | None = None, z: Tensor | None = None,
+    dt_softplus: bool = False, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Read one token into the states of a state space, and return its output."""
+    if rows is not None:
+        inputs, of_heads = (steps, rates, b, c), (dt_bias, skip)
+        out = recurrence.update_state_space(rows, state, x, inputs, of_heads, z, has_softplus=dt_softplus)
+        if out is not None:
+            return out
     mine = _take(state, rows)
-    out = plain(mine, *args, **kwargs)
+    out = plain(mine, x, steps, rates, b, c, skip, dt_bias=dt_bias, z=z, dt_softplus=dt_softplus, **kwargs)
     _put(state, rows, mine)
     return out
 
