@@ -137,7 +137,8 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
     backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     if model.layout.states is not None:
-        choose_together(model.module, partial(_read_answers, model, backend))
+        has_states = choose_together(model.module, partial(_read_answers, model, backend))
+        backend = replace(backend, has_states=has_states)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
 
 

@@ -49,11 +49,11 @@ def divide_mixers(mixers: dict[int, nn.Module], scan_chunk_tokens: int) -> None:
             mixer.chunk_size = min(size, scan_chunk_tokens)
 
 
-def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Tensor]]) -> None:
+def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Tensor]]) -> bool:
     """Let a model's mixers read a token of several sequences at once, if that gives each the same, bit for bit.
 
     That has to be the same as with transformers' own functions, too, but for rounding. `read` reads tokens of several
-    sequences, and returns their states and logits.
+    sequences, and returns their states and logits. Returns whether they do so now.
     """
     mixers = {part: part.forward for part in module.modules() if isinstance(part.forward, DividedForward)}
     firsts = {type(part): mixer.layer for part, mixer in reversed(mixers.items())}
@@ -67,11 +67,12 @@ def choose_together(module: nn.Module, read: Callable[[], tuple[StateStorage, Te
         plain, alone, *others = map(read_with, (0, 1, 2, MAX_TOGETHER))
         has_bits = all(torch.equal(one.data, alone[0].data) and torch.equal(rest, alone[1]) for one, rest in others)
         if has_bits and all(is_near(alone[0], plain[0], layer, alone[1].dtype) for layer in firsts.values()):
-            return
+            return True
     except (IndexError, RuntimeError, TypeError, Unsupported):  # it uses its states in another way
         pass
     for mixer in mixers.values():
         mixer.max_together = 0
+    return False
 
 
 def is_near(states: StateStorage, others: StateStorage, layer: int, dtype: torch.dtype) -> bool:
