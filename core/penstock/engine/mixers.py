@@ -127,7 +127,7 @@ class DividedForward:
         places = [token.row for token in tokens]
         given = {**given, **{name: _take_rows(value, places, 0) for name, value in rows.items()}}
         apart = _RowsApart(len(tokens)) if len(tokens) > 1 else nullcontext()
-        with step.open_rows(self.layer, torch.tensor([token.seq.state_row for token in tokens])), apart:
+        with step.open_rows(self.layer, tuple(token.seq.state_row for token in tokens)), apart:
             output = self._plain(**given)
         for token in tokens:
             step.keep_snapshot(self.layer, token.seq, token.position)
