@@ -41,15 +41,16 @@ SMOKE_SIZES: dict[str, Any] = SIZES | {
 }  # fmt: skip
 
 
-def build_model(sizes: dict[str, Any], settings: EngineSettings) -> tuple[LoadedModel, int]:
+def build_model(sizes: dict[str, Any], settings: EngineSettings, kind: str = "qwen3_5_text") -> tuple[LoadedModel, int]:
     """Return a random model of these sizes on the fastest backend for this machine, and its number of parameters."""
-    config: Any = CONFIG_MAPPING["qwen3_5_text"](**sizes, dtype=settings.dtype)
+    config: Any = CONFIG_MAPPING[kind](**sizes, dtype=settings.dtype)
     dtype, device = getattr(torch, settings.dtype), torch.device("cpu")
     torch.manual_seed(1)
     make: Any = AutoModelForCausalLM.from_config
     module = make(config, dtype=dtype).eval().requires_grad_(False)
     make = GenerationConfig
     module.generation_config = make(pad_token_id=0)
+    num_parameters = sum(one.numel() for one in module.parameters())  # packed ones are none
     model = accelerate_model(
         LoadedModel(
             name="hybrid", config=config, tokenizer=None, response_template=None, context_length=4096,
@@ -58,7 +59,7 @@ def build_model(sizes: dict[str, Any], settings: EngineSettings) -> tuple[Loaded
             stock_attention=config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
         )
     )  # fmt: skip
-    return model, sum(one.numel() for one in module.parameters())
+    return model, num_parameters
 
 
 class Prompts:

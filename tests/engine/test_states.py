@@ -13,6 +13,7 @@ from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.contract import Loaded
 from penstock.engine.engine import Engine
+from penstock.engine.mixers import MAX_TOGETHER, DividedForward
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
@@ -20,19 +21,25 @@ from penstock.engine.states import StateLayout, StatePart
 from penstock.errors import KVStoreError, ModelLoadError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
-from tests.engine.helpers import GREEDY, drain, make_block_keys, make_tiny
+from tests.engine.helpers import GREEDY, drain, make_block_keys, make_tiny, needs_kernels
 from tests.engine_contract.engines import Caller, serve
 from tools.compatibility import make_loaded_model
 
 NUM_NEW = 12
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+SIZES = {
+    "qwen3_next": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
 LENGTHS = (70, 33, 1, 48, 17, 90)
 
 
-@pytest.fixture(scope="module", params=["lfm2", "bamba", "zamba"])
+@pytest.fixture(scope="module", params=["lfm2", "bamba", "zamba", "qwen3_next"])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
-    """A tiny model with convolutions alone, one with a scan in chunks, and one whose scan cannot go on in chunks."""
-    model = accelerate_model(make_loaded_model(request.param, make_tiny(request.param, 1)))
+    """Tiny models with convolutions alone, a scan in chunks, one that cannot go on in chunks, and a delta rule."""
+    tiny = make_tiny(request.param, 1, **SIZES.get(request.param, {}))
+    model = accelerate_model(make_loaded_model(request.param, tiny))
     return replace(model, content_fingerprint="5a" * 32)
 
 
@@ -103,6 +110,33 @@ def test_tokens_and_states_depend_on_no_batch_chunk_prefix_or_resumption(model: 
 
 def copy_sequence(seq: Sequence) -> Sequence:
     return make_sequence(seq.token_ids[: seq.num_prompt_tokens], int(seq.id.removeprefix("seq-")))
+
+
+def list_limits(model: LoadedModel) -> set[int]:
+    """Return of how many sequences the model's mixers read a token at once."""
+    forwards = [part.forward for part in model.module.modules()]
+    return {forward.max_together for forward in forwards if isinstance(forward, DividedForward)}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "nemotron_h", "jamba", "qwen3_next", "qwen3_5_text", "kimi_linear"])
+def test_tokens_of_several_sequences_are_read_at_once(name: str) -> None:
+    assert list_limits(accelerate_model(make_loaded_model(name, make_tiny(name, 1)))) == {MAX_TOGETHER}
+
+
+@needs_kernels
+@pytest.mark.parametrize("least", [1, 2], ids=["other than transformers", "other for several"])
+def test_what_tokens_read_at_once_would_change_stays_apart(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_tokens = DividedForward._read_tokens
+
+    def read_wrongly(self: DividedForward, step: Any, tokens: list[Any], *rest: Any) -> torch.Tensor:
+        found: torch.Tensor = read_tokens(self, step, tokens, *rest)
+        if len(tokens) >= least:
+            step.storage.states.data[step.batch.plan[0][0].state_row, :4] += 1
+        return found
+
+    monkeypatch.setattr(DividedForward, "_read_tokens", read_wrongly)
+    assert list_limits(accelerate_model(make_loaded_model("bamba", make_tiny("bamba", 1)))) == {0}
 
 
 def test_preempted_sequences_go_on_from_snapshots(model: LoadedModel) -> None:

@@ -12,6 +12,7 @@ An original's weights are freed as soon as they are packed, so that memory never
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ from penstock.engine.latent import (
 )
 from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, has_experts, make_native_model
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
+from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
@@ -133,7 +136,26 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
     backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
+    if model.layout.states is not None:
+        has_states = choose_together(model.module, partial(_read_answers, model, backend))
+        backend = replace(backend, has_states=has_states)
     return replace(model, backend=backend, weight_form=weights if is_quantized else "")
+
+
+def _read_answers(model: LoadedModel, backend: NativeBackend) -> tuple[StateStorage, Tensor]:
+    """Read two tokens of answers to several prompts, and return their states and the logits of the last ones."""
+    storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
+    runner, logits = backend.create_runner_over(model, storage), torch.empty(0)
+    seqs = [_make_sequence(model, seed) for seed in range(NUM_PROBE_TOKENS)]
+    for row, seq in enumerate(seqs):
+        seq.block_table, seq.state_row = [row], 2 * row + 1
+    num_prompt = seqs[0].num_prompt_tokens - 2
+    for num_tokens in (num_prompt, 1, 1):
+        logits = runner.run_step(StepBatch([(seq, num_tokens) for seq in seqs], model.layout.block_size, model.device))
+        for seq in seqs:
+            seq.num_computed_tokens += num_tokens
+    assert storage.states is not None
+    return storage.states, logits.clone()
 
 
 def _absorb_projections(model: LoadedModel) -> None:
@@ -229,14 +251,17 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1
 
 
+def _make_sequence(model: LoadedModel, seed: int) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    length = min(NUM_PROBE_TOKENS, model.context_length - 1)
+    ids = torch.randint(model.vocab_size, (length,), generator=generator).tolist()
+    return Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+
+
 def _make_batch(model: LoadedModel) -> StepBatch:
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(
-        model.vocab_size, (min(NUM_PROBE_TOKENS, model.context_length - 1),), generator=generator
-    ).tolist()
-    seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
-    seq.block_table = list(range(-(-len(ids) // model.layout.block_size)))
-    return StepBatch([(seq, len(ids))], model.layout.block_size, model.device)
+    seq = _make_sequence(model, 7)
+    seq.block_table = list(range(-(-seq.num_prompt_tokens // model.layout.block_size)))
+    return StepBatch([(seq, seq.num_prompt_tokens)], model.layout.block_size, model.device)
 
 
 def _place_probe(model: LoadedModel, batch: StepBatch) -> Tensor:

@@ -12,9 +12,15 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from penstock.engine import hooks
 from penstock.engine.masks import OwnAttention, Unsupported
-from penstock.engine.mixers import divide_mixers
+from penstock.engine.mixers import divide_mixers, is_near
 from penstock.engine.sequence import Sequence
-from penstock.engine.states import StateLayout, StatePart, choose_interval_tokens, choose_scan_chunk_tokens
+from penstock.engine.states import (
+    StateLayout,
+    StatePart,
+    StateStorage,
+    choose_interval_tokens,
+    choose_scan_chunk_tokens,
+)
 from penstock.engine.step import SingleSequenceStep, Step, make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import BlockLayout, KVStorage, LayerShape, number_index_keys
@@ -25,9 +31,6 @@ _MAX_STATES = 8
 """How many states of a kind a layer may keep."""
 _NUM_PIECE_TOKENS = 4
 """Tokens of a piece that is compared with its tokens one by one."""
-_MAX_PIECE_ERROR = {torch.float32: 1e-3}
-_MAX_PIECE_ERROR_16_BIT = 0.03
-"""The limit of the error of a layer's states, relative to their size."""
 _COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
 """transformers' names of layers that cache sums over several tokens."""
 
@@ -163,7 +166,7 @@ def _continues_in_pieces(module: Any, layout: BlockLayout, layers: set[int], dev
     half = _NUM_PIECE_TOKENS
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(module.get_input_embeddings().num_embeddings, (2 * half,), generator=generator).tolist()
-    found: list[list[Tensor]] = []
+    found: list[StateStorage] = []
     for chunks in ([half, half], [half] + [1] * half):
         storage = KVStorage(layout, -(-2 * half // layout.block_size), device)
         assert storage.states is not None
@@ -177,9 +180,8 @@ def _continues_in_pieces(module: Any, layout: BlockLayout, layers: set[int], dev
                     use_cache=True,
                 )  # fmt: skip
             seq.num_computed_tokens += num_tokens
-        found.append([storage.states.read_layer(0, layer) for layer in sorted(layers)])
-    limit = _MAX_PIECE_ERROR.get(layout.dtype, _MAX_PIECE_ERROR_16_BIT)
-    return all(bool((one - other).norm() <= limit * other.norm()) for one, other in zip(*found, strict=True))
+        found.append(storage.states)
+    return all(is_near(found[0], found[1], layer, layout.dtype) for layer in layers)
 
 
 @contextmanager

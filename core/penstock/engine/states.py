@@ -116,19 +116,23 @@ class StateStorage:
         self.layout = layout
         self.data = map_zeros(num_rows * layout.row_bytes, torch.uint8).view(num_rows, layout.row_bytes)
         self._bytes = self.data.numpy()
-        self._views: list[dict[int, list[tuple[StatePart, Tensor]]]] = [{} for _ in range(num_rows)]
-        for row, by_layer in zip(self.data, self._views, strict=True):
-            offset = 0
-            for part in layout.parts:
-                size = prod(part.shape) * part.dtype.itemsize
-                view = row[offset : offset + size].view(part.dtype).view(1, *part.shape)
-                by_layer.setdefault(part.layer, []).append((part, view))
-                offset += part.num_bytes
+        self._parts: dict[int, list[tuple[StatePart, Tensor]]] = {}
+        """By layer: its states of all rows, [rows, *shape]."""
+        offset = 0
+        for part in layout.parts:
+            mine = self.data[:, offset : offset + prod(part.shape) * part.dtype.itemsize]
+            view = mine.view(part.dtype).view(num_rows, *part.shape)
+            self._parts.setdefault(part.layer, []).append((part, view))
+            offset += part.num_bytes
 
-    def open_layer(self, row: int, layer: int, *, is_new: bool) -> LinearAttentionLayer:
-        """Return a layer's states in a row, as transformers' cache has them. `is_new`: no token was read yet."""
+    def open_layer(self, layer: int, row: int | None = None, *, is_new: bool = False) -> LinearAttentionLayer:
+        """Return a layer's states in a row, or in all of them, as transformers' cache has them.
+
+        `is_new`: no token was read yet.
+        """
         work = LinearAttentionLayer(number_of_states=self.layout.num_parts_by_layer[layer])
-        for part, view in self._views[row][layer]:
+        for part, states in self._parts[layer]:
+            view = states if row is None else states[row : row + 1]
             if part.kind == "conv":
                 work.conv_states[part.index], work.conv_kernel_size[part.index] = view, part.shape[-1]
                 work.is_conv_states_initialized[part.index] = True
@@ -140,8 +144,8 @@ class StateStorage:
 
     def copy_layer(self, source: int, target: int, layer: int) -> None:
         """Copy a layer's states from one row to another."""
-        for (_, theirs), (_, mine) in zip(self._views[source][layer], self._views[target][layer], strict=True):
-            mine.copy_(theirs)
+        for _, states in self._parts[layer]:
+            states[target].copy_(states[source])
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy all states of a row to another row."""
@@ -155,9 +159,9 @@ class StateStorage:
         """Fill a row from `row_bytes` bytes."""
         self._bytes[row][:] = np.frombuffer(payload, np.uint8)
 
-    def read_layer(self, row: int, layer: int) -> Tensor:
-        """Return a copy of a layer's states, all numbers after each other in float32."""
-        return torch.cat([view.flatten().float() for _, view in self._views[row][layer]])
+    def read_layer(self, layer: int) -> Tensor:
+        """Return a copy of a layer's states in float32: [rows, numbers]."""
+        return torch.cat([states.flatten(1).float() for _, states in self._parts[layer]], 1)
 
     def view_row(self, row: int) -> memoryview:
         """Return a read-only view of a row's own bytes."""

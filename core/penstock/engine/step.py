@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -32,7 +33,10 @@ class Step:
         self._kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         """By layer: the K and V that `write_kv` returned."""
         self._open_state: tuple[int, LinearAttentionLayer] | None = None
-        """The layer with a state that is computed now, and its state of the sequence that it reads."""
+        """The layer with a state that is computed now, and its state of the sequence that it reads, or all states."""
+        self._row_tensors: dict[tuple[int, ...], Tensor] = {}
+        self.state_rows: Tensor | None = None
+        """The rows of the states of the sequences of which the layer reads a token each; None: it reads one alone."""
 
     @cached_property
     def gathered(self) -> GatheredRows:
@@ -79,11 +83,24 @@ class Step:
     def open_state(self, layer: int, seq: Sequence, num_before: int) -> Iterator[None]:
         """Let a layer within the context read and write its state of a sequence, which has read `num_before` tokens."""
         assert self.storage.states is not None
-        self._open_state = layer, self.storage.states.open_layer(seq.state_row, layer, is_new=num_before == 0)
+        self._open_state = layer, self.storage.states.open_layer(layer, seq.state_row, is_new=num_before == 0)
         try:
             yield
         finally:
             self._open_state = None
+
+    @contextmanager
+    def open_rows(self, layer: int, rows: tuple[int, ...]) -> Iterator[None]:
+        """Let a layer within the context read and write its states in some rows, in those of all rows."""
+        assert self.storage.states is not None
+        if rows not in self._row_tensors:  # all layers have the same
+            self._row_tensors[rows] = torch.tensor(rows)
+        self._open_state = layer, self.storage.states.open_layer(layer)
+        self.state_rows = self._row_tensors[rows]
+        try:
+            yield
+        finally:
+            self._open_state = self.state_rows = None
 
     def find_state(self, layer: int) -> LinearAttentionLayer:
         """Return the state of the layer and the sequence that are computed now."""

@@ -150,11 +150,14 @@ class NativeBackend:
     """Whether they compute the experts of mixtures, too, which torch rounds otherwise."""
     has_latents: bool = False
     """Whether attention runs on latents that K and V would be made from, which rounds otherwise."""
+    has_states: bool = False
+    """Whether they read single tokens into the states of layers, which rounds otherwise."""
 
     @property
     def name(self) -> str:
         """Its name in the fingerprint."""
-        return self.native.isa + " experts" * self.has_experts + " latents" * self.has_latents
+        kinds = {"experts": self.has_experts, "latents": self.has_latents, "states": self.has_states}
+        return " ".join([self.native.isa, *(kind for kind, is_there in kinds.items() if is_there)])
 
     def create_runner(
         self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1

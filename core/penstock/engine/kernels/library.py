@@ -164,6 +164,40 @@ class RankArgs(Structure):
     ]  # fmt: skip
 
 
+class ConvolveArgs(Structure):
+    """A token of each row through a depthwise convolution."""
+
+    _fields_: ClassVar = [
+        ("state", c_void_p), ("rows", c_void_p), ("x", c_void_p), ("x_stride", c_int64), ("x_channel_stride", c_int64),
+        ("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("batch", c_int64), ("channels", c_int64),
+        ("row_stride", c_int64), ("width", c_int32), ("length", c_int32), ("has_silu", c_int32),
+        ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class DeltaArgs(Structure):
+    """A token of each row through a delta rule."""
+
+    _fields_: ClassVar = [
+        ("state", c_void_p), ("rows", c_void_p), ("query", c_void_p), ("key", c_void_p), ("value", c_void_p),
+        ("decay", c_void_p), ("beta", c_void_p), ("out", c_void_p), ("batch", c_int64), ("heads", c_int64),
+        ("key_heads", c_int64), ("keys", c_int64), ("values", c_int64), ("row_stride", c_int64),
+        ("is_normed", c_int32), ("has_key_decays", c_int32),
+    ]  # fmt: skip
+
+
+class SpaceArgs(Structure):
+    """A token of each row through a state space."""
+
+    _fields_: ClassVar = [
+        ("state", c_void_p), ("rows", c_void_p), ("x", c_void_p), ("steps", c_void_p), ("step_bias", c_void_p),
+        ("rates", c_void_p), ("b", c_void_p), ("c", c_void_p), ("skip", c_void_p), ("gate", c_void_p),
+        ("out", c_void_p), ("batch", c_int64), ("heads", c_int64), ("parts", c_int64), ("size", c_int64),
+        ("groups", c_int64), ("row_stride", c_int64), ("has_rates", c_int32), ("has_softplus", c_int32),
+        ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
 class LookupArgs(Structure):
     """Rows of a packed weight."""
 
@@ -232,7 +266,7 @@ class Library:
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
         for name in (
             "pack", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope", "best", "broken",
-            "sample", "rank",
+            "sample", "rank", "convolve", "delta", "space",
         ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
@@ -256,6 +290,9 @@ class Library:
         self.broken = handle.penstock_broken
         self.sample = handle.penstock_sample
         self.rank = handle.penstock_rank
+        self.convolve = handle.penstock_convolve
+        self.delta = handle.penstock_delta
+        self.space = handle.penstock_space
         self._set_threads = handle.penstock_set_threads
         self._select = handle.penstock_select
         self.isa = ""

@@ -117,6 +117,9 @@ EXPORT int penstock_sample(const SampleArgs* a) {
   return call(table().sample, a);
 }
 EXPORT int penstock_rank(const RankArgs* a) { return call(table().rank, a); }
+EXPORT int penstock_convolve(const ConvolveArgs* a) { return call(table().convolve, a); }
+EXPORT int penstock_delta(const DeltaArgs* a) { return call(table().delta, a); }
+EXPORT int penstock_space(const SpaceArgs* a) { return call(table().space, a); }
 EXPORT int penstock_layers(const PagedLayer* layers, int64_t num_layers, const StepArgs* step) {
   return call(table().layers, layers, num_layers, step);
 }

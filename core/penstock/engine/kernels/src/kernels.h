@@ -285,6 +285,51 @@ struct RankArgs {
   int32_t element_bytes;
 };
 
+// One token of each row of a batch through a layer that keeps a state. The state of row i is the one in `rows[i]` of the
+// states, which are `row_stride` elements apart; no two rows have the same one.
+
+// A depthwise convolution whose state is the last `length` inputs of each channel: at least `width`.
+struct ConvolveArgs {
+  void* state;  // [.., channels, length]
+  const int64_t* rows;
+  const void* x;  // [batch, channels]
+  int64_t x_stride, x_channel_stride;
+  const void* weight;  // [channels, width]
+  const void* bias;    // [channels], or null
+  void* out;           // [batch, channels]
+  int64_t batch, channels, row_stride;
+  int32_t width, length, has_silu, element_bytes;
+};
+
+// A delta rule with decay. All is contiguous.
+struct DeltaArgs {
+  float* state;  // [.., heads, keys, values]
+  const int64_t* rows;
+  const float *query, *key;  // [batch, key_heads, keys]: each for as many consecutive heads
+  const float* value;        // [batch, heads, values]
+  const float* decay;        // logarithms of it, [batch, heads], or [batch, heads, keys] with `has_key_decays`
+  const float* beta;         // [batch, heads]
+  float* out;                // [batch, heads, values]
+  int64_t batch, heads, key_heads, keys, values, row_stride;
+  int32_t is_normed, has_key_decays;
+};
+
+// A selective state space: state = state exp(step rate) + step x b, out = c state + skip x, times silu(gate).
+struct SpaceArgs {
+  void* state;  // [.., heads, parts, size]
+  const int64_t* rows;
+  const float* x;          // [batch, heads, parts]
+  const float* steps;      // [batch, heads]
+  const float* step_bias;  // [heads], or null
+  const float* rates;      // [heads], or [heads, size] with `has_rates`
+  const float *b, *c;      // [batch, groups, size]: each for as many consecutive heads
+  const float* skip;       // [heads], or null
+  const float* gate;       // [batch, heads, parts], or null
+  float* out;              // [batch, heads, parts]
+  int64_t batch, heads, parts, size, groups, row_stride;
+  int32_t has_rates, has_softplus, element_bytes;  // of the state
+};
+
 // The functions of one instruction set.
 struct Table {
   const char* name;
@@ -301,6 +346,9 @@ struct Table {
   void (*broken)(const RowsArgs*);
   void (*sample)(const SampleArgs*);
   void (*rank)(const RankArgs*);
+  void (*convolve)(const ConvolveArgs*);
+  void (*delta)(const DeltaArgs*);
+  void (*space)(const SpaceArgs*);
   // One layer after the other, from x to out, from there to x, and so on.
   void (*layers)(const PagedLayer*, int64_t num_layers, const StepArgs*);
   void (*body)(const NativeModelArgs*, const StepArgs*);

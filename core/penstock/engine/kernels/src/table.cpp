@@ -7,6 +7,6 @@ namespace ISA {
 
 extern const Table table;
 const Table table = {TEXT(ISA), pack, compress, linear, experts, lookup, attention, write, norm, rope, best, broken, sample, rank,
-                     layers, body, read};
+                     convolve, delta, space, layers, body, read};
 
 }  // namespace ISA

@@ -1,0 +1,98 @@
+"""One token of several sequences through what keeps a state, each in one native call that changes the states in place.
+
+A state is that of all rows of a storage, [rows, ...]; the sequences have those of the given `rows`. Each function
+returns None for what the kernels do not compute.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels import library
+from penstock.engine.kernels.packed import DTYPES
+
+
+def convolve_token(
+    rows: Tensor, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor | None:
+    """Convolve [B, channels, 1] with the inputs before it, [rows, channels, length], by weights [channels, width]."""
+    native, dtype = library.load_library(), x.dtype
+    is_known = activation in (None, "silu", "swish") and dtype in DTYPES and state.dtype == weight.dtype == dtype
+    if native is None or not is_known or not _has_whole_rows(state) or not weight.is_contiguous():
+        return None
+    batch, channels, _ = x.shape
+    out = torch.empty(batch, channels, 1, dtype=dtype)
+    args = library.ConvolveArgs(
+        state.data_ptr(), rows.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), weight.data_ptr(), _address_of(bias),
+        out.data_ptr(), batch, channels, state.stride(0), weight.shape[1], state.shape[2], activation is not None,
+        dtype.itemsize,
+    )  # fmt: skip
+    native.convolve(ctypes.addressof(args))
+    return out
+
+
+def apply_delta_rule(
+    rows: Tensor, state: Tensor, parts: tuple[Tensor, ...], logs: Tensor, *, is_normed: bool
+) -> Tensor | None:
+    """Apply a delta rule to a state [rows, heads, keys, values] in float32; return [B, 1, heads, values].
+
+    `parts`: query and key [B, 1, key heads, keys], value [B, 1, heads, values], and beta [B, 1, heads]. `logs`: the
+    logarithm of the decay, [B, 1, heads], or [B, 1, heads, keys].
+    """
+    native, dtype = library.load_library(), parts[2].dtype
+    if native is None or state.dtype != torch.float32 or not _has_whole_rows(state):
+        return None
+    query, key, value, beta, logs = (_make_plain(part) for part in (*parts, logs))
+    out = torch.empty_like(value)
+    args = library.DeltaArgs(
+        state.data_ptr(), rows.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), logs.data_ptr(),
+        beta.data_ptr(), out.data_ptr(), len(value), state.shape[1], key.shape[2], *state.shape[2:], state.stride(0),
+        is_normed, logs.dim() == 4,
+    )  # fmt: skip
+    native.delta(ctypes.addressof(args))
+    return out.to(dtype)
+
+
+def update_state_space(
+    rows: Tensor, state: Tensor, x: Tensor, inputs: tuple[Tensor, ...], of_heads: tuple[Tensor | None, ...],
+    gate: Tensor | None, *, has_softplus: bool,
+) -> Tensor | None:  # fmt: skip
+    """Read one token into a state space, [rows, heads, size] or [rows, heads, parts, size], and return what it gives.
+
+    `x` and `gate` are [B, heads] or [B, heads, parts]. `inputs`: the steps like them, rates [heads, size] or [heads,
+    parts, size], and what is read into the state and out of it, [B, size] or [B, groups, size]. `of_heads`: what is
+    added to the steps, and what of `x` goes past the state. With parts, all of a head have the same step and rate.
+    """
+    native, (steps, rates, b, c) = library.load_library(), inputs
+    has_parts = x.dim() == 3
+    if has_parts:
+        if any(one is not None and one.stride(-1) for one in (steps, rates, rates[..., 0], *of_heads)):
+            return None
+        steps, rates = steps[..., 0], rates[:, 0, 0]
+        of_heads = tuple(one if one is None else one[:, 0] for one in of_heads)
+    if native is None or state.dtype not in DTYPES or not _has_whole_rows(state):
+        return None
+    dtype, shape = x.dtype, x.shape
+    kept = [one if one is None else _make_plain(one) for one in (x, steps, of_heads[0], rates, b, c, of_heads[1], gate)]
+    out = torch.empty(shape)
+    args = library.SpaceArgs(
+        state.data_ptr(), rows.data_ptr(), *map(_address_of, kept), out.data_ptr(), shape[0], shape[1],
+        shape[2] if has_parts else 1, state.shape[-1], b.shape[1] if has_parts else 1, state.stride(0), not has_parts,
+        has_softplus, state.element_size(),
+    )  # fmt: skip
+    native.space(ctypes.addressof(args))
+    return out.to(dtype)
+
+
+def _make_plain(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def _address_of(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _has_whole_rows(state: Tensor) -> bool:
+    """Return whether each row of a state lies in one piece."""
+    return state[0].is_contiguous()
