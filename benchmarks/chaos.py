@@ -44,10 +44,10 @@ from penstock.names import STAGES, WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
 from sim.chaos.runner import ChaosRound, Progress, run_round
 from sim.chaos.system import FaultCounts
+from sim.forked import preload_modules
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 LOADS: tuple[Load, ...] = ("text", "tools", "states", "endpoint")
@@ -80,7 +80,6 @@ class ChaosRun:
 
     directory: Path
     given: "Options"
-    fork_server: ForkServer
     counts: FaultCounts = field(default_factory=FaultCounts)
     findings: list[Finding] = field(default_factory=list)
     recoveries: dict[tuple[WorkerKind, Bus], Recovery] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class ChaosRun:
                 # Others publish the jobs of a dead prefill worker: nothing waits for the brokers.
                 exits = now if plan.stage == "prefill" else waiting
                 folder = self.directory / f"recovery-{plan.stage}-{bus}"
-                found = exits.enter_context(measure_recovery(bus, folder, self.fork_server, plan, tell))
+                found = exits.enter_context(measure_recovery(bus, folder, plan, tell))
             self.recoveries[plan.stage, bus] = found
             print(f"{what}: {format_recovery(found)}", flush=True)
             self.counts.kills[plan.stage, ANY_TIME] += found.kills
@@ -109,7 +108,7 @@ class ChaosRun:
         """Run a round, and add its outcome."""
         name = f"{this.bus}, seed {this.seed}"
         with self._show_progress(name) as tell:
-            outcome = run_round(this, self.directory / f"{this.bus}-{this.seed}", self.fork_server, tell)
+            outcome = run_round(this, self.directory / f"{this.bus}-{this.seed}", tell)
         self.counts.kills += outcome.counts.kills
         self.counts.pauses += outcome.counts.pauses
         self.counts.faults += outcome.counts.faults
@@ -219,12 +218,12 @@ def main() -> None:
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     print(f"{describe_machine()}; histories and logs: {directory}")
-    with contextlib.closing(ForkServer(directory)) as fork_server:
-        if given.one_kill:
-            report_figures(kill_one(directory, fork_server, given), given)
-            return
-        run = ChaosRun(directory, given, fork_server)
-        run_chaos(run)
+    preload_modules("benchmarks.chaos")  # which each forked worker imports, as multiprocessing does
+    if given.one_kill:
+        report_figures(kill_one(directory, given), given)
+        return
+    run = ChaosRun(directory, given)
+    run_chaos(run)
     print_tables(run.counts)
     for last_line, count in Counter(line.partition(": ")[2][:100] for line in run.counts.crashes).most_common():
         print(f"fell {count} times: {last_line}")

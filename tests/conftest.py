@@ -43,7 +43,7 @@ FULL_FILES = {
     "test_answers.py", "test_attention_kernel.py", "test_batch_emptied.py", "test_check.py", "test_cli_kv.py",
     "test_cluster.py", "test_compatibility.py", "test_compose.py", "test_copying.py",
     "test_damaged_messages.py", "test_equality.py", "test_exact_drafts.py", "test_experts_kernel.py",
-    "test_fingerprint.py", "test_full_disk.py",
+    "test_fingerprint.py",
     "test_hazards.py", "test_host_deaths.py",
     "test_kernels.py", "test_lag.py", "test_life.py", "test_loading.py",
     "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_outages.py",

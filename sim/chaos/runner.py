@@ -20,7 +20,7 @@ from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline, WorkerKind
-from sim.chaos import clock
+from sim.chaos import hazards
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import (
     LONG_ANSWER_TOKENS,
@@ -42,7 +42,6 @@ from sim.chaos.faults import (
     generate_system_faults,
     plan_kill,
 )
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History, read_history
 from sim.chaos.poison import send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
@@ -107,9 +106,7 @@ class Outcome:
     history: Path
 
 
-def run_round(
-    plan: ChaosRound, directory: Path, fork_server: ForkServer, progress: Progress = lambda line, kills: None
-) -> Outcome:
+def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda line, kills: None) -> Outcome:
     """Run a round. The history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
@@ -123,10 +120,9 @@ def run_round(
             if plan.is_replicated
             else Servers(directory, plan.bus, SHORT_TIMEOUTS)
         )
-        fork_server.disk.remove_all()
         asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
         endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]
-        stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers, endpoints))
+        stack = exits.enter_context(make_stack(plan, directory, history, servers, endpoints))
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
         patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
         clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
@@ -141,19 +137,15 @@ def run_round(
 
 
 def make_stack(
-    plan: ChaosRound,
-    directory: Path,
-    fork_server: ForkServer,
-    history: History,
-    servers: Servers,
-    endpoints: Sequence[CountingEndpoint] = (),
+    plan: ChaosRound, directory: Path, history: History, servers: Servers, endpoints: Sequence[CountingEndpoint] = ()
 ) -> ChaosStack:
     """The stack of a round, whose workers ask the `endpoints` if there are any."""
 
     def plan_of(worker: WorkerSlot, life: int) -> KillPlan:
         return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
 
-    more, settings = int(plan.with_system_faults), SETTINGS | fork_server.disk.make_settings()
+    more = int(plan.with_system_faults)
+    settings = SETTINGS | {"PENSTOCK_KV_STORE_DISK_MB": "64", "PENSTOCK_KV_STORE_DISK_DIR": str(directory / "blocks")}
     if plan.load == "tools":
         settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
     if plan.load == "states":
@@ -169,7 +161,7 @@ def make_stack(
     size = {kind: count for kind, count in size.items() if count}
     away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
     size = {kind: count + more for kind, count in size.items()}
-    return ChaosStack(directory / "stack", fork_server, history, servers, plan_of, size, settings, away)
+    return ChaosStack(directory / "stack", history, servers, plan_of, size, settings, away)
 
 
 def _inject_faults(
@@ -260,7 +252,6 @@ class FaultInjector:
         self._endpoints = endpoints
         self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
         self._make_task = partial(make_plain_task, load=load)
-        self._disk = stack.disk
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(8, "faults")
         self._spare = frozenset(stack.absent)
@@ -300,13 +291,15 @@ class FaultInjector:
             case "burst" | "header" | "bomb":
                 self._send_messages(fault.what, number)
             case "full":
-                self._fill_disk(fault)
+                self._stack.full_mark.touch()
+                self._over.wait(fault.duration_s)
+                self._stack.full_mark.unlink(missing_ok=True)
             case "reply" if fault.reply is not None:
                 self._endpoints[int(fault.target.partition("-")[2])].faults.append(fault.reply)
             case "clock":
-                clock.set_clock(self._stack.clocks[fault.target], fault.clock_shift_s)
+                hazards.set_clock(self._stack.clocks[fault.target], fault.clock_shift_s)
                 self._over.wait(fault.duration_s)
-                clock.set_clock(self._stack.clocks[fault.target], 0.0)
+                hazards.set_clock(self._stack.clocks[fault.target], 0.0)
             case _:
                 self._disturb_connections(fault)
 
@@ -331,13 +324,6 @@ class FaultInjector:
             case "bomb":  # no worker can read it, so there is no result to wait for
                 with contextlib.suppress(BusUnavailable):
                     send_bomb(addresses, f"bomb{number}")
-
-    def _fill_disk(self, fault: Fault) -> None:
-        """Keep the disk full for the fault's time, also when space becomes free meanwhile."""
-        until = time.monotonic() + fault.duration_s
-        while time.monotonic() < until and not self._over.wait(POLL_S):
-            self._disk.fill_up()
-        self._disk.free_space()
 
     def _disturb_connections(self, fault: Fault) -> None:
         proxy = self._servers.kafka_proxy if fault.target == "kafka" else self._stack.proxies[fault.target]

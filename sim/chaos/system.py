@@ -22,11 +22,11 @@ from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline, WorkerKind
 from penstock.redis.client import redis_client
-from sim.chaos import clock
+from sim.chaos import hazards
 from sim.chaos.faults import ANY_TIME, Bus, KillPlan
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History
 from sim.chaos.proxy import Proxy
+from sim.forked import fork_process, is_stopped
 
 PIPELINE = "chaos"
 ENVIRONMENT = {
@@ -141,7 +141,7 @@ class Servers:
 
 
 class ChaosStack(Stack):
-    """A stack whose workers are forked by a `ForkServer`, each with its own proxy to Redis and its own kill plan.
+    """A stack of forked workers, each with its own proxy to Redis, its own wall clock and its own kill plan.
 
     Call `restart_dead` often: it carries out the kill plans.
     """
@@ -149,7 +149,6 @@ class ChaosStack(Stack):
     def __init__(
         self,
         directory: Path,
-        fork_server: ForkServer,
         history: History,
         servers: "Servers",
         plan_of: PlanKill,
@@ -173,7 +172,8 @@ class ChaosStack(Stack):
         """Whether kill plans are carried out. If not, new workers get none."""
         self.proxies = {worker.name: Proxy(servers.redis.port) for worker in self.workers}
         self.clocks = {worker.name: directory / f"{worker.name}.clock" for worker in self.workers}
-        self._fork_server, self._history, self.disk = fork_server, history, fork_server.disk
+        self._history, self.full_mark = history, directory / "full"
+        """A file: while it exists, the disk of all workers is full."""
         self._servers = servers
         self._lives: dict[str, _WorkerLife] = {}
         self._num_starts: dict[str, int] = defaultdict(int)
@@ -236,7 +236,7 @@ class ChaosStack(Stack):
         if self._servers.is_replicated:
             connect_bus(self.addresses, BusSettings(replication=3)).create_topics()
         for path in self.clocks.values():
-            clock.set_clock(path, 0.0)
+            hazards.set_clock(path, 0.0)
         for proxy in self.proxies.values():
             proxy.__enter__()
         super().start()
@@ -270,8 +270,10 @@ class ChaosStack(Stack):
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if kill_plan is not None and kill_plan.failpoint_setting:
             own["PENSTOCK_FAILPOINTS"] = kill_plan.failpoint_setting
-        own_log, own_clock = self._log_path(worker), self.clocks[worker.name]
-        child = self._fork_server.fork_worker(worker.name, worker.stage, {**environment, **own}, own_log, own_clock)
+        child = fork_process(
+            worker.name, self._log_path(worker), hazards.run_worker, worker.stage, self.clocks[worker.name],
+            self.full_mark, environment={**environment, **own},
+        )  # fmt: skip
         self._history.add_entry(
             "start",
             worker=worker.name,
@@ -298,7 +300,7 @@ class ChaosStack(Stack):
         if worker.name in self.absent and not life.is_leaving:
             life.is_leaving = True
             child.send_signal(signal.SIGTERM)
-        if self._fork_server.is_stopped(child.pid):
+        if is_stopped(child.pid):
             pause_s = kill_plan.pause_s if kill_plan else 0.0
             if not life.stopped_at:
                 life.stopped_at = now

@@ -19,7 +19,6 @@ from sim.chaos.faults import (
     list_failpoints,
     plan_kill,
 )
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.runner import ChaosRound, run_round
 from sim.servers import start_or_skip
 from sim.waiting import PATIENCE_S
@@ -42,14 +41,12 @@ def needs(bus: Bus) -> None:
         ("kafka", "tools", 6),  # the slowest bus, and all that a request of text does
     ],
 )
-def test_nothing_is_lost_doubled_or_wrong(
-    bus: Bus, load: Load, kills: int, fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_nothing_is_lost_doubled_or_wrong(bus: Bus, load: Load, kills: int, tmp_path: Path) -> None:
     needs(bus)
     plan = ChaosRound(
         seed=7, bus=bus, seconds=PATIENCE_S, kills=kills, prefill=2, decode=3, num_in_flight=12, load=load
     )
-    outcome = run_round(plan, tmp_path / "round", fork_server)
+    outcome = run_round(plan, tmp_path / "round")
     assert outcome.findings == []
     assert {process for process, _ in outcome.counts.kills} >= ({"endpoint"} if load == "endpoint" else set(STAGES))
     assert sum(count for (_, step), count in outcome.counts.kills.items() if step != ANY_TIME) > 0
