@@ -47,7 +47,7 @@ FULL_FILES = {
     "test_hazards.py", "test_host_deaths.py",
     "test_kernels.py", "test_lag.py", "test_life.py", "test_loading.py",
     "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_outages.py",
-    "test_packed_model.py", "test_page.py", "test_pipeline.py", "test_processes.py",
+    "test_packed_model.py", "test_page.py", "test_pipeline.py",
     "test_prometheus.py", "test_published_weights.py", "test_quantized.py",
     "test_refused.py", "test_replay.py", "test_schedule_properties.py", "test_slow_link.py", "test_stack.py",
     "test_staging.py", "test_standing_loop.py", "test_states.py", "test_takeover.py",
