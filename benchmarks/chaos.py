@@ -204,7 +204,7 @@ def main() -> None:
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     print(f"{describe_machine()}; histories and logs: {directory}")
-    preload_modules("benchmarks.chaos")  # which each forked worker imports, as multiprocessing does
+    preload_modules("benchmarks.chaos_one_kill", "sim.chaos.runner")  # each forked worker imports this module
     if given.one_kill:
         report_figures(kill_one(directory, given), given)
         return
