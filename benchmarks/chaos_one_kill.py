@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, save_plot
 from penstock.names import parse_event_id
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import read_history
 from sim.chaos.recovery import make_single_plan, measure_recovery
 
@@ -34,13 +33,13 @@ class KilledStream:
         return self.times_s[self.num_before]
 
 
-def kill_one(directory: Path, fork_server: ForkServer, given: Arguments) -> dict[str, float]:
+def kill_one(directory: Path, given: Arguments) -> dict[str, float]:
     """Kill the worker of one stream; draw what its reader saw, and return the figures.
 
     Raises `SystemExit` where the checker found anything: another token or text than an unbroken run gives, say.
     """
     plan = make_single_plan(given.choose_size(600, 600, 120))
-    with measure_recovery("embedded", directory / "one-kill", fork_server, plan) as found:
+    with measure_recovery("embedded", directory / "one-kill", plan) as found:
         pass  # what was found is complete once this is left
     if found.findings:
         raise SystemExit("\n".join(f"{one.kind}: {one.id}: {one.description}" for one in found.findings))

@@ -1,5 +1,6 @@
 """Child processes that start at once: forked from a process that has imported what they need (`sim/warm.py`)."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -56,16 +57,21 @@ class ForkedProcess:
 def pause_process(pid: int) -> None:
     """Send SIGSTOP to a process and wait until none of its threads runs. On a busy machine that takes a moment."""
     os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    wait_for(lambda: all(map(_is_paused, threads.glob("*/stat"))), f"process {pid} stands still")
+    wait_for(lambda: _list_states(pid) <= set("TtXZ"), f"process {pid} stands still")
 
 
-def _is_paused(stat: Path) -> bool:
-    """Return whether a thread is stopped, or gone."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] in "TtXZ"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+def is_stopped(pid: int) -> bool:
+    """Return whether a process lives and none of its threads runs, as after SIGSTOP."""
+    return "T" in (states := _list_states(pid)) and states <= set("TtXZ")
+
+
+def _list_states(pid: int) -> set[str]:
+    """Return the letters by which the kernel tells the states of a process's threads."""
+    states = set[str]()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def fork_process(

@@ -1,7 +1,6 @@
 """A whole pipeline in one process: one prefill and one decode worker, run until there is nothing to do."""
 
 import tempfile
-from types import TracebackType
 from typing import Self
 from unittest import mock
 
@@ -202,9 +201,7 @@ class InProcessPipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.prefill.close()
         self.decode.close()
         for store in self._stores:

@@ -20,43 +20,10 @@ import regex
 Schema = dict[str, Any]
 _TYPES = Path(__file__).parents[1] / "tests" / "grammar" / "types"
 _WORDS = (
-    "name",
-    "id",
-    "type",
-    "status",
-    "email",
-    "address",
-    "city",
-    "items",
-    "count",
-    "price",
-    "total",
-    "active",
-    "created",
-    "tags",
-    "kind",
-    "value",
-    "key",
-    "path",
-    "owner",
-    "unit",
-    "score",
-    "level",
-    "title",
-    "text",
-    "code",
-    "date",
-    "size",
-    "color",
-    "width",
-    "height",
-    "zip",
-    "state",
-    "lang",
-    "role",
-    "note",
-    "rank",
-)
+    "name", "id", "type", "status", "email", "address", "city", "items", "count", "price", "total", "active",
+    "created", "tags", "kind", "value", "key", "path", "owner", "unit", "score", "level", "title", "text", "code",
+    "date", "size", "color", "width", "height", "zip", "state", "lang", "role", "note", "rank",
+)  # fmt: skip
 _ODD_NAMES = ("naïve", "größe", "日本", "a/b", "a~b", "with space", 'with "quotes"', "$ref", "x\ny", "😀", "type", "")
 _ODD_TEXTS = ("ok", "größer", "日本語", "😀", 'a "quote"', "back\\slash", "new\nline", "tab\t", "a/b", "", "null", "1")
 _PATTERNS = (

@@ -11,7 +11,7 @@ from penstock.local.processes import Child, start_child
 from sim.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-UNSHARE_COMMAND = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+_UNSHARE_COMMAND = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 
 
 def run_on_small_disk(directory: Path, num_pages: int, module: str, what: str) -> Child:
@@ -20,9 +20,9 @@ def run_on_small_disk(directory: Path, num_pages: int, module: str, what: str) -
     disk.mkdir()
     mount = 'mount -t tmpfs -o size=$(($1 * 4096)) none "$2" && shift 2 && '
     arguments = ["sh", str(num_pages), str(disk)]
-    if subprocess.run([*UNSHARE_COMMAND, mount + "true", *arguments], capture_output=True, check=False).returncode:
+    if subprocess.run([*_UNSHARE_COMMAND, mount + "true", *arguments], capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here, not even for a process alone")
-    command = [*UNSHARE_COMMAND, f'{mount} exec "$@"', *arguments, sys.executable, "-m", module, str(disk), what]
+    command = [*_UNSHARE_COMMAND, f'{mount} exec "$@"', *arguments, sys.executable, "-m", module, str(disk), what]
     child = start_child(command, name=what, directory=ROOT, log=directory / "log")
     child.wait(PATIENCE_S)
     return child

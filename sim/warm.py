@@ -11,26 +11,14 @@ import torch
 from penstock.config.settings import EngineSettings
 from penstock.engine.loading import load_model
 
-for _module in (
-    "confluent_kafka",
-    "penstock.bus.kafka.member",
-    "penstock.bus.streams.member",
-    "penstock.cli.gateway",
-    "penstock.cli.main",
-    "penstock.cli.worker",
-    "penstock.decode_worker.main",
-    "penstock.decode_worker.role",
-    "penstock.endpoint_worker.main",
-    "penstock.endpoint_worker.role",
-    "penstock.engine.proof",
-    "penstock.engine.serving",
-    "penstock.ingest.gateway.server",
-    "penstock.prefill_worker.main",
-    "penstock.prefill_worker.role",
-    "penstock.telemetry.spans",
-    "penstock.worker.process",
-    "penstock.worker.worker",
-):
+_MODULES = (
+    "confluent_kafka", "penstock.bus.kafka.member", "penstock.bus.streams.member", "penstock.cli.gateway",
+    "penstock.cli.main", "penstock.cli.worker", "penstock.decode_worker.main", "penstock.decode_worker.role",
+    "penstock.endpoint_worker.main", "penstock.endpoint_worker.role", "penstock.engine.proof",
+    "penstock.engine.serving", "penstock.ingest.gateway.server", "penstock.prefill_worker.main",
+    "penstock.prefill_worker.role", "penstock.telemetry.spans", "penstock.worker.process", "penstock.worker.worker",
+)  # fmt: skip
+for _module in _MODULES:
     importlib.import_module(_module)
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork

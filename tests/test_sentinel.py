@@ -69,6 +69,8 @@ def test_certificates_are_for_servers_and_sentinels(monkeypatch: pytest.MonkeyPa
 
 def test_commas_of_an_address_do_not_divide_a_setting() -> None:
     assert split_urls(f"redis://a, {TWO},redis://b, c") == ["redis://a", TWO, "redis://b", "c"]
+    assert split_urls(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
+    assert split_urls("") == []
 
 
 @given(st.text("abc:@/?#,&%", max_size=12).map("MARK{}".format))

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import ssl
 import threading
-from types import TracebackType
 from typing import Self
 
 from penstock.local.processes import find_free_port
@@ -14,12 +14,16 @@ CHUNK_BYTES = 2**16
 class Proxy:
     """Forwards a port to another one on its own thread. Its public methods may be called from any thread."""
 
-    def __init__(self, target_port: int, port: int | None = None) -> None:
+    def __init__(self, target_port: int, port: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.port, self.target_port = port or find_free_port(), target_port
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
-        self._delay_s, self._refuses, self._loses = 0.0, False, False
+        self._tls = tls
+        self._delay_s, self._refuses = 0.0, False
+        self._num_bytes_left: int | None = None
+        self.num_connections = 0
+        """How many connections there were."""
         self.num_reply_bytes = 0
         """How many bytes of replies were read."""
         self._open: set[asyncio.StreamWriter] = set()
@@ -46,9 +50,9 @@ class Proxy:
         self._refuses = True
         self.cut_connections()
 
-    def lose_reply(self) -> None:
-        """End the connection on which the next reply comes, instead of forwarding that."""
-        self._loses = True
+    def cut_after(self, num_bytes: int) -> None:
+        """End the connection on which replies go beyond so many bytes: none, and the next reply is lost."""
+        self._num_bytes_left = num_bytes
 
     def forward_normally(self) -> None:
         """Undo all faults; what was held back is forwarded."""
@@ -78,6 +82,7 @@ class Proxy:
             return
         with contextlib.suppress(OSError):
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+            self.num_connections += 1
             self._open.add(far_writer)
             try:
                 ways = [
@@ -98,14 +103,19 @@ class Proxy:
     ) -> None:
         while chunk := await reader.read(CHUNK_BYTES):
             self.num_reply_bytes += len(chunk) * are_replies
-            if are_replies and self._loses:
-                self._loses = False
-                return
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             await self._flows.wait()
+            is_last, left = False, self._num_bytes_left
+            if are_replies and left is not None:
+                is_last, chunk = len(chunk) >= left, chunk[:left]
+                self._num_bytes_left = None if is_last else left - len(chunk)
             writer.write(chunk)
             await writer.drain()
+            if is_last:
+                writer.close()
+                await writer.wait_closed()  # what was written arrives
+                return
 
     def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -116,7 +126,7 @@ class Proxy:
             runner.run(self._cancel_tasks())
 
     async def _start_listening(self) -> asyncio.Server:
-        return await asyncio.start_server(self._serve_connection, "127.0.0.1", self.port)
+        return await asyncio.start_server(self._serve_connection, "127.0.0.1", self.port, ssl=self._tls)
 
     async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)
@@ -129,8 +139,6 @@ class Proxy:
         self._started.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -32,7 +32,6 @@ from penstock.record.log import RequestStatus, TokenLog
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask
 from sim.chaos.faults import ANY_TIME, Bus, KillPlan
-from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History, read_history
 from sim.chaos.runner import Progress, record_topics, wait_until_calm
 from sim.chaos.system import ChaosStack, Servers
@@ -105,11 +104,7 @@ def make_single_plan(length: int) -> RecoveryPlan:
 
 @contextlib.contextmanager
 def measure_recovery(
-    bus: Bus,
-    directory: Path,
-    fork_server: ForkServer,
-    plan: RecoveryPlan,
-    progress: Progress = lambda line, kills: None,
+    bus: Bus, directory: Path, plan: RecoveryPlan, progress: Progress = lambda line, kills: None
 ) -> Iterator[Recovery]:
     """Kill workers of a stage in the middle of their work, one after the other, while nothing else is wrong.
 
@@ -126,9 +121,7 @@ def measure_recovery(
         servers = exits.enter_context(Servers(directory, bus, {}))
         size: dict[WorkerKind, int] = {"prefill": 1, "decode": 1} if plan.stage != "auto" else {}
         size[plan.stage] = 3
-        stack = ChaosStack(
-            directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), size
-        )
+        stack = ChaosStack(directory / "stack", history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), size)
         stack.is_killing = False
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))

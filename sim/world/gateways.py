@@ -15,13 +15,12 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import FollowedMessage
 from penstock.config.settings import GatewayProcessSettings, RecordSettings, load_group
 from penstock.ingest.gateway.app import create_app
-from penstock.names import WORKERS_KEY
 from penstock.record.live import Deliver, LiveFeed
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.testing.bus import MemoryBus, MemoryFollower
 from penstock.testing.client import MemoryAsyncLog, MemoryFeed
-from penstock.testing.gateway import answer_request, make_scope
+from penstock.testing.gateway import answer_request, make_scope, note_worker
 from sim.world.loop import WorldLoop
 from sim.world.network import Link, WorldPublisher, WorldRecord
 from sim.world.redis_server import AsyncClient
@@ -166,10 +165,7 @@ class Gateways:
 
     def add_place(self, name: str) -> Place:
         """Return a place for a gateway. Beside the pipeline's there is another model, which a worker always serves."""
-        key = self._servers.pipeline.worker_key("prefill", "other")
-        beat = {"stage": "prefill", "name": "other", "model": "other", "state": "ready", "since": 0}
-        self._servers.keys.set(key, json.dumps(beat))
-        self._servers.keys.sadd(WORKERS_KEY, key)
+        note_worker(self._servers.keys, self._servers.pipeline, "other")
         self.places.append(made := Place(name, self._start))
         return made
 

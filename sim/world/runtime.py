@@ -219,12 +219,9 @@ class Doubles:
             Thread=self._bind(SimThread), Event=self._bind(SimEvent), Lock=self._bind(SimLock),
             RLock=self._bind(SimLock), Condition=self._bind(SimCondition), Timer=self._bind(SimTimer),
             get_ident=lambda: id(world.current), current_thread=lambda: world.current,
-            local=threading.local, Barrier=threading.Barrier,
+            local=threading.local,
         )  # fmt: skip
-        self.queue = types.SimpleNamespace(
-            SimpleQueue=self._bind(SimQueue), Queue=self._bind(SimQueue), PriorityQueue=self._bind(SimPriorityQueue),
-            Empty=Empty,
-        )  # fmt: skip
+        self.queue = types.SimpleNamespace(SimpleQueue=self._bind(SimQueue), Queue=self._bind(SimQueue), Empty=Empty)
         self.random = types.SimpleNamespace(
             uniform=self.chance.uniform, random=self.chance.random, getrandbits=self.chance.getrandbits,
             Random=random.Random, choice=self.chance.choice,
@@ -381,10 +378,6 @@ class SimLock:
             while self._waiters:
                 self._world.wake(self._waiters.popleft())
 
-    def locked(self) -> bool:
-        """Return whether it is taken."""
-        return self.depth > 0
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -447,7 +440,7 @@ class SimQueue:
 
     def __init__(self, world: World, maxsize: int = 0) -> None:
         self._world = world
-        self._items: Any = deque()
+        self._items: deque[Any] = deque()
         self._waiters: deque[Ticket] = deque()
 
     def put(self, item: Any) -> None:
@@ -464,14 +457,11 @@ class SimQueue:
                 raise Empty
             self._waiters.append(self._world.make_ticket())
             self._world.wait(None if end_s is None else end_s - self._world.now_s)
-        return self._take()
+        return self._items.popleft()
 
     def get_nowait(self) -> Any:
         """Return the next item. Raises `queue.Empty`."""
         return self.get(block=False)
-
-    def _take(self) -> Any:
-        return self._items.popleft()
 
     def empty(self) -> bool:
         """Return whether there is none."""
@@ -480,23 +470,6 @@ class SimQueue:
     def qsize(self) -> int:
         """Return how many there are."""
         return len(self._items)
-
-
-class SimPriorityQueue(SimQueue):
-    """`queue.PriorityQueue`."""
-
-    def __init__(self, world: World, maxsize: int = 0) -> None:
-        super().__init__(world)
-        self._items = []
-
-    def put(self, item: Any) -> None:
-        """Add an item."""
-        heapq.heappush(self._items, item)
-        while self._waiters:
-            self._world.wake(self._waiters.popleft())
-
-    def _take(self) -> Any:
-        return heapq.heappop(self._items)
 
 
 class SimPool:

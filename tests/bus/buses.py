@@ -1,6 +1,6 @@
 """Both buses, made in the same way in tests and in their child processes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
@@ -54,10 +54,3 @@ def make_settlement(pipeline: Pipeline, delivery: Delivery) -> Settlement:
 
 def list_values(messages: list[Outgoing]) -> list[bytes]:
     return sorted(message.value for message in messages)
-
-
-def work_until(bus: Bus, pipeline: Pipeline, member: Member, done: Callable[[], bool]) -> None:
-    """Settle every delivery with a result until `done()`."""
-    while not done():
-        for delivery in member.poll(0.1, {"interactive": 3, "batch": 3}):
-            member.settle([make_settlement(pipeline, delivery)])

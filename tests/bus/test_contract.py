@@ -1,9 +1,7 @@
 """The bus contract, on both buses and real servers, mostly in decode, which settles outputs and deliveries together."""
 
 import contextlib
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +22,6 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShared, RequestTooLarge
 from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
-from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
 from penstock.ops import lag
 from penstock.testing.bus import MemoryBus
@@ -41,7 +38,6 @@ from tests.bus.buses import (
     make_settlement,
     publish_messages,
     take_deliveries,
-    work_until,
 )
 
 
@@ -317,52 +313,6 @@ def work_off(member: Member, found: list[bytes]) -> bool:
     return bool(taken)
 
 
-def test_rebalances_and_kills_while_working_answer_each_exactly_once(
-    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
-) -> None:
-    total = 400
-    topic = pipeline.job_topic("interactive")
-    publish_messages(bus, make_messages(topic, total // 2))
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def work(name: str, until: Callable[[], bool]) -> None:
-        try:
-            with bus.join_group("decode", name) as member:
-                while not until():
-                    try:
-                        work_until(bus, pipeline, member, until)
-                    except DeliveryLost:
-                        continue
-        except BaseException as error:
-            failures.append(error)
-
-    def num_answers() -> int:
-        return len(bus.read_all(pipeline.results_topic))
-
-    leave = threading.Event()
-    first = threading.Thread(target=work, args=("leaver", leave.is_set))
-    second = threading.Thread(target=work, args=("stayer", stop.is_set))
-    try:
-        first.start()
-        victim = spawn("victim", "work")
-        wait_for(lambda: num_answers() > 10 or failures, "work begins", every_s=0.2)
-        second.start()
-        publish_messages(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
-        wait_for(lambda: num_answers() > total // 3 or failures, "work goes on", every_s=0.2)
-        os.kill(victim.pid, signal.SIGKILL)
-        leave.set()
-        wait_for(lambda: num_answers() >= total or failures, "all is answered", every_s=0.2)
-    finally:  # else the threads work for ever, and the test's process with them
-        leave.set()
-        stop.set()
-        for thread in (first, second):
-            if thread.ident is not None:
-                thread.join()
-    assert not failures
-    assert sorted(int(m.value) for m in bus.read_all(pipeline.results_topic)) == list(range(total))
-
-
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
     bus = make_bus("kafka", pipeline, kafka, SHORT_TIMEOUT_SETTINGS)
     bus.create_topics()
@@ -393,24 +343,6 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
         bus.check_connection()
     with pytest.raises(BusUnavailable):
         bus.join_group("decode", "a")
-
-
-def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
-    server = start_or_skip(ValkeyServer(tmp_path).start)
-    bus = make_bus("streams", pipeline, server.url)
-    bus.create_topics()
-    publish_messages(bus, make_messages(pipeline.job_topic("interactive"), 2))
-    with server, bus.join_group("decode", "a") as member:
-        held = take_deliveries(member, 1, {"interactive": 1})
-        server.kill()
-        with pytest.raises(BusUnavailable):
-            member.poll(1.0, CAPACITY)
-        with pytest.raises(BusUnavailable):
-            member.settle([make_settlement(pipeline, held[0])])
-        server.start()
-        held += take_deliveries(member, 1)
-        member.settle([make_settlement(pipeline, d) for d in held])
-        assert list_values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
 def test_a_lost_reply_is_recovered(streams_bus: Bus, pipeline: Pipeline) -> None:

@@ -228,8 +228,7 @@ def test_on_kafka_it_has_two_pollers_and_one_lookup_thread(kafka_bus: KafkaBus, 
         names = [thread.name for thread in threading.enumerate() if thread.name.endswith(pipeline.name)]
         assert Counter(names) == {f"kafka-{pipeline.name}": 2, f"kafka-lookup-{pipeline.name}": 1}
     wait_for(
-        lambda: not any(thread.name.endswith(pipeline.name) for thread in threading.enumerate()),
-        "they have ended",
+        lambda: not any(thread.name.endswith(pipeline.name) for thread in threading.enumerate()), "they have ended"
     )
 
 
@@ -251,19 +250,3 @@ def test_streams_of_both_groups_are_read_in_one_round_trip(streams_bus: StreamsB
             assert member.poll(0.0, {}) == []
             assert len(member.poll(0.0, CAPACITY)) == 4
         assert requests.count_held() == 2
-
-
-def test_both_members_find_what_a_lost_reply_gave_them(streams_bus: StreamsBus, pipeline: Pipeline) -> None:
-    joined, both = join_streams(streams_bus)
-    with joined as member:
-        run_once = READ.run_once
-
-        def lose_reply(*given: Any) -> list[Any]:
-            run_once(*given)
-            raise redis.ConnectionError("the reply is lost")
-
-        publish_one_of_each(streams_bus, pipeline)
-        with mock.patch.object(READ, "run_once", lose_reply), pytest.raises(BusUnavailable):
-            member.poll(0.0, CAPACITY)
-        assert [one.count_held() for one in both] == [0, 0]
-        assert len(member.poll(0.0, CAPACITY)) == 4

@@ -287,22 +287,6 @@ def list_results(bus: DoubleBus) -> list[bytes]:
     return [output.value for output in bus.written if output.topic == NAMES.results_topic]
 
 
-@pytest.mark.parametrize("is_together", [True, False])
-def test_a_result_of_prefill_is_there_once_after_a_crash(is_together: bool) -> None:
-    """The control: without a transaction the offset is committed a moment later, and the crash comes before that."""
-    with reading(b"1", b"2", b"3") as (bus, member):
-        first, second, _ = member.poll(0.0, CAPACITY)
-        member.settle([make_output(JOBS[0], first)])
-        if is_together:
-            member.settle([make_output(NAMES.results_topic, second)])
-            assert bus.commits[ONE].offset == 2, "the hand-off before it is committed with it"
-        else:
-            assert member._outputs is not None
-            member._publish_then_finish(member._outputs, [second], [*make_output(NAMES.results_topic, second).outputs])
-        settle_what_comes_again(bus, num_unsettled=1)
-        assert list_results(bus) == ([b"2"] if is_together else [b"2", b"1", b"2"])
-
-
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_a_commit_that_is_under_way_takes_no_result_back(is_waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the commit that is not waited for is executed behind the transaction."""

@@ -9,14 +9,7 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
 from sim.waiting import PATIENCE_S, wait_for
-from tests.bus.buses import (
-    CAPACITY,
-    make_bus,
-    make_messages,
-    make_settlement,
-    publish_messages,
-    take_deliveries,
-)
+from tests.bus.buses import CAPACITY, make_bus, make_messages, make_settlement, publish_messages, take_deliveries
 
 
 def wait_for_lag(bus: Bus, topic: str, count: int) -> None:

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from penstock.bus.contract import Bus, Delivery, OrphanReader
+from penstock.bus.contract import Delivery, OrphanReader
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.orphans import KafkaOrphanReader
@@ -55,8 +55,7 @@ def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) 
         topic = pipeline.request_topic("interactive")
         halves = [[f"{topic}:0", f"{topic}:1"], [f"{topic}:2", f"{topic}:3"]]
         wait_for(
-            lambda: sorted([sorted(one.list_partitions()), sorted(other.list_partitions())]) == halves,
-            "each has half",
+            lambda: sorted([sorted(one.list_partitions()), sorted(other.list_partitions())]) == halves, "each has half"
         )
 
 
@@ -107,9 +106,3 @@ def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
     parts = [f"{topic}:0", f"{topic}:7", "penstock.elsewhere.requests.interactive:0"]
     assert list_numbers(read(reader, parts, 1)) == [0]
     assert reader.read_orphans(parts, 100) == []
-
-
-def test_where_members_share_nobody_reads_for_another(streams_bus: Bus) -> None:
-    with streams_bus.join_group("prefill", "a") as member:
-        assert member.create_orphan_readers() == []
-        assert member.list_partitions() == []

@@ -6,7 +6,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
@@ -75,21 +75,6 @@ def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipe
         member.settle([Settlement(d, [o]) for d, o in zip(taken, outputs, strict=True)])
         where = {d.value: partition(d) for d in take_deliveries(after, 12)}
     assert where == {o.value: rank_partitions(o.affinity or "", NUM)[0] for o in outputs}
-
-
-def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pipeline) -> None:
-    topic = pipeline.request_topic("interactive")
-    producer = Producer(client_settings(kafka))
-    for number in range(40):
-        producer.produce(topic, str(number), key=f"k{number}")
-    producer.produce(topic, b"put there", key="k", partition=3)
-    assert producer.flush() == 0
-    publish_messages(bus, [Outgoing(topic, b"with", "k0", {}, "a"), Outgoing(topic, b"without", "k0")])
-    with bus.join_group("prefill", "a") as member:
-        taken = {d.value: d for d in take_deliveries(member, 43)}
-        assert {partition(d) for d in taken.values()} == set(range(NUM))
-        assert partition(taken[b"put there"]) == 3
-        assert partition(taken[b"with"]) == rank_partitions("a", NUM)[0]
 
 
 def test_partitions_that_are_added_are_used(

@@ -1,8 +1,8 @@
 """A member in a process of its own, so that tests can kill and pause it.
 
-Mode `work` settles everything with an output until it is killed. Mode `hold` takes one delivery, makes the file
-`held`, waits for the file `go`, settles, and writes what became of it to `outcome`. Mode `result` is one of prefill: it
-hands one delivery off, settles another with a result, whose value it writes to `settled`, and kills itself.
+Mode `hold` takes one delivery, makes the file `held`, waits for the file `go`, settles, and writes what became of it to
+`outcome`. Mode `result` is one of prefill: it hands one delivery off, settles another with a result, whose value it
+writes to `settled`, and kills itself.
 """
 
 import os
@@ -10,23 +10,13 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError
 from penstock.names import Pipeline, PriorityClass
 from sim.waiting import wait_for
 from tests.bus.buses import SHORT_TIMEOUT_SETTINGS, make_bus
 
 CAPACITY: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
-
-
-def work(bus: Bus, pipeline: Pipeline, member: Member) -> None:
-    """Settle for ever."""
-    while True:
-        taken = member.poll(1.0, CAPACITY)
-        try:
-            member.settle([Settlement(d, [Outgoing(pipeline.results_topic, d.value, d.key)]) for d in taken])
-        except BusError as error:
-            print(type(error).__name__, error, flush=True)  # noqa: T201
 
 
 def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
@@ -67,9 +57,7 @@ def main(kind: str, address: str, name: str, member_name: str, mode: str, folder
     pipeline = Pipeline(name)
     bus = make_bus(kind, pipeline, address, SHORT_TIMEOUT_SETTINGS)  # others wait for it after a kill
     with bus.join_group("prefill" if mode == "result" else "decode", member_name) as member:
-        if mode == "work":
-            work(bus, pipeline, member)
-        elif mode == "result":
+        if mode == "result":
             settle_result(pipeline, member, folder)
         else:
             hold(pipeline, member, folder)

@@ -1,13 +1,51 @@
-"""What the rounds do to clocks and processes reaches the workers, and only those it is meant for."""
+"""What the rounds do to clocks, disks and processes reaches the workers, and only those it is meant for."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from penstock import failpoints
+from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
-from sim.chaos import clock
-from sim.chaos.fork_server import ForkServer
-from sim.chaos.system import ChaosStack
-from sim.waiting import wait_for
-from tests.chaos.quiet import all_ready, ask
+from penstock.kvstore.tiers.host import HostTier
+from penstock.messages import now_s
+from sim.chaos.faults import ANY_TIME, KillPlan
+from sim.chaos.hazards import fail_where_full, set_clock
+from sim.chaos.history import History
+from sim.chaos.system import ChaosStack, Servers
+from sim.waiting import PATIENCE_S, wait_for
+from tests.kvstore.blocks import make_form, new_names, put
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosStack]:
+    """One worker of each stage, which nobody kills."""
+    directory = tmp_path_factory.mktemp("quiet")
+    plan = KillPlan(ANY_TIME, 1, math.inf)
+    with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
+        made = ChaosStack(directory / "stack", history, servers, lambda _, __: plan, {"prefill": 1, "decode": 1})
+        with made:
+            wait_for(lambda: all_ready(made), "both workers are ready")
+            yield made
+
+
+def all_ready(stack: ChaosStack) -> bool:
+    """Return whether every worker serves. Those that died are started again."""
+    stack.restart_dead()
+    return all(stack.is_ready(worker) for worker in stack.workers)
+
+
+def ask(stack: ChaosStack, first: int, deadline_in_s: float | None = None) -> list[int]:
+    """Return the answer to a prompt that begins with a token of its own."""
+    deadline = None if deadline_in_s is None else now_s() + deadline_in_s
+    with Client(stack.addresses) as client:
+        sent = client.submit(
+            token_ids=[first, *range(10, 110)], max_tokens=8, temperature=0.0, ignore_eos=True, deadline=deadline
+        )
+        return client.result(sent, timeout_s=PATIENCE_S).token_ids
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -15,31 +53,11 @@ def test_one_workers_clock_is_put_forward_and_back(stack: ChaosStack, stage: str
     path = stack.clocks[f"{stage}-0"]
     answer = ask(stack, 1, deadline_in_s=600.0)
     for by_s in (900.0, -900.0):
-        clock.set_clock(path, by_s)
+        set_clock(path, by_s)
         assert ask(stack, 1, deadline_in_s=600.0) == answer
         with pytest.raises(DeadlineExceeded):
             ask(stack, 1, deadline_in_s=-1.0)
-    clock.set_clock(path, 0.0)
-
-
-def test_a_freeze_stops_every_worker_until_it_is_over(stack: ChaosStack, fork_server: ForkServer) -> None:
-    pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
-    stack.freeze_all(lambda: wait_for(lambda: all(map(fork_server.is_stopped, pids)), "all are stopped"))
-    assert ask(stack, 4)
-    assert [worker.child.pid for worker in stack.workers if worker.child is not None] == pids
-
-
-def test_a_worker_comes_and_leaves(stack: ChaosStack) -> None:
-    stack.absent.discard("decode-1")
-    wait_for(lambda: all_ready(stack), "it serves")
-    stack.absent.add("decode-1")
-
-    def is_gone() -> bool:
-        stack.restart_dead()
-        return stack.get_child("decode-1") is None
-
-    wait_for(is_gone, "it has left")
-    assert stack.counts.crashes == []
+    set_clock(path, 0.0)
 
 
 def test_a_worker_follows_one_whose_clock_was_ahead(stack: ChaosStack) -> None:
@@ -51,8 +69,23 @@ def test_a_worker_follows_one_whose_clock_was_ahead(stack: ChaosStack) -> None:
         return stack.is_ready(worker)
 
     for by_s in (900.0, 0.0):
-        clock.set_clock(stack.clocks[worker.name], by_s)
+        set_clock(stack.clocks[worker.name], by_s)
         stack.kill_worker(worker)
         stack.restart_dead()
         wait_for(serves, "the next one serves")
     assert ask(stack, 3)
+
+
+def test_while_a_disk_counts_as_full_it_takes_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_armed", {})
+    form, mark = make_form("a model"), tmp_path / "full"
+    fail_where_full(mark)
+
+    def store_block() -> tuple[list[bool], int]:
+        with contextlib.closing(HostTier.open_disk(form, tmp_path / "blocks", 2**20, str(tmp_path))) as tier:
+            return put(tier, new_names(1), form), tier.counters.errors
+
+    mark.touch()
+    assert store_block() == ([False], 1)
+    mark.unlink()
+    assert store_block() == ([True], 0)

@@ -9,7 +9,7 @@ import pytest
 from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
 from penstock.local.valkey import ValkeyServer
-from sim.servers import serve_address
+from sim.servers import serve_server
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 
 MakeTier = Callable[[BlockFormat, int], Tier]
@@ -19,7 +19,8 @@ Damage = Callable[[Tier, bytes, Change], None]
 @pytest.fixture(scope="session")
 def kv_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a server for blocks alone; each test that uses it finds it empty."""
-    yield from serve_address(_url(ValkeyServer(tmp_path_factory.mktemp("kv"), appendonly=False)))
+    for server in serve_server(ValkeyServer(tmp_path_factory.mktemp("kv"), appendonly=False)):
+        yield server.url
 
 
 @pytest.fixture(params=["shared", "disk", "redis"])
@@ -54,12 +55,4 @@ def damage(place: Place) -> Damage:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server that a test may kill and set as it likes."""
-    server = ValkeyServer(tmp_path, appendonly=False)
-    for _ in serve_address(_url(server)):
-        yield server
-
-
-@contextlib.contextmanager
-def _url(server: ValkeyServer) -> Iterator[str]:
-    with server:
-        yield server.url
+    yield from serve_server(ValkeyServer(tmp_path, appendonly=False))

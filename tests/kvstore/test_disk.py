@@ -99,19 +99,6 @@ def test_a_block_in_two_slots_is_found_once(open_tier: Open, tmp_path: Path) -> 
         tier.close()
 
 
-def test_a_damaged_block_does_not_come_back(open_tier: Open, tmp_path: Path) -> None:
-    first, names = open_tier(), new_names(2)
-    put(first, names)
-    ref = first.arena.peek_slot(names[0].hash)
-    assert ref is not None
-    stored = first.arena.medium.read_stored(ref.slot)
-    first.arena.medium.overwrite_slot(ref.slot, stored[:-1] + bytes([stored[-1] ^ 1]))
-    assert read(first, names) == [None, content(names[1])]
-    first.close()
-    lose_tables(tmp_path)
-    assert is_here(open_tier(), names) == [False, True]
-
-
 def test_a_smaller_budget_cuts_the_file_off_when_nobody_has_it_open(open_tier: Open, tmp_path: Path) -> None:
     first, names = open_tier(), new_names(NUM_SLOTS)
     put(first, names)

@@ -33,13 +33,6 @@ def test_one_key_a_block_and_all_different(tokens: list[int], size: int) -> None
     assert all(len(key) == 32 for key in keys)
 
 
-@given(TOKENS, TOKENS, TOKENS, SIZES)
-def test_the_same_prefix_has_the_same_keys(prefix: list[int], one: list[int], two: list[int], size: int) -> None:
-    first, second = hash_blocks(ROOT, prefix + one, size), hash_blocks(ROOT, prefix + two, size)
-    num_full = len(prefix) // size
-    assert first[:num_full] == second[:num_full] == hash_blocks(ROOT, prefix[: num_full * size], size)
-
-
 @given(TOKENS, SIZES, st.data())
 def test_another_token_changes_every_key_from_there_on(tokens: list[int], size: int, data: st.DataObject) -> None:
     assume(tokens)

@@ -1,25 +1,26 @@
-"""Ways to reach a Redis server, and several of them."""
+"""Ways to reach a Redis server, several of them, and which of them holds a block."""
 
-import os
+import random
 import shutil
 import ssl
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import BlockFormat, ReadRequest
 from penstock.kvstore.tiers import server as redis_server
-from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.redis import RedisTier, RendezvousHash, url_identity
 from penstock.local.valkey import ValkeyServer
 from penstock.names import kv_key
-from penstock.redis.urls import split_urls
+from sim.chaos.proxy import Proxy
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
-from tests.kvstore.redis_servers import Proxy, unix_server
+from tests.security.certificates import Authority
 
 
 @pytest.fixture
@@ -34,16 +35,15 @@ def empty_url(kv_url: str) -> str:
 
 
 @pytest.mark.parametrize("form", [FORM, LARGE_FORM], ids=["small", "large"])
-def test_a_unix_socket(tmp_path: Path, form: BlockFormat) -> None:
-    with unix_server(tmp_path) as url:
-        check_works(RedisTier.open(form, [url], AMPLE, 60), form)
+def test_a_unix_socket(own_server: ValkeyServer, form: BlockFormat) -> None:
+    check_works(RedisTier.open(form, [own_server.unix_url], AMPLE, 60), form)
 
 
-def test_damage_on_several_connections(tmp_path: Path) -> None:
+def test_damage_on_several_connections(own_server: ValkeyServer) -> None:
     """Through a unix socket large blocks come over several at once."""
     names = new_names(11)
-    with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
-        tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)
+    with redis.Redis.from_url(own_server.url) as client:
+        tier = RedisTier.open(LARGE_FORM, [own_server.unix_url], AMPLE, 60)
         put(tier, names, LARGE_FORM)
         client.setrange(kv_key(names[2].hash), 1000, b"?")
         client.delete(kv_key(names[5].hash))
@@ -65,20 +65,13 @@ def test_a_password(own_server: ValkeyServer) -> None:
 
 
 def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
+    if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True, env={**os.environ, "RANDFILE": str(tmp_path / "random")},
-    )  # fmt: skip
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with Proxy(own_server.port, context) as proxy:
+    authority, context = Authority(tmp_path / "authority"), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.sign("server"))
+    with Proxy(own_server.port, tls=context) as proxy:
         url = f"rediss://127.0.0.1:{proxy.port}/0"
-        check_works(RedisTier.open(LARGE_FORM, [f"{url}?ssl_ca_certs={certificate}"], AMPLE, 60), LARGE_FORM)
+        check_works(RedisTier.open(LARGE_FORM, [f"{url}?ssl_ca_certs={authority.file}"], AMPLE, 60), LARGE_FORM)
         check_away(RedisTier.open(FORM, [url], AMPLE, 60))
 
 
@@ -119,11 +112,6 @@ def test_one_address_down_loses_its_share_only(empty_url: str, own_server: Valke
     tier.close()
 
 
-def test_addresses_of_a_setting() -> None:
-    assert split_urls(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
-    assert split_urls("") == []
-
-
 def test_a_closed_tier_of_several_addresses_has_nothing(empty_url: str, own_server: ValkeyServer) -> None:
     both, names = RedisTier.open(FORM, [empty_url, own_server.url], AMPLE, 60), new_names(20)
     put(both, names)
@@ -147,9 +135,9 @@ def test_nothing_is_received_after_a_get_that_raised(empty_url: str, own_server:
 
         def release() -> None:
             over.wait(0.3)
-            proxy.passing.set()
+            proxy.forward_normally()
 
-        proxy.passing.clear()
+        proxy.stop_forwarding()
         releasing = threading.Thread(target=release)
         releasing.start()
         with pytest.raises(TypeError):
@@ -182,11 +170,13 @@ def test_a_machine_without_threads_to_spare(
     tier.close()
 
 
-def test_scripts_forgotten_while_several_connections_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_forgotten_while_several_connections_wait(
+    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     names = new_names(8)
-    with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
-        tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)
+    with redis.Redis.from_url(own_server.url) as client:
+        tier = RedisTier.open(LARGE_FORM, [own_server.unix_url], AMPLE, 60)
         put(tier, names, LARGE_FORM)
         assert None not in read(tier, names, LARGE_FORM)
         client.script_flush()
@@ -195,3 +185,46 @@ def test_scripts_forgotten_while_several_connections_wait(tmp_path: Path, monkey
             assert is_here(tier, names) == [True] * 8
         assert tier.counters.errors == 1
         tier.close()
+
+
+URLS = st.lists(st.integers(0, 10_000).map(lambda n: f"redis://host{n}:6379/0"), min_size=1, max_size=8, unique=True)
+KEYS = st.lists(st.binary(min_size=32, max_size=32), max_size=50)
+
+
+@given(URLS, KEYS, st.randoms(use_true_random=False))
+def test_the_order_of_addresses_does_not_matter(urls: list[str], keys: list[bytes], rng: random.Random) -> None:
+    mixed = rng.sample(urls, len(urls))
+    one, two = RendezvousHash(urls), RendezvousHash(mixed)
+    assert [urls[one.find_server(key)] for key in keys] == [mixed[two.find_server(key)] for key in keys]
+
+
+@given(URLS, KEYS)
+def test_a_new_address_takes_keys_and_moves_no_others(urls: list[str], keys: list[bytes]) -> None:
+    before, after = RendezvousHash(urls[:-1] or urls), RendezvousHash(urls)
+    for key in keys:
+        assert after.find_server(key) in (before.find_server(key), len(urls) - 1)
+
+
+@given(URLS, KEYS)
+def test_every_key_is_dealt_once(urls: list[str], keys: list[bytes]) -> None:
+    dealt = RendezvousHash(urls).group_by_server(keys)
+    assert sorted(index for part in dealt.values() for index in part) == list(range(len(keys)))
+
+
+def test_shares_are_about_equal_and_so_is_what_moves() -> None:
+    rng, urls = random.Random(7), [f"redis://10.0.0.{n}:6379/0" for n in range(5)]
+    keys = [rng.randbytes(32) for _ in range(10_000)]
+    dealt = RendezvousHash(urls).group_by_server(keys)
+    assert all(1800 < len(dealt[place]) < 2200 for place in range(5))
+    smaller = RendezvousHash(urls[:4])
+    moved = sum(smaller.find_server(key) != RendezvousHash(urls).find_server(key) for key in keys[:1000])
+    assert 150 < moved < 250
+
+
+def test_a_new_password_moves_nothing() -> None:
+    assert (
+        url_identity("redis://me:old@host:6379/1")
+        == url_identity("redis://:n%40w@host:6379/1")
+        == "redis://host:6379/1"
+    )
+    assert url_identity("unix:///run/a.sock?db=1") != url_identity("unix:///run/a.sock?db=2")

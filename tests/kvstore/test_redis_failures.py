@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,18 +14,11 @@ from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
+from sim.chaos.proxy import Proxy
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
-from tests.kvstore.redis_servers import Proxy
-
-
-def test_a_server_that_is_not_there() -> None:
-    tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{find_free_port()}/0"], AMPLE, 60)
-    check_away(tier)
-    assert (tier.counters.misses, tier.counters.bytes_written) == (2, 0)
 
 
 def test_what_is_no_address() -> None:
@@ -78,40 +72,36 @@ def test_a_server_that_dies_and_comes_back_empty(
     tier.close()
 
 
-@pytest.fixture(params=[b"", b"what?\r\n", b"-ERR no\r\n", b"$-7\r\n", b"*1\r\n" * 5000, b":1" * 100_000])
-def broken_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server that accepts connections and answers nothing, or nonsense, or that it will not."""
+@contextlib.contextmanager
+def serve(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that answers each connection so; its port."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                answer(self.request)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield server.server_address[1]
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize("nonsense", [b"", b"what?\r\n", b"-ERR no\r\n", b"$-7\r\n", b"*1\r\n" * 5000, b":1" * 100_000])
+def test_a_server_that_is_broken(nonsense: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections and answers nothing, or nonsense, or that it will not."""
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.05)
     monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 600.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        accepted: list[socket.socket] = []
 
-        def answer(connection: socket.socket) -> None:
-            try:
-                while connection.recv(65536):
-                    connection.sendall(request.param)
-            except OSError:
-                return
+    def answer(connection: socket.socket) -> None:
+        while connection.recv(65536):
+            connection.sendall(nonsense)
 
-        def accept() -> None:
-            try:
-                while True:
-                    accepted.append(server.accept()[0])
-                    threading.Thread(target=answer, args=(accepted[-1],), daemon=True).start()
-            except OSError:
-                return
-
-        acceptor = threading.Thread(target=accept, daemon=True)
-        acceptor.start()
-        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
-        server.shutdown(socket.SHUT_RDWR)
-        acceptor.join()
-        for connection in accepted:
-            connection.close()
-
-
-def test_a_server_that_is_broken(broken_url: str) -> None:
-    check_away(RedisTier.open(FORM, [broken_url], AMPLE, 60))
+    with serve(answer) as port:
+        check_away(RedisTier.open(FORM, [f"redis://127.0.0.1:{port}/0"], AMPLE, 60))
 
 
 @pytest.mark.parametrize("greets", [True, False])
@@ -120,32 +110,22 @@ def test_a_server_that_sends_a_byte_at_a_time(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.1)
     over = threading.Event()
 
-    def serve(listener: socket.socket) -> None:
-        connection = listener.accept()[0]
-        with connection:
-            if greets:
-                connection.recv(2**20)
-                connection.sendall(
-                    b"+OK\r\n" * 2 + b"".join(b"$40\r\n%b\r\n" % script.sha.encode() for script in SCRIPTS)
-                )
-            try:
-                connection.sendall(b":" if greets else b"+")
-                while not over.wait(0.02):
-                    connection.sendall(b"1")
-            except OSError:
-                return
+    def answer(connection: socket.socket) -> None:
+        if greets:
+            connection.recv(2**20)
+            connection.sendall(b"+OK\r\n" * 2 + b"".join(b"$40\r\n%b\r\n" % script.sha.encode() for script in SCRIPTS))
+        connection.sendall(b":" if greets else b"+")
+        while not over.wait(0.02):
+            connection.sendall(b"1")
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=serve, args=(listener,))
-        server.start()
-        tier = RedisTier.open(FORM, [f"redis://user:password@127.0.0.1:{listener.getsockname()[1]}/1"], AMPLE, 60)
+    with serve(answer) as port:
+        tier = RedisTier.open(FORM, [f"redis://user:password@127.0.0.1:{port}/1"], AMPLE, 60)
         asking = threading.Thread(target=is_here, args=(tier, new_names(1)))
         asking.start()
         asking.join(PATIENCE_S)
         gave_up = not asking.is_alive()
         over.set()
         asking.join()
-        server.join()
     assert gave_up
     assert tier.counters.errors == 1
 
@@ -173,13 +153,12 @@ def test_a_connection_cut_while_blocks_are_read(behind: Behind, cut: int) -> Non
     """What came whole is used, the rest of the batch is misses; nothing is damaged, and the next call is as before."""
     (proxy, tier), names = behind(LARGE_FORM), new_names(3)
     put(tier, names, LARGE_FORM)
-    proxy.left = cut
+    proxy.cut_after(cut)
     whole = cut // (300_000 + HEADER_BYTES + 11)
     expected = [content(name, LARGE_FORM) if at < whole else None for at, name in enumerate(names)]
     assert read(tier, names, LARGE_FORM) == expected
     assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (whole, 3 - whole, 0)
     assert tier.counters.errors == 1
-    proxy.left = None
     assert read(tier, names, LARGE_FORM) == [content(name, LARGE_FORM) for name in names]
 
 
@@ -187,10 +166,9 @@ def test_a_connection_cut_while_blocks_are_read(behind: Behind, cut: int) -> Non
 def test_a_connection_cut_while_blocks_are_written(behind: Behind, cut: int) -> None:
     (proxy, tier), names = behind(), new_names(3)
     assert read(tier, names) == [None] * 3
-    proxy.left = cut
+    proxy.cut_after(cut)
     assert not all(put(tier, names))
     assert tier.counters.errors == 1
-    proxy.left = None
     assert put(tier, names) == [True] * 3
     assert read(tier, names) == [content(name) for name in names]
     assert (tier.read_usage().blocks, tier.read_usage().bytes) == (3, 3 * STORED_BYTES)
@@ -204,12 +182,12 @@ def test_a_late_reply_is_nobody_s(behind: Behind) -> None:
     (wire,) = tier._nodes[0]._server._idle
     wire._socket.settimeout(0.2)  # of this connection alone: what comes after it may take its time
     wire._patience_s = wire._patience_left_s = 0.2
-    proxy.passing.clear()
+    proxy.stop_forwarding()
     assert read(tier, names[:1]) == [None]
     assert tier.counters.errors == 1
-    proxy.passing.set()
+    proxy.forward_normally()
     assert read(tier, names[1:]) == [content(names[1])]
-    assert proxy.connections == 2
+    assert proxy.num_connections == 2
 
 
 def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,12 +157,6 @@ def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make
     assert read(make_store(salt_secret="other")) == []
 
 
-def test_a_partial_block_is_not_used_for_a_longer_prompt(store: KVStore) -> None:
-    fill(store)
-    assert read(store, [*PROMPT, 118]) == found(0)[:4]
-    assert read(store, PROMPT[:17]) == found(0)[:4]
-
-
 def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     names = fill(store, 0b110)
     keys = [name.hash for name in names]

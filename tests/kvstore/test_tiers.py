@@ -54,7 +54,7 @@ def fill(tier: Tier) -> list[BlockKey]:
 
 
 def test_what_is_put_is_got_in_the_order_asked(tier: Tier) -> None:
-    one, two, three = new_names(3)
+    one, two, three = new_name(), new_name(num_tokens=1), new_name()
     assert put(tier, [one, two]) == [True, True]
     assert read(tier, [two, three, one, two]) == [content(two), None, content(one), content(two)]
     counters = tier.counters
@@ -88,13 +88,6 @@ def test_a_block_that_is_here_already_counts_as_stored(tier: Tier) -> None:
     assert put(tier, [name, name]) == [True, True]
     assert read(tier, [name]) == [content(name)]
     assert tier.read_usage().blocks == 1
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7, NUM_TOKENS])
-def test_a_partial_block(tier: Tier, num_tokens: int) -> None:
-    name = new_name(num_tokens)
-    put(tier, [name])
-    assert read(tier, [name]) == [content(name)]
 
 
 def test_a_view_of_something_larger(tier: Tier) -> None:

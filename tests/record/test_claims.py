@@ -7,16 +7,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings, TokenEvent, compute_body_hash
 from penstock.names import Pipeline, Stage
-from penstock.record import (
-    AppendOutcome,
-    Bound,
-    Busy,
-    Claim,
-    Conflict,
-    Record,
-    RequestStatus,
-    UnclaimedMessage,
-)
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record, RequestStatus, UnclaimedMessage
 from penstock.record.claim import GOOD_PROGRESS
 from penstock.redis.scripts import Script
 from tests.record.play import alive, die, end, prefill, say
@@ -139,16 +130,6 @@ def test_attempts_that_make_more_tokens_than_those_before_or_many_are_good(recor
     claim = take_over(record, 8)
     make_tokens_and_die(record, claim, GOOD_PROGRESS, 8)
     assert (claim.attempts_in_vain, take_over(record, 9).attempts) == (1, 2)
-
-
-def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> None:
-    for number in range(5):
-        claim_with_message(record, "decode", f"r{number}")
-    die(record, "w1")
-    assert record.count_free("decode") == 5
-    one, other = alive(record, "w2"), alive(record, "w3")
-    taken = [taken.claim.id for session in (one, other) for taken in record.take_over_free("decode", session, 3)]
-    assert sorted(taken) == [f"r{number}" for number in range(5)]
 
 
 def test_a_clock_that_went_back_keeps_nothing_from_anybody(

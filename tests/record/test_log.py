@@ -1,18 +1,16 @@
 """The token log: appending, fencing, the end, and that the live channel has the same events."""
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import redis
 
-from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
-from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
+from penstock.record import AppendOutcome, Claim, Record, parse_event
 from sim.waiting import PATIENCE_S, wait_for
-from tests.record.play import alive, decode, end, prefill, say
+from tests.record.play import decode, end, prefill, say
 
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
 
@@ -95,15 +93,6 @@ def test_several_tokens_are_written_all_or_not_at_all(record: Record) -> None:
     assert tokens_of(record) == [5, 6, 8, 9]
 
 
-def test_batches_may_overlap(record: Record) -> None:
-    claim = decode(record)
-    for token in range(20):
-        record.send_tokens([(claim, claim.next_event(token, ""))])
-    assert record.collect_outcomes() == [OK] * 20
-    assert record.collect_outcomes() == []
-    assert tokens_of(record) == list(range(20))
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_a_connection_lost_between_send_and_collect_repeats_no_token(
     record: Record, client: "redis.Redis", written: bool
@@ -138,57 +127,3 @@ def test_the_live_channel_has_the_events_of_the_log(record: Record, client: "red
             if message is not None:
                 received.append(parse_event(message["data"]))
     assert received == record.read_log("r1")
-
-
-def write_all(record: Record, owner: str, length: int, has_written: Mapping[str, threading.Event]) -> bool:
-    """Try to write the whole stream; return False if the other writer interrupted.
-
-    A holder's claim is released without its knowledge, as by a pause longer than its session: both believe that they
-    hold the request. In the middle of the stream each waits for the other's first token.
-    """
-    claim = record.claim_decode("r1", alive(record, owner), "j1")
-    if isinstance(claim, Busy):
-        status = record.read_status("r1")
-        assert status is not None
-        record.release_claim(Claim("r1", "decode", status.epoch, 0, "", False, False, 0, False))
-        return False
-    assert isinstance(claim, Claim)
-    while not claim.is_ended and claim.num_tokens < length:
-        if record.append_tokens([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
-            return False
-        has_written[owner].set()
-        if claim.num_tokens == length // 2:
-            assert all(event.wait(PATIENCE_S) for event in has_written.values())
-    return claim.is_ended or bool(record.finish_request(claim, end()))
-
-
-def test_two_writers_that_take_each_others_claim_write_each_token_once(
-    redis_url: str, record: Record, pipeline: Pipeline
-) -> None:
-    length, done = 300, list[str]()
-    has_written = {owner: threading.Event() for owner in ("d1", "d2")}
-
-    def work(owner: str) -> None:
-        with redis.Redis.from_url(redis_url) as client:
-            mine = Record(client, pipeline, RecordSettings(lease_s=30))
-            while not write_all(mine, owner, length, has_written):
-                pass
-            mine.close()
-            done.append(owner)
-
-    writers = [threading.Thread(target=work, args=(name,)) for name in has_written]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert len(done) == 2
-
-    *tokens, last = record.read_log("r1")
-    rolled = START_HASH
-    for position, event in enumerate(tokens):
-        assert isinstance(event, TokenEvent)
-        rolled = roll_hash(rolled, position * 7)
-        assert event.id == event_id(position, rolled)
-    assert len(tokens) == length
-    assert isinstance(last, EndEvent)
-    assert {event.text for event in tokens} == set(has_written)

@@ -36,7 +36,7 @@ def distant(proxy: Proxy, record: Record, pipeline: Pipeline) -> Iterator[Record
 def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, record: Record) -> None:
     """The second one would find the first one's session, its own: busy, for as long as that lives."""
     session = alive(record, "x")
-    proxy.lose_reply()
+    proxy.cut_after(0)
     claim = distant.claim_prefill if stage == "prefill" else distant.claim_decode
     with pytest.raises(redis.ConnectionError):
         claim("r1", session, "b", b"message")
@@ -49,7 +49,7 @@ def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Rec
     """The second time would bring another request, and nobody would know of the first one."""
     record.park_messages("decode", [UnclaimedMessage(name, "", "j1", b"message") for name in ("r1", "r2")])
     session = alive(record, "d1")
-    proxy.lose_reply()
+    proxy.cut_after(0)
     with pytest.raises(redis.ConnectionError):
         distant.take_over_free("decode", session, 1)
     assert record.count_free("decode") == 1
@@ -63,7 +63,7 @@ def test_what_is_given_back_twice_counts_once(proxy: Proxy, distant: Record, rec
     assert isinstance(claim, Claim)
     distant.release_claim(claim, failed=True, delivered=False)
     (again,) = record.take_over_free("decode", alive(record, "d1"), 1)
-    proxy.lose_reply()
+    proxy.cut_after(0)
     distant.release_claim(again.claim, delivered=False)
     status = record.read_status("r1")
     assert status is not None

@@ -63,10 +63,7 @@ class Reader(Member):
 
 
 def start_rescuer(
-    record: Record,
-    session: Session,
-    member: Member,
-    read: Callable[[Delivery], UnclaimedMessage] = read_message,
+    record: Record, session: Session, member: Member, read: Callable[[Delivery], UnclaimedMessage] = read_message
 ) -> AbstractContextManager[Rescuer]:
     stages: dict[str, Stage] = {"jobs": "decode", "topic": "prefill"}
     return closing(Rescuer(record, stages, session, member, read))  # type: ignore[arg-type]
@@ -149,10 +146,7 @@ def test_what_no_session_names_for_two_leases_is_adopted(
     member, reader, readers = Member([], {}), Reader([], {}), pipeline.readers_key
     member.own, member.readers = ["topic:0"], [reader]
     reader._others = {"topic:0": [], "topic:1": [delivery("r1")]}
-    with (
-        Session(hasty, "p1", member.list_partitions) as session,
-        start_rescuer(hasty, session, member),
-    ):
+    with Session(hasty, "p1", member.list_partitions) as session, start_rescuer(hasty, session, member):
         wait_for(lambda: hasty.count_free("prefill") == 1, "what nobody named is read")
         client.delete(readers)
         wait_for(lambda: client.hget(readers, "topic:1") == session.id.encode(), "it is adopted again")

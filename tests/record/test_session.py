@@ -270,10 +270,7 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
     hasty: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
     parts = ["topic:0", "topic:1"]
-    with (
-        Session(hasty, "stuck", lambda: list(parts)),
-        Session(hasty, "other") as other,
-    ):
+    with Session(hasty, "stuck", lambda: list(parts)), Session(hasty, "other") as other:
         wait_soon(lambda: client.hlen(pipeline.readers_key) == 2, "it reads both")
         parts.pop()
         wait_soon(lambda: hasty.adopt_partitions(other.id, ["topic"]) == ["topic:1"], "another reads it")

@@ -25,7 +25,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings, RecordSettings, load_group
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.state import Gateway
-from penstock.names import WORKERS_KEY
+from penstock.names import WORKERS_KEY, Pipeline
 from penstock.record.live import LiveFeed
 from penstock.record.log import AsyncTokenLog
 from penstock.redis.client import async_redis_client, redis_client
@@ -197,6 +197,13 @@ async def answer_request(
     await app(scope, receive, send)
 
 
+def note_worker(keys: Any, pipeline: Pipeline, name: str, **beat: object) -> None:
+    """Write the heartbeat of a worker that serves a model of its own name. `keys` is a client of Redis."""
+    told = {"stage": "prefill", "name": name, "model": name, "state": "ready", "since": 0} | beat
+    keys.set(key := pipeline.worker_key("prefill", name), json.dumps(told))
+    keys.sadd(WORKERS_KEY, key)
+
+
 class MemoryServers:
     """What a gateway connects with where there are no servers: bus and record in memory, other keys in fakeredis."""
 
@@ -210,10 +217,7 @@ class MemoryServers:
 
     def serve_model(self, name: str, **beat: object) -> None:
         """Let a worker's heartbeat say that it serves a model."""
-        key = self._bus.pipeline.worker_key("prefill", name)
-        told = {"stage": "prefill", "name": name, "model": name, "state": "ready", "since": 0} | beat
-        self.keys.set(key, json.dumps(told))
-        self.keys.sadd(WORKERS_KEY, key)
+        note_worker(self.keys, self._bus.pipeline, name, **beat)
 
     @contextmanager
     def open_gateway(self, **settings: Mapping[str, object]) -> Iterator[TestGateway]:

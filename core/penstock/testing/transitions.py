@@ -65,12 +65,7 @@ Rec = TypeVar("Rec", bound=RequestRecord[Any, Any, Any, Any])
 
 
 def claim_request(
-    rec: Rec,
-    stage: Stage,
-    session: Any,
-    asked: tuple[Any, Any, Any],
-    living: Mapping[Any, int],
-    times: Times,
+    rec: Rec, stage: Stage, session: Any, asked: tuple[Any, Any, Any], living: Mapping[Any, int], times: Times
 ) -> tuple[Rec, ClaimReply]:
     """Claim a request for a session, or with None put its message down so that any worker may take it over.
 

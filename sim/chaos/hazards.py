@@ -1,0 +1,55 @@
+"""What a worker lives with here: a wall clock that is put forward and back, and a disk that can be full.
+
+The project reads the wall clock by `time.time` and `time.time_ns`, and these are replaced. Monotonic time goes on as it
+did, as it does when somebody sets a host's clock. A disk is a folder: while it counts as full, the write of a block
+fails as it does on a full disk.
+"""
+
+import errno
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+from penstock import failpoints
+from sim.forked import run_penstock
+
+_SECONDS = struct.Struct("d")
+
+
+def set_clock(clock: Path, by_s: float) -> None:
+    """Set how many seconds the processes that follow this clock are ahead (negative: behind)."""
+    clock.touch()
+    with clock.open("r+b") as file:  # written in one piece, and never shorter: processes have it mapped
+        file.write(_SECONDS.pack(by_s))
+
+
+def follow_clock(clock: Path) -> None:
+    """Replace this process's wall clock by the one in the file `clock`."""
+    with clock.open("rb") as file:
+        ahead = mmap.mmap(file.fileno(), _SECONDS.size, prot=mmap.PROT_READ)
+    true_ns = time.time_ns
+
+    def time_ns() -> int:
+        return true_ns() + int(_SECONDS.unpack_from(ahead)[0] * 1e9)
+
+    time.time_ns = time_ns
+    time.time = lambda: time_ns() / 1e9
+
+
+def fail_where_full(mark: Path) -> None:
+    """Let this process's writes of blocks to a disk fail with ENOSPC while the file `mark` exists."""
+
+    def fail_if_full() -> None:
+        if mark.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    failpoints.arm_action("disk.put.2.1", fail_if_full)
+
+
+def run_worker(kind: str, clock: Path, full_mark: Path) -> None:
+    """Run `penstock worker` with a clock and a disk of these."""
+    follow_clock(clock)
+    fail_where_full(full_mark)
+    run_penstock("worker", kind)
