@@ -1,7 +1,6 @@
 """Workers as processes that a test starts one after the other, and lets kill themselves."""
 
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from penstock.config.addresses import Addresses
 from penstock.local.processes import Child
 from penstock.names import Stage
 from sim.forked import fork_process, run_penstock
-from sim.waiting import wait_for
 
 
 @contextmanager
@@ -42,9 +40,3 @@ def worker_process(
         yield child
     finally:
         child.kill()
-
-
-def wait_for_kill(worker: Child) -> None:
-    """Wait until a worker has killed itself at its failpoint."""
-    wait_for(lambda: not worker.is_alive(), "the worker is killed", every_s=0.05)
-    assert worker.returncode == -signal.SIGKILL, worker.read_log_tail()
