@@ -261,15 +261,6 @@ def test_requests_wait_for_endpoints_and_are_never_more_than_the_limit(
     assert other.bodies
 
 
-def test_others_take_over_for_an_endpoint_that_is_away(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    gone = CountingEndpoint().start()
-    gone.stop()
-    line.add_worker(gone, endpoint)
-    for _ in range(5):
-        line.send(max_tokens=3)
-    assert {result.text for result in line.run_until_results(5)} == {WHOLE}
-
-
 def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline) -> None:
     gone = CountingEndpoint().start()
     gone.stop()
@@ -324,19 +315,6 @@ def test_a_message_that_cannot_be_read_has_one_result(
     (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code in ("invalid_request", "unsupported_version")
-
-
-def test_a_worker_that_stops_hands_its_requests_to_another(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    worker = line.add_worker(endpoint)
-    endpoint.faults.append(Fault("hang", after=2))
-    request = line.send(max_tokens=5)
-    line.run_until(lambda: len(line.read_log(request.id)) == 2)
-    line.workers.remove(worker)
-    worker.stop_accepting()
-    worker.close()
-    line.add_worker(endpoint)
-    (result,) = line.run_until_results(1)
-    assert result.text == write_numbers(5)
 
 
 def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
