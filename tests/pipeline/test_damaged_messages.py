@@ -34,48 +34,20 @@ HEADERS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-class KafkaMessage:
-    """A message as the client gives it."""
-
-    def __init__(self, topic: str, seed: int, value: dict[str, Any]) -> None:
-        damage = Damage(seed)
-        self._topic, self._seed = topic, seed
-        is_value = damage.random.random() < 0.7
-        self._value = damage.encode(value) if is_value else json.dumps(value).encode()
-        key, headers = str(value["id"]).encode(), dict[str, bytes | None](HEADERS)
-        if not is_value or damage.random.random() < 0.3:
-            key = damage.damage_bytes(key)
-            for name in damage.random.sample(list(headers), 3):
-                raw = HEADERS[name]
-                headers[name] = None if damage.random.random() < 0.2 else damage.damage_bytes(raw)
-            headers["\u2028" * damage.random.randrange(3)] = b"\xff" * damage.random.randrange(300)
-        self._key, self._headers = damage.random.choice([key, key, key, None]), list(headers.items())
-
-    def topic(self) -> str:
-        return self._topic
-
-    def partition(self) -> int:
-        return 0
-
-    def offset(self) -> int:
-        return self._seed
-
-    def value(self) -> bytes:
-        return self._value
-
-    def key(self) -> bytes | None:
-        return self._key
-
-    def headers(self) -> list[tuple[str, bytes | None]]:
-        return self._headers
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, 1_700_000_000_000
-
-
 def put_message(bus: MemoryBus, topic: str, seed: int, value: dict[str, Any]) -> None:
     """Put a damaged message in a topic, as a worker reads it of Kafka."""
-    came = parse_delivery(cast("Message", KafkaMessage(topic, seed, value)), "interactive")
+    damage, make = Damage(seed), cast("Any", Message)  # its stubs know no arguments
+    is_value = damage.random.random() < 0.7
+    raw = damage.encode(value) if is_value else json.dumps(value).encode()
+    key, headers = str(value["id"]).encode(), dict[str, bytes | None](HEADERS)
+    if not is_value or damage.random.random() < 0.3:
+        key = damage.damage_bytes(key)
+        for name in damage.random.sample(list(headers), 3):
+            headers[name] = None if damage.random.random() < 0.2 else damage.damage_bytes(HEADERS[name])
+        headers["\u2028" * damage.random.randrange(3)] = b"\xff" * damage.random.randrange(300)
+    written = {"value": raw, "key": damage.random.choice([key, key, key, None]), "headers": list(headers.items())}
+    message = make(topic=topic, partition=0, offset=seed, timestamp=(1, 1_700_000_000_000), **written)
+    came = parse_delivery(message, "interactive")
     bus.append([Outgoing(topic, came.value, came.key, came.headers)])
 
 
