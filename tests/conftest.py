@@ -46,7 +46,7 @@ FULL_FILES = {
     "test_fingerprint.py",
     "test_hazards.py", "test_host_deaths.py",
     "test_kernels.py", "test_lag.py", "test_life.py", "test_loading.py",
-    "test_mixtures.py", "test_model.py", "test_native.py", "test_openapi.py", "test_outages.py",
+    "test_mixtures.py", "test_native.py", "test_openapi.py", "test_outages.py",
     "test_packed_model.py", "test_page.py", "test_pipeline.py",
     "test_prometheus.py", "test_published_weights.py", "test_quantized.py",
     "test_refused.py", "test_replay.py", "test_schedule_properties.py", "test_slow_link.py", "test_stack.py",

@@ -39,35 +39,29 @@ def test_where_nothing_was_measured_messages_count() -> None:
     )  # nobody decodes
 
 
-class ScriptedLag:
-    """A pipeline whose lag is what a test says."""
-
-    def __init__(self) -> None:
-        self.messages: int | None = 1000
-        self.num_reads = 0
-
-    def read(self) -> PipelineLag:
-        """`None`: its servers are away."""
-        self.num_reads += 1
-        if self.messages is None:
-            raise BusUnavailable("away")
-        return waiting(self.messages)
-
-
 def test_the_lag_is_read_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.prefill_worker.backpressure.POLL_INTERVAL_S", 0.01)
-    lag = ScriptedLag()
-    with DecodeBackpressure(lag.read) as ahead:
+    num_messages: int | None = 1000
+    num_reads = 0
+
+    def read_lag() -> PipelineLag:
+        nonlocal num_reads
+        num_reads += 1
+        if num_messages is None:
+            raise BusUnavailable("away")
+        return waiting(num_messages)
+
+    with DecodeBackpressure(read_lag) as ahead:
         assert not ahead.is_active
-        assert lag.num_reads == 0
+        assert num_reads == 0
         ahead.note_batch_admitted()
         wait_for(lambda: ahead.is_active, "it was seen that decode has enough")
-        lag.messages = 8
+        num_messages = 8
         wait_for(lambda: not ahead.is_active, "it was seen that decode wants more")
-        lag.messages = 1000
+        num_messages = 1000
         ahead.note_batch_admitted()
         wait_for(lambda: ahead.is_active, "it was seen again")
-        lag.messages = None
+        num_messages = None
         wait_for(lambda: not ahead.is_active, "servers that are away hold up nothing")
 
 

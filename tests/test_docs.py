@@ -1,7 +1,10 @@
 """The pages under docs/ say what the code does."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from penstock.messages import MAX_REQUEST_BYTES, Request, Result, Sampling, Toke
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Record
 from penstock.worker.result import build_result_message
+from sim.forked import ForkedStack
+from sim.waiting import PATIENCE_S
 from sim.world.flaws import FLAWS
 from tests.record.play import end, prefill, say
 from tools import asyncapi, settings_doc
@@ -220,6 +225,24 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
     assert example["result"](kafka, "r1")["id"] == "r1"
 
 
+def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) -> None:
+    """No line of it imports Penstock."""
+    (example,) = blocks("python")
+    assert "penstock" not in "".join(re.findall(r"^import .*$", example, re.M))
+    script = tmp_path / "backend.py"
+    script.write_text(example)
+    with ForkedStack(tmp_path / "stack", pipeline=f"example-{os.getpid()}", kafka=kafka) as stack:
+        stack.wait_until_ready(PATIENCE_S)
+        addresses = stack.addresses
+        here = os.environ | {"KAFKA": kafka, "REDIS": addresses.stream_url, "PIPELINE": addresses.pipeline}
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, env=here, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *text, finish_reason = done.stdout.splitlines()
+    assert finish_reason in ("length", "stop")
+    assert "".join(text)
+
+
 def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pipeline) -> None:
     key = pipeline.record_key("r1")
     with server.pipeline() as batch:
@@ -234,11 +257,8 @@ def test_cancelling_by_hand(server: "redis.Redis", record: Record, pipeline: Pip
 
 ROOT = DOCS.parent
 FOLDERS = (*(portion.name for portion in PORTIONS), "benchmarks", "docker", "docs", "examples", "sim", "tests", "tools")
-PAGES = sorted(
-    path
-    for path in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-    if "node_modules" not in path.parts
-)
+FOUND = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+PAGES = sorted(path for path in FOUND if "node_modules" not in path.parts)
 
 
 def list_anchors(page: Path) -> set[str]:

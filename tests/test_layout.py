@@ -86,6 +86,7 @@ def test_settings_are_read_where_programs_begin() -> None:
         ("penstock.decode_worker.role", ("torch", "transformers", "penstock.local")),
         ("penstock.cli.main", ("torch", "transformers", "numpy")),
         ("penstock.cli.worker", ("penstock.local",)),
+        ("penstock.cli.up", ("torch", "transformers", "numpy")),
         ("penstock.ingest.gateway.server", ("torch", "transformers", "penstock.local")),
     ],
 )

@@ -194,31 +194,18 @@ LOGPROBS = st.builds(
     ),
 )
 PROMPT_TOKENS = st.builds(
-    PromptToken,
-    token=TOKENS,
-    logprob=st.none() | st.floats(-9999, 0),
-    text=st.none() | st.text(max_size=9),
+    PromptToken, token=TOKENS, logprob=st.none() | st.floats(-9999, 0), text=st.none() | st.text(max_size=9),
     bytes=SPELLED,
-)
+)  # fmt: skip
 SAMPLINGS = st.builds(
-    Sampling,
-    temperature=st.floats(0, 100),
-    top_k=TOKENS,
-    top_p=st.floats(0, 1, exclude_min=True),
-    min_p=st.floats(0, 1),
-    presence_penalty=st.floats(-2, 2),
-    frequency_penalty=st.floats(-2, 2),
+    Sampling, temperature=st.floats(0, 100), top_k=TOKENS, top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1), presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0, 100, exclude_min=True),
-    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100), max_size=5),
-    seed=st.none() | st.integers(0, 2**63 - 1),
-    stop=st.lists(st.text(min_size=1, max_size=256), max_size=16),
-    stop_token_ids=st.lists(TOKENS, max_size=64),
-    max_tokens=st.integers(1, 2**31 - 1),
-    fit_context=st.sampled_from([None, True]),
-    min_tokens=st.none() | st.just(1),
-    prompt_logprobs=st.none() | st.integers(0, 20),
-    ignore_eos=st.booleans(),
-)
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100), max_size=5), seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=256), max_size=16), stop_token_ids=st.lists(TOKENS, max_size=64),
+    max_tokens=st.integers(1, 2**31 - 1), fit_context=st.sampled_from([None, True]), min_tokens=st.none() | st.just(1),
+    prompt_logprobs=st.none() | st.integers(0, 20), ignore_eos=st.booleans(),
+)  # fmt: skip
 PROMPTS = st.one_of(
     st.fixed_dictionaries({"prompt": st.text(min_size=1)}),
     st.fixed_dictionaries({"token_ids": st.lists(TOKENS, min_size=1)}),
@@ -251,13 +238,9 @@ RESULTS = st.builds(
     prompt_tokens=st.none() | st.lists(PROMPT_TOKENS), timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
 TOKEN_EVENTS = st.builds(
-    TokenEvent.at_position,
-    st.integers(0, 10**9 - 1),
-    st.builds(roll_hash, st.just(START_HASH), TOKENS),
-    TOKENS,
-    st.text(),
-    st.none() | LOGPROBS,
-)
+    TokenEvent.at_position, st.integers(0, 10**9 - 1), st.builds(roll_hash, st.just(START_HASH), TOKENS), TOKENS,
+    st.text(), st.none() | LOGPROBS,
+)  # fmt: skip
 FIRST_TOKEN_EVENTS = st.builds(
     lambda event, prompt: event.model_copy(update={"prompt_tokens": prompt}), TOKEN_EVENTS, st.lists(PROMPT_TOKENS)
 )

@@ -35,14 +35,9 @@ def test_hostile_pipelines_are_refused(name: str) -> None:
         Pipeline(name)
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "a" * (MAX_ID_CHARS + 1)])
-def test_hostile_request_ids_are_refused(name: str) -> None:
-    assert not is_request_id(name)
-
-
-@pytest.mark.parametrize("name", ["a", "7", "A.b_c:d-e", "a" * MAX_ID_CHARS])
-def test_request_ids(name: str) -> None:
-    assert is_request_id(name)
+def test_request_ids() -> None:
+    assert all(map(is_request_id, ("a", "7", "A.b_c:d-e", "a" * MAX_ID_CHARS)))
+    assert [name for name in (*HOSTILE, "a" * (MAX_ID_CHARS + 1)) if is_request_id(name)] == []
 
 
 @given(PIPELINES)

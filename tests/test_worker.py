@@ -24,7 +24,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
 from penstock.local.valkey import ValkeyServer
-from penstock.messages import Result, decode_message
+from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import check_health, read_worker_status
 from penstock.record import Claim, ClaimEvent, Record, Session
@@ -32,6 +32,7 @@ from penstock.redis.client import is_outage, redis_client
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import Reconnector, StopSignal
+from penstock.worker.result import build_result, build_result_message
 from penstock.worker.settler import Settler
 from sim.waiting import PATIENCE_S, wait_for
 from tests.pipeline.site import hanging
@@ -565,3 +566,29 @@ def test_a_worker_that_python_is_told_to_keep_no_bytecode_for_keeps_it_in_the_ca
 def test_cores_that_are_not_there(cores: str) -> None:
     with pytest.raises(PenstockError, match="PENSTOCK_WORKER_CORES"):
         pin_to_cores(cores)
+
+
+# From a log to a result that its topic takes
+
+
+def test_a_text_that_no_topic_takes_is_cut_and_says_so() -> None:
+    """A character of it is six bytes of JSON."""
+    log = [TokenEvent(id=f"{n}-0", token=n, text="\x01" * 100_000, logprobs=Logprobs(logprob=0)) for n in range(40)]
+    job = Job(id="r1", job="j1", sampling=Sampling(logprobs=0))
+    result = build_result(job, "model", [*log, EndEvent(finish_reason="length")])
+    assert result is not None
+    message = build_result_message(Pipeline("p"), result, {"traceparent": "00-x"})
+    assert MAX_MESSAGE_BYTES * 0.9 < message.num_bytes <= MAX_MESSAGE_BYTES
+    found = decode_message(Result, message.value)
+    assert found.truncated is True
+    assert (found.finish_reason, found.token_ids, found.logprobs) == ("length", list(range(40)), None)
+    assert result.text.startswith(found.text)
+
+
+def test_a_text_that_fits_is_whole() -> None:
+    job = Job(id="r1", job="j1")
+    result = build_result(job, "model", [TokenEvent(id="0-0", token=1, text="a"), EndEvent(finish_reason="stop")])
+    assert result is not None
+    message = build_result_message(Pipeline("p"), result, {})
+    assert b"truncated" not in message.value
+    assert decode_message(Result, message.value) == result

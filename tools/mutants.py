@@ -73,9 +73,8 @@ ROOMS = {
     "worker": Room(
         WORKER,
         (
-            "tests/pipeline/test_exits.py", "tests/pipeline/test_confined_errors.py", "tests/test_result.py",
-            "tests/pipeline/test_reading.py", "tests/pipeline/test_refused_writes.py",
-            "tests/test_worker.py",
+            "tests/pipeline/test_exits.py", "tests/pipeline/test_confined_errors.py", "tests/pipeline/test_reading.py",
+            "tests/pipeline/test_refused_writes.py", "tests/test_worker.py",
         ),
         (
             "tests/bus/test_settler.py", "tests/record/test_rescue.py", "tests/test_lag.py",

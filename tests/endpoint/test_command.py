@@ -1,6 +1,5 @@
 """`penstock worker endpoint` and `penstock up --engine-kind openai`, as commands."""
 
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -72,10 +71,3 @@ def test_one_command_puts_a_pipeline_before_a_server(tmp_path: Path, endpoint: C
             assert b'"text":" 0 1 2"' in answer.read().replace(b": ", b":")
     finally:
         child.stop(PATIENCE_S)
-
-
-def test_neither_the_worker_nor_up_needs_a_model_library() -> None:
-    modules = "import penstock.endpoint_worker.main, penstock.cli.up, sys"
-    code = f"{modules}; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"

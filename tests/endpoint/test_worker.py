@@ -14,7 +14,7 @@ from penstock.messages import EndEvent, TokenEvent, now_s
 from penstock.names import piece_token
 from sim.endpoint import CountingEndpoint, Fault, write_numbers
 from sim.waiting import wait_for
-from tests.endpoint.conftest import EndpointPipeline, engine_of
+from tests.endpoint.conftest import EndpointPipeline, MakeEndpointPipeline, engine_of
 
 pytestmark = pytest.mark.in_memory
 
@@ -261,15 +261,6 @@ def test_requests_wait_for_endpoints_and_are_never_more_than_the_limit(
     assert other.bodies
 
 
-def test_others_take_over_for_an_endpoint_that_is_away(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    gone = CountingEndpoint().start()
-    gone.stop()
-    line.add_worker(gone, endpoint)
-    for _ in range(5):
-        line.send(max_tokens=3)
-    assert {result.text for result in line.run_until_results(5)} == {WHOLE}
-
-
 def test_a_request_waits_for_an_endpoint_that_comes_back(line: EndpointPipeline) -> None:
     gone = CountingEndpoint().start()
     gone.stop()
@@ -326,19 +317,6 @@ def test_a_message_that_cannot_be_read_has_one_result(
     assert result.error.code in ("invalid_request", "unsupported_version")
 
 
-def test_a_worker_that_stops_hands_its_requests_to_another(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
-    worker = line.add_worker(endpoint)
-    endpoint.faults.append(Fault("hang", after=2))
-    request = line.send(max_tokens=5)
-    line.run_until(lambda: len(line.read_log(request.id)) == 2)
-    line.workers.remove(worker)
-    worker.stop_accepting()
-    worker.close()
-    line.add_worker(endpoint)
-    (result,) = line.run_until_results(1)
-    assert result.text == write_numbers(5)
-
-
 def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, endpoint: CountingEndpoint) -> None:
     worker = line.add_worker(endpoint)
     endpoint.faults.append(Fault("hang", after=2))
@@ -350,3 +328,21 @@ def test_the_load_counts_requests_and_no_prompt_tokens(line: EndpointPipeline, e
         "requests": 1, "jobs": 0, "in_place": 0, "running": 1, "capacity": 31, "prompt_tokens": 0, "output_tokens": 7,
         "mean_prompt_tokens": 0.0, "mean_output_tokens": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("bus", ["embedded", "kafka"])
+def test_on_real_servers_workers_are_lost_in_the_middle(make_pipeline: MakeEndpointPipeline, bus: str) -> None:
+    """Twenty requests, and their worker lost twice."""
+    pipeline = make_pipeline(bus)
+    with CountingEndpoint(pause_s=0.02) as endpoint:
+        worker = pipeline.add_worker(endpoint, max_requests=20)
+        sent = {pipeline.send(max_tokens=20).id for _ in range(20)}
+        for _ in range(2):
+            pipeline.run_until(lambda: any(task.log_events for task in worker.running.values()))  # noqa: B023
+            pipeline.kill(worker)
+            worker = pipeline.add_worker(endpoint, max_requests=20)
+        results = pipeline.run_until_results(20)
+        pipeline.run_until(worker.is_settled)
+    assert {result.id for result in results} == sent
+    assert len(pipeline.read_results()) == 20
+    assert {(result.text, result.error) for result in results} == {(write_numbers(20), None)}

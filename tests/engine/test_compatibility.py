@@ -1,7 +1,6 @@
 """docs/models.md says what is so, and the proof it rests on notices what is wrong."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,40 +107,25 @@ def _fails(subject: tuple[LoadedModel, ReferenceAnswers], match: str) -> None:
         prove_engine(subject[0], EngineSettings(), subject[1])
 
 
-def test_swapped_positions_are_noticed(
-    subject: tuple[LoadedModel, ReferenceAnswers], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("which", ["the first two swapped", "one late while decoding"])
+def test_wrong_positions_are_noticed(
+    subject: tuple[LoadedModel, ReferenceAnswers], which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swap(positions: torch.Tensor) -> None:
-        if len(positions) > 1:
-            positions[:2] = positions[:2].flip(0)
-
-    _with_positions(monkeypatch, swap)
-    _fails(subject, "other tokens.*batched")
-
-
-def test_a_position_off_by_one_while_decoding_is_noticed(
-    subject: tuple[LoadedModel, ReferenceAnswers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(positions: torch.Tensor) -> None:
-        if len(positions) == 1:
-            positions += 1
-
-    _with_positions(monkeypatch, late)
-    _fails(subject, "other tokens.*batched")
-
-
-def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
-    """Let the model be told other positions than it should, sequence by sequence."""
     right = StepBatch.__init__
 
     def wrong(batch: StepBatch, *args: Any, **kwargs: Any) -> None:
         right(batch, *args, **kwargs)
         first = 0
         for _, num_tokens in batch.plan:
-            change(batch.position_ids[0, first : first + num_tokens])
+            positions = batch.position_ids[0, first : first + num_tokens]
+            if which == "the first two swapped":
+                positions[:2] = positions[:2].flip(0)
+            elif num_tokens == 1:
+                positions += 1
             first += num_tokens
 
     monkeypatch.setattr(StepBatch, "__init__", wrong)
+    _fails(subject, "other tokens.*batched")
 
 
 def test_a_damaged_block_is_noticed(

@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
+from penstock.engine.limits import max_length
 from penstock.engine.loading import load_model
 from penstock.engine.memory import count_available_bytes
+from penstock.engine.model import LoadedModel
 from penstock.engine.weights import MappedWeights
-from penstock.errors import ModelLoadError
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from penstock.names import Pipeline
 from sim.forked import fork_process, run_penstock
 from sim.waiting import PATIENCE_S
+from tests.engine.helpers import sequence
 
 WEIGHTS = "model.safetensors"
 
@@ -317,3 +321,41 @@ def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path, redis_url: str,
     assert child.wait(PATIENCE_S) == 1
     assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
     assert "Traceback" not in child.read_log_tail(1000)
+
+
+# The sequences that the engine of a loaded model does not take
+
+
+def test_loading_prints_nothing(tiny_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = load_model(EngineSettings(model=str(tiny_dir)))
+    assert (model.context_length, model.eos_token_ids, model.vocab_size) == (256, frozenset({1}), 1024)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
+    engine = Engine(demo, EngineSettings(pool_mb=1))
+    with pytest.raises(PromptTooLong, match=r"length is 1024 tokens\. However, you requested 1025 tokens"):
+        engine.add_sequence(sequence([5] * 1020, 5))
+    with pytest.raises(PromptTooLong, match="KV blocks") as pool:
+        engine.add_sequence(sequence([5] * 500, 5))
+    assert f"maximum context length is {max_length(demo, demo.layout, engine.pool.num_blocks)} tokens" in str(
+        pool.value
+    )
+    engine.check_sequence(sequence([5] * (max_length(demo, demo.layout, engine.pool.num_blocks) - 5), 5))
+    with pytest.raises(InvalidRequest, match="token ids"):
+        engine.add_sequence(sequence([5, 5000]))
+    odd = sequence([5] * 20)
+    odd.tail_payload = b"short"
+    with pytest.raises(InternalError, match="its tail payload must have"):
+        engine.add_sequence(odd)
+    odd = sequence([5] * 32)
+    odd.tail_payload = bytes(engine.block_bytes)
+    with pytest.raises(InternalError, match="ends with a full block"):
+        engine.add_sequence(odd)
+    assert not engine.has_work()
+
+
+def test_a_pool_smaller_than_a_block(demo: LoadedModel) -> None:
+    large = load_model(EngineSettings(block_size=1024))
+    with pytest.raises(ModelLoadError, match="POOL_MB"):
+        Engine(large, EngineSettings(block_size=1024, pool_mb=1))

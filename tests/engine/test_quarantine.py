@@ -144,21 +144,6 @@ def test_rows_that_no_token_can_be_drawn_from(
     assert find_broken_rows(logits) == {1, 3, 4, 5}
 
 
-def test_a_step_that_failed_has_not_been(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.add_sequence(seq := sequence([5] * 20, 8))
-    engine.step()
-    before = (list(seq.token_ids), seq.num_computed_tokens, seq.state)
-    with monkeypatch.context() as patched:
-        breaks(engine, patched, "_sample", lambda batch: KeyError("x"))
-        for _ in range(2):
-            with pytest.raises(SequenceFailed, match="KeyError"):
-                engine.step()
-            assert (list(seq.token_ids), seq.num_computed_tokens, seq.state) == before
-    engine.step()
-    assert not seq.is_suspect
-    assert len(seq.output_token_ids) == 2
-
-
 def test_what_fails_only_in_company_goes_on_alone(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

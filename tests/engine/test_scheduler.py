@@ -36,6 +36,9 @@ SCENES: dict[str, tuple[dict[str, int], str]] = {
         {"budget": 20, "num_blocks": 400},
         "+running200#a; ...; +waiting180@1000#b +own6@2000#b +other6@3000#c; own6 running14; ?waiting ?other",
     ),
+    # Blocks
+    "who comes in leaves a block for each that grows": ({"num_blocks": 5}, "+old8/8 +new8/8@50; old8; ?new"),
+    "and comes in where there is one": ({"num_blocks": 6}, "+old8/8 +new8/8@50; old8 new8"),
     # Preemption
     "the last in order pauses and keeps its blocks": (
         {"num_blocks": 6}, "+first10/2 +last8/8@50; ...; hold; first1; free; last1"
@@ -91,15 +94,6 @@ def test_blocks_are_taken_as_a_sequence_grows() -> None:
         dummy.step()
         held.append(len(seq.block_table))
     assert held == [2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 0]
-
-
-def test_who_comes_in_leaves_a_block_for_each_that_grows() -> None:
-    for num_blocks, expected in ((6, State.RUNNING), (5, State.WAITING)):
-        dummy = ScheduledEngine(num_blocks)
-        old, new = seq_of(8, 8), seq_of(8, 8, first=50)
-        dummy.add(old, new)
-        dummy.step()
-        assert (old.state, new.state) == (State.RUNNING, expected)
 
 
 # Preemption

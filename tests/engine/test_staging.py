@@ -222,18 +222,6 @@ def test_a_pinned_block_stays_after_its_sequence(demo: LoadedModel) -> None:
     assert [each.is_valid() for each in pinned] == [False] * 4 + [True]
 
 
-def test_a_pinned_payload_is_no_copy(demo: LoadedModel) -> None:
-    engine = Engine(demo, SMALL)
-    seq = sequence(_prompts()[3], 2)
-    run_sequences(engine, [seq], remove=False)
-    pinned = engine.pin_block(seq, 0)
-    with pytest.raises(TypeError):
-        pinned.payload[0] = 1
-    engine.storage.data[seq.block_table[0]].fill_(0)
-    assert not any(pinned.payload)
-    assert pinned.payload.nbytes == engine.block_bytes
-
-
 def test_a_pinned_partial_block_has_zeros_after_its_end(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=1, max_batch=1))
     run_sequences(engine, [sequence(list(range(2, 100)), 4)])  # leaves something behind in the blocks

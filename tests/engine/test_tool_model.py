@@ -9,7 +9,7 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
-from tests.engine.helpers import generate_with_transformers, run_sequences, sequence
+from tests.engine.helpers import run_sequences, sequence
 from tools.tool_corpus import KINDS, Conversation, make_conversation
 from tools.train_tools import TOOL_MODEL, render_conversation, score_answer
 
@@ -46,14 +46,6 @@ def answer(loaded: LoadedModel, prompts: list[str], max_tokens: int = 80) -> lis
 
 def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in TOOL_MODEL.iterdir()) < 8_000_000
-
-
-def test_the_engine_computes_it_like_transformers(loaded: LoadedModel, conversations: list[Conversation]) -> None:
-    texts = [render_conversation(loaded.tokenizer, conversation, whole=False) for conversation in conversations[:8]]
-    prompts = [loaded.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert run_sequences(
-        Engine(loaded, EngineSettings()), [sequence(p, 24) for p in prompts]
-    ) == generate_with_transformers(loaded, prompts, 24)
 
 
 def test_any_text_survives_the_tokenizer_and_digits_stand_alone(loaded: LoadedModel) -> None:

@@ -16,7 +16,6 @@ from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.serving import ServingEngine
-from penstock.engine.step_batch import StepBatch
 from penstock.errors import RequestError, SequenceFailed
 from penstock.kvstore.store import KVStore, StoreLayout
 from penstock.messages import Sampling
@@ -36,12 +35,17 @@ def _load_model() -> LoadedModel:
     return load_model(ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK}))
 
 
-@contextmanager
-def serve(core: Engine, directory: Path) -> Iterator[ServingEngine]:
-    """Put an engine over a store in a directory, which other engines may have, too."""
+def open_store(core: "Engine | VllmCore", directory: Path) -> KVStore:
+    """Open a store in a directory, which other engines may have, too."""
     directory.mkdir(exist_ok=True)
     settings = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
-    store = KVStore.open(StoreLayout.from_model(core.model), settings, "", "contract")
+    return KVStore.open(StoreLayout.from_model(core.model), settings, "", "contract")
+
+
+@contextmanager
+def serve(core: Engine, directory: Path) -> Iterator[ServingEngine]:
+    """Put an engine over a store in a directory."""
+    store = open_store(core, directory)
     with closing(store), closing(ServingEngine(core, store)) as engine:
         yield engine
 
@@ -56,34 +60,18 @@ class EngineUnderTest:
     empty_memory: Callable[[], None]
     """Evicts all blocks from the engine's own memory, as if its process had just been started."""
     count_preemptions: Callable[[], int]
-    fail_steps_with: Callable[[int, Exception], None] | None
-    """Makes every step fail that computes a sequence with this token; None where a failing step ends the process."""
 
 
 def open_penstock(directory: Path, **settings: Any) -> EngineUnderTest:
     """Open this project's engine over a store in the directory."""
     given = ENGINE_SETTINGS.model_copy(update={"block_size": BLOCK, **settings})
     core = Engine(_load_model(), given)
-    layout = StoreLayout.from_model(core.model)
-    kv = KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0)
-    store = KVStore.open(layout, kv, "", "contract")
+    store = open_store(core, directory)
 
     def empty_memory() -> None:
         core.pool.free_blocks(core.pool.allocate_blocks(core.pool.num_free_blocks))
 
-    def fail_steps_with(token_id: int, error: Exception) -> None:
-        run_step = core.runner.run_step
-
-        def run_or_fail(batch: StepBatch) -> Any:
-            if any(token_id in seq.token_ids for seq, _ in batch.plan):
-                raise error
-            return run_step(batch)
-
-        core.runner.run_step = run_or_fail  # type: ignore[method-assign]
-
-    return EngineUnderTest(
-        ServingEngine(core, store), store, empty_memory, lambda: core.scheduler.num_preemptions, fail_steps_with
-    )
+    return EngineUnderTest(ServingEngine(core, store), store, empty_memory, lambda: core.scheduler.num_preemptions)
 
 
 @cache
@@ -98,11 +86,8 @@ def open_vllm(directory: Path, **settings: Any) -> EngineUnderTest:
     core = _open_vllm_core(**settings)
     core.drop_cache()
     before = core.num_preemptions
-    layout = StoreLayout.from_model(core.model)
-    store = KVStore.open(layout, KVSettings(shared_mb=64, shared_dir=str(directory), redis_mb=0), "", "contract")
-    return EngineUnderTest(
-        ServingEngine(core, store), store, core.drop_cache, lambda: core.num_preemptions - before, None
-    )
+    store = open_store(core, directory)
+    return EngineUnderTest(ServingEngine(core, store), store, core.drop_cache, lambda: core.num_preemptions - before)
 
 
 ENGINES: dict[str, Callable[..., EngineUnderTest]] = {"penstock": open_penstock}

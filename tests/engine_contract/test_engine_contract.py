@@ -17,9 +17,6 @@ from tests.engine_contract.engines import BLOCK, ENGINES, Caller, EngineUnderTes
 from tests.kvstore.places import overwrite_block
 
 NUM_NEW = 24
-POISON = 499
-"""A token that no other prompt has."""
-
 OpenEngine = Callable[..., EngineUnderTest]
 
 
@@ -223,22 +220,6 @@ def test_batch_makes_way_for_interactive(open_engine: OpenEngine) -> None:
     caller.run_until(lambda: caller.tokens[quick.id], "its first token")
     assert len(caller.sampled) - num_others <= 4
     assert caller.run_to_end() == expect([quick, *slow])
-
-
-@pytest.mark.parametrize("is_suspect", [False, True])
-def test_a_request_that_makes_steps_fail_fails_alone(under_test: EngineUnderTest, is_suspect: bool) -> None:
-    caller, work = Caller(under_test.engine), make_work()
-    if under_test.fail_steps_with is None:
-        pytest.skip("a step that fails ends its process")
-    under_test.fail_steps_with(POISON, ZeroDivisionError("a bug"))
-    add_all(caller, work[:4])
-    caller.add("poison", [7, 8, POISON, 9], work[0].sampling, is_suspect=is_suspect)
-    add_all(caller, work[4:])
-    tokens = caller.run_to_end()
-    assert tokens.pop("poison") == []
-    assert tokens == expect(work)
-    assert {name: str(error) for name, error in caller.failures.items()} == {"poison": "ZeroDivisionError: a bug"}
-    assert caller.count_used_blocks() == 0
 
 
 def test_blocks_that_cannot_be_read_are_computed_again(under_test: EngineUnderTest, caller: Caller) -> None:

@@ -1,13 +1,14 @@
-"""Servers that tests stop, worker processes on them, and checks of what must be true once the servers are back."""
+"""Servers that tests stop, worker processes, and checks of what must be true once the servers are back."""
 
 import itertools
 import os
 import random
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import pytest
@@ -18,8 +19,9 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Result
+from penstock.names import Stage
 from penstock.ops.status import read_worker_status
-from sim.forked import ForkedStack, pause_process
+from sim.forked import ForkedStack, fork_process, pause_process, run_penstock
 from sim.servers import Server, serve_server
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, compute_answers, make_requests
@@ -168,3 +170,33 @@ def leave(site: Site) -> None:
     for child in children:
         child.send_signal(signal.SIGTERM)
     assert [child.wait(PATIENCE_S) for child in children] == [0, 0]
+
+
+@contextmanager
+def worker_process(
+    stage: Stage,
+    addresses: Addresses,
+    directory: Path,
+    failpoints: str = "",
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Child]:
+    """Run `penstock worker` in a process that passes its failpoints; it is killed at the end.
+
+    Settings are named without `PENSTOCK_`.
+    """
+    own = {
+        "PIPELINE": addresses.pipeline,
+        "STREAM_URL": addresses.stream_url,
+        "RECORD_LEASE_S": "0.5",
+        "RECORD_MAX_ATTEMPTS": "1000",
+        "ENGINE_DTYPE": "float32",
+        "KV_STORE_SHARED_MB": "0",
+        "FAILPOINTS": failpoints,
+        **settings,
+    }
+    environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
+    child = fork_process(stage, directory / f"{stage}.log", run_penstock, "worker", stage, environment=environment)
+    try:
+        yield child
+    finally:
+        child.kill()

@@ -138,16 +138,6 @@ def turn_after_giving_away(worker: Worker) -> None:
     run_until_idle(worker)
 
 
-def turn_past_time(worker: Worker) -> None:
-    """Turn a worker whose request has two tokens when it has lasted for an hour."""
-    run_until_running(worker)
-    (task,) = worker.running.values()
-    while len(task.log_events) < 2:
-        worker.run_once()
-    task.begun_s -= 3600
-    run_until_idle(worker)
-
-
 def turn_without_blocks(worker: Worker) -> None:
     """Turn a worker that finds no block any more for its request, which has two tokens and is preempted."""
     run_until_running(worker)
@@ -293,9 +283,8 @@ class Exits:
         self._check_stays("prompt", settings=StaySettings(max_prompt_tokens=1))
 
     def handed_off_later(self) -> None:
-        """Its answer became long, or lasts for long, or its blocks went to others."""
+        """Its answer became long, or its blocks went to others."""
         self._check_stays("long", settings=StaySettings(max_answer_tokens=3))
-        self._check_stays("lasting", turn_past_time)
         self._check_stays("preempted", turn_without_blocks)
 
     def handed_off_without_its_message(self) -> None:

@@ -2,29 +2,25 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from penstock import names
-from penstock.bus.contract import Delivery, Outgoing
+from penstock.bus.contract import Outgoing
 from penstock.config.settings import RecordSettings
 from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.step_batch import StepBatch
 from penstock.errors import KVStoreError
-from penstock.messages import Job, Request, Result, Sampling, compute_body_hash, decode_message
+from penstock.messages import Request, Result, Sampling, compute_body_hash
 from penstock.names import Stage
 from penstock.record import Busy, Claim
-from penstock.testing.bus import MemoryMember
-from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, serving_engine
 from sim.waiting import wait_for
 from sim.workload import compute_answers, make_requests
-from tests.record.play import alive
 
 pytestmark = pytest.mark.in_memory
 
@@ -137,48 +133,6 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
     assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
-def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> None:
-    """It has no delivery to keep: it is taken over again, until it ends."""
-    line.send_requests(poison())
-    silent = line.silence_worker("prefill")
-    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-
-    def is_over() -> bool:
-        line.prefill.run_once()
-        status = line.prefill.record.read_status("poison")
-        return status is not None and status.stage == "end"
-
-    wait_for(is_over, "its end", 0)
-    assert isinstance(silent.member, MemoryMember)
-    silent.member.give_back_all()  # the bus has noticed
-    (dead,) = line.run_until_dead(1)
-    assert dead.headers[names.REASON_HEADER].startswith("model_error")
-    run_until_idle(silent)
-    (result,) = line.run_until_results(1)
-    assert result.error is not None
-    assert result.error.code == "model_error"
-    silent.close()
-
-
-def test_what_was_taken_over_waits_before_it_is_tried_again(make_line: Callable[..., InProcessPipeline]) -> None:
-    line = make_line(record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4))
-    line.send_requests(poison())
-    silent, record = line.silence_worker("prefill"), line.prefill.record
-    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-
-    def is_left_alone() -> bool:
-        line.prefill.run_once()
-        status = record.read_status("poison")
-        return status is not None and (status.session, status.attempts) == ("", 2)
-
-    wait_for(is_left_alone, "it failed, and is given back", 0)
-    busy = record.claim_prefill("poison", line.prefill.session.id, compute_body_hash(poison()))
-    assert isinstance(busy, Busy)
-    assert busy.wait_s > 500
-    assert record.take_over_free("prefill", line.prefill.session.id, 9) == []
-    silent.close()
-
-
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
 
 
@@ -201,37 +155,8 @@ def test_a_job_that_cannot_be_read_has_a_result(line: InProcessPipeline) -> None
     assert (letter.value, letter.headers[names.ORIGIN_HEADER]) == (BAD_JOB, topic)
 
 
-def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
-    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    topic, read = line.pipeline.request_topic("interactive"), line.prompt_tokenizer.tokenize_prompt
-    fails = iter([True])
-
-    def read_later(request: Request) -> list[int]:
-        if next(fails, False):
-            raise RuntimeError("a bug")
-        return read(request)
-
-    monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
-    delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    record, body, message = line.prefill.record, compute_body_hash(GOOD), serialize_delivery(delivery)
-
-    def is_claimed_for_dead() -> bool:  # where its session is over already, another one is opened
-        return isinstance(record.claim_prefill(GOOD.id, alive(record, "dead"), body, message), Claim)
-
-    wait_for(is_claimed_for_dead, "a worker that renews its session no more claims it")
-
-    def is_handed_off() -> bool:
-        line.prefill.run_once()
-        return bool(line.bus.read_all(line.pipeline.job_topic("interactive")))
-
-    wait_for(is_handed_off, "its job", 0)
-    (result,) = line.run_until_results(1)
-    assert (result.id, result.error) == (GOOD.id, None)
-
-
 def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipeline]) -> None:
-    """Nobody may claim the record meanwhile, and the worker keeps the delivery."""
+    """Nobody may claim the record or take it over meanwhile, and the worker keeps the delivery."""
     settings = RecordSettings(fail_attempts=9, retry_first_s=200.0, retry_factor=3.0, retry_cap_s=1000.0)
     line = make_line(record=settings)
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
@@ -243,72 +168,37 @@ def test_waiting_times_grow_up_to_the_cap(make_line: Callable[..., InProcessPipe
             assert isinstance(claim, Claim)
             line.prefill.record.release_claim(claim, failed=True)
         line.send_requests(request)
-        wait_for(partial(keeps, line, number + 1), "it is kept", 0)
+        while len(line.prefill.queue) <= number:
+            line.prefill.run_once()
         busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
         assert isinstance(busy, Busy)
         waits.append(busy.wait_s)
     assert waits == pytest.approx([200, 600, 1000], abs=150)
+    assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
     assert line.prefill.member.count_held() == 3
     line.send_requests(GOOD)
-    wait_for(partial(hands_off, line, GOOD.id), "what is kept holds up nobody", 0)
+    while not line.bus.read_all(line.pipeline.job_topic("interactive")):  # what is kept holds up nobody
+        line.prefill.run_once()
 
 
-def hands_off(line: InProcessPipeline, request_id: str) -> bool:
-    line.prefill.run_once()
-    return request_id in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}
-
-
-def keeps(line: InProcessPipeline, count: int) -> bool:
-    line.prefill.run_once()
-    return len(line.prefill.queue) == count
-
-
-def test_what_failed_waits_through_its_workers_death(line: InProcessPipeline) -> None:
-    """Its attempts count in the record, and whoever is left tries again."""
-    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-    line.send_requests(poison())
-    wait_for(partial(keeps, line, 1), "it failed", 0)
-    line.prefill.abandon()
-    line.add_prefill("prefill-1")
-    (result,) = line.run_until_results(1)
-    assert result.error is None
-    assert len(result.token_ids) == 8
-    status = line.prefill.record.read_status("poison")
-    assert status is not None
-    assert status.attempts == 0
-
-
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, stage: Stage) -> None:
+def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline) -> None:
     """The others are given back, and their attempts do not count while they wait."""
-    work = make_requests(4, line.pipeline.name)
-    if stage == "decode":
-        line.send_requests(*work)
-        line.run_prefill(4)
-    jobs = {message.key: message for message in line.bus.read_all(line.pipeline.job_topic("interactive"))}
-    record = line.prefill.record
+    work, record, most = make_requests(4, line.pipeline.name), line.prefill.record, 0
     for request in work:
         for _ in range(2):
-            if stage == "prefill":
-                claim = record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
-            else:
-                job = decode_message(Job, jobs[request.id].value).job
-                claim = record.claim_decode(request.id, line.decode.session.id, job)
+            claim = record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
             assert isinstance(claim, Claim)
             record.release_claim(claim, failed=True)
-    if stage == "prefill":
-        line.send_requests(*work)
-    worker = line.prefill if stage == "prefill" else line.decode
-    most = 0
+    line.send_requests(*work)
 
     def is_through() -> bool:
-        worker.run_once()
+        line.prefill.run_once()
         nonlocal most
-        seqs = [task.seq for task in worker.running.values()]
-        suspects = [seq for seq in seqs if isinstance(seq, EngineSequence) and seq.is_suspect]
-        most = max(most, len(suspects))
-        assert len(suspects) <= 1
-        return most > 0 and not worker.running and worker.is_settled()
+        seqs = [task.seq for task in line.prefill.running.values()]
+        num_suspects = sum(isinstance(seq, EngineSequence) and seq.is_suspect for seq in seqs)
+        most = max(most, num_suspects)
+        assert num_suspects <= 1
+        return most > 0 and not line.prefill.running and line.prefill.is_settled()
 
     wait_for(is_through, "all through", 0)
     check(line, work, line.run_until_results(4), num_errors=0)
@@ -330,7 +220,6 @@ class Killed(BaseException):
     """A fault in native code, which no worker handles."""
 
 
-@pytest.mark.full
 def test_who_kills_its_workers_is_given_up_and_its_neighbours_are_answered(
     make_line: Callable[..., InProcessPipeline],
 ) -> None:

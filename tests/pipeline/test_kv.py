@@ -1,13 +1,12 @@
 """The pipeline and its KV store: cached prefixes and answers, leases, and jobs whose blocks are gone."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from penstock.config.settings import KVSettings
-from penstock.engine.contract import Loaded, Stored
 from penstock.kvstore.block import ReadRequest, hash_blocks
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
@@ -102,43 +101,6 @@ def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
     assert result.token_ids == expected
     # the KV of the answer's last token was never computed
     assert result.usage.cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK > len(first.token_ids)
-
-
-def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: InProcessPipeline) -> None:
-    request = prompt_of(2 * BLOCK + 3, line)
-    expected = tokens_alone(request)
-    line.send_requests(request)
-    line.run_prefill(1)
-    decode = line.decode
-    while not decode.running or len(next(iter(decode.running.values())).log_events) < BLOCK + 4:
-        decode.run_once()
-    decode.close()  # hands back what is not finished
-    line.renew_decode()
-    loaded: list[Loaded] = []
-    engine = serving_engine(line.decode)
-    collect = engine.collect_events
-
-    def noted() -> Iterator[Loaded | Stored]:
-        for event in collect():
-            if isinstance(event, Loaded):
-                loaded.append(event)
-            yield event
-
-    engine.collect_events = noted  # type: ignore[method-assign]
-    (result,) = line.run_until_results(1)
-    assert result.token_ids == expected
-    assert loaded[0].num_pool_blocks + loaded[0].num_tier_blocks == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
-
-
-def test_leases_live_as_long_as_the_job(line: InProcessPipeline) -> None:
-    request = prompt_of(4 * BLOCK + 2, line)
-    line.send_requests(request)
-    line.run_prefill(1)
-    (shared, _) = serving_engine(line.decode).store.tiers
-    assert shared.read_usage().leased == 5
-    line.run_until_results(1)
-    line.decode.engine.close()
-    assert shared.read_usage().leased == 0
 
 
 def test_the_end_of_leases_hashes_no_prompt_again(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,18 +137,6 @@ def test_what_is_being_read_counts_against_capacity(patient: InProcessPipeline, 
 
 
 @pytest.mark.in_memory
-def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: InProcessPipeline, work: list[Request]) -> None:
-    leaving, reader = line.prefill, slowed(line.prefill)
-    publish_long(line, work[-1])
-    turn_until(leaving, "long", reader)
-    leaving.close()
-    reader.is_let.set()
-    line.add_prefill("prefill-1")
-    (result,) = line.run_until_results(1)
-    assert result.token_ids == compute_answers(work)["long"].token_ids
-
-
-@pytest.mark.in_memory
 def test_messages_that_wait_for_one_that_is_not_read_go_on_elsewhere(
     line: InProcessPipeline, work: list[Request]
 ) -> None:

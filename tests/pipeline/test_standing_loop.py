@@ -13,7 +13,7 @@ from penstock.worker.watch import LIMIT_IN_STEPS, STALLED_EXIT_CODE, LoopWatch
 from sim.line import InProcessPipeline
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import compute_answers
-from tests.pipeline.workers import worker_process
+from tests.pipeline.site import worker_process
 
 REQUEST = Request(id="a", prompt="In the beginning", sampling=Sampling(max_tokens=6, temperature=0, ignore_eos=True))
 

@@ -16,7 +16,7 @@ from sim.line import InProcessPipeline, run_until_running
 from sim.servers import start_or_skip
 from sim.waiting import wait_for
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
-from tests.pipeline.workers import worker_process
+from tests.pipeline.site import worker_process
 
 LEASE_S = 0.4
 RECORD = RecordSettings(lease_s=LEASE_S)

@@ -23,7 +23,7 @@ from sim.conversations import Body, make_chat_bodies
 from sim.waiting import PATIENCE_S, wait_for
 from sim.workload import TOOL_MODEL
 from tests.gateways import EventSource, GatewayProcess, ServerSentEvent
-from tests.pipeline.workers import worker_process
+from tests.pipeline.site import worker_process
 
 KILL_EVERY = int(os.environ.get("TEST_KILL_EVERY", "16"))
 """After so many tokens a worker is killed. With 1 that is at every token, and takes some minutes.

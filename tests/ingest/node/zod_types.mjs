@@ -116,5 +116,5 @@ function makeSchema(make) {
 }
 
 const { version } = JSON.parse(readFileSync(new URL('./node_modules/zod/package.json', import.meta.url)))
-const schemas = Object.fromEntries(Object.entries(METHODS).map(([name, make]) => [name, makeSchema(make)]))
-process.stdout.write(JSON.stringify({ made_with: `zod ${version}`, schemas }, null, 1) + '\n')
+const lines = Object.entries(METHODS).map(([name, make]) => ` ${JSON.stringify(name)}: ${JSON.stringify(makeSchema(make))}`)
+process.stdout.write(`{"made_with": "zod ${version}", "schemas": {\n${lines.join(',\n')}\n}}\n`)
