@@ -34,6 +34,7 @@ forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process",
 
 # Processes that run tests beside each other have less than a core each: torch's threads would spin for one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PENSTOCK_ENGINE_THREADS", "1")
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)

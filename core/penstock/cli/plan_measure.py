@@ -31,7 +31,7 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     capacity_tokens = engine.pool.num_blocks * settings.block_size
     num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, capacity_tokens // 2))
     return WorkerRates(
-        source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.threads} threads",
+        source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.num_threads} threads",
         prefill_tokens_per_s=_measure_prefill(engine, num_prompt),
         batches=tuple(_measure_batches(engine, num_prompt)),
         block_size=settings.block_size,

@@ -31,6 +31,7 @@ from penstock.config.sources import (
     read_given_values,
     variable_name,
 )
+from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
 
 
@@ -162,12 +163,14 @@ class EngineSettings(BaseSettings):
     cache_dir: str = ""
     """The directory of packed weights that have no place beside their model, and of notes of a
     start: hashes of files, and proofs. Empty: `~/.cache/penstock/engine`."""
-    threads: int = Field(default=1, ge=1)
-    """Threads that compute on a CPU; no more than the worker has cores."""
+    threads: int = Field(default=0, ge=0)
+    """Threads that compute on a CPU; no more than the worker has cores. 0: as many as it has."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block; the same on all workers of a pipeline."""
-    pool_mb: int = Field(default=256, ge=1)
-    """Memory for KV blocks, mapped in the background from the start on."""
+    pool_mb: int = Field(default=0, ge=0)
+    """Memory for KV blocks, mapped in the background from the start on. 0: enough for eight sequences as long as the
+    model's context, 256 at least, and at most a quarter of the memory that is available, times the worker's share of
+    the machine's cores."""
     max_batch: int = Field(default=32, ge=1)
     """Sequences that run at the same time, at most; no more than a step has tokens."""
     max_step_tokens: int = Field(default=256, ge=1)
@@ -200,6 +203,11 @@ class EngineSettings(BaseSettings):
                 f"{self.max_step_tokens}, the tokens of a step: raise that, or lower the batch"
             )
         return self
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads compute on a CPU."""
+        return self.threads or count_usable_cores()
 
     def find_served_name(self) -> str:
         """Return the name by which callers ask for the model."""

@@ -119,7 +119,7 @@ class Engine:
         """Drafted tokens that were drawn, too."""
         min_tokens = max(1, model.layout.scan_chunk_tokens)
         self._quarantine = Quarantine(settings.max_step_tokens, min_tokens) if quarantine else None
-        self._num_mask_threads = settings.threads - 1
+        self._num_mask_threads = settings.num_threads - 1
         """How many threads compute masks beside the step's own."""
         self._mask_threads = ThreadPoolExecutor(max(1, self._num_mask_threads), "masks")  # starts none by itself
         self._rate = PrefillRate()
@@ -314,7 +314,7 @@ class Engine:
         On a CPU this is processor time, so that other processes do not matter.
         """
         on_cpu = self.model.device.type == "cpu"
-        clock, threads = (time.process_time, self.settings.threads) if on_cpu else (time.perf_counter, 1)
+        clock, threads = (time.process_time, self.settings.num_threads) if on_cpu else (time.perf_counter, 1)
         plan: Plan = []
         for num_before, num_tokens in [(trial.context_tokens, 1)] * trial.num_decodes + [(0, trial.prompt_tokens)] * (
             trial.prompt_tokens > 0

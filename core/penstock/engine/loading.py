@@ -25,6 +25,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from penstock.config.settings import EngineSettings
+from penstock.cores import list_usable_cores
 from penstock.engine.accelerate import accelerate_model, can_pack
 from penstock.engine.device import describe_device
 from penstock.engine.engine import Engine
@@ -35,7 +36,7 @@ from penstock.engine.kernels.forms import QUANTIZED
 from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
 from penstock.engine.load_cache import LoadCache
-from penstock.engine.memory import check_memory
+from penstock.engine.memory import check_memory, choose_pool
 from penstock.engine.model import LoadedModel, TorchBackend
 from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
 from penstock.engine.packed_file import PackedFile, PackedFileRefused, open_packed_file
@@ -77,7 +78,12 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     an instruction set that this machine lacks.
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
-    begun_s = time.perf_counter()
+    settings, begun_s = choose_pool(model.layout, model.context_length, settings, model.device), time.perf_counter()
+    log.info(
+        "%s computes in %s on %s with %d threads (%s)",
+        settings.model, str(model.dtype).removeprefix("torch."), model.device, settings.num_threads,
+        "PENSTOCK_ENGINE_THREADS" if settings.threads else "the cores that it may use",
+    )  # fmt: skip
     engine = Engine(model, settings)
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
     if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
@@ -110,9 +116,9 @@ def _find_slow_products(model: LoadedModel, load_cache: LoadCache, about: dict[s
 
 def describe_speed(model: LoadedModel, settings: EngineSettings) -> dict[str, Any]:
     """Return all that the engine's speed depends on, but for what else this machine does."""
-    names = ("threads", "max_batch", "max_step_tokens", "pool_mb", "prefill_weights")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return {**describe_proof(model, settings), **{name: getattr(settings, name) for name in names}, "cores": cores}
+    names = ("num_threads", "max_batch", "max_step_tokens", "prefill_weights")
+    sizes = {name: getattr(settings, name) for name in names}
+    return {**describe_proof(model, settings), **sizes, "cores": list_usable_cores()}
 
 
 def load_stage_models(
@@ -243,7 +249,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
     """Return the model's description. Raises `ModelLoadError` if it shows that the model cannot be served."""
     with phases.measure("description"):
         prepare_transformers()
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.num_threads)
         _select_isa(settings.isa)
         directory = find_model(settings.model, report)
         files = find_weight_files(directory)
@@ -391,7 +397,7 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
             backend=backend, weight_form=file.about["weight_form"],
         )  # fmt: skip
     with phases.measure("logits"):
-        native.set_threads(settings.threads)
+        native.set_threads(settings.num_threads)
         compare_probe_logits(file, model)
     with phases.measure("proof"):
         _prove_packed(found, model, file)

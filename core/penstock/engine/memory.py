@@ -1,24 +1,63 @@
 """Available memory, so that a model that does not fit is refused instead of killed later."""
 
 import ctypes
+import logging
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from penstock.config.settings import EngineSettings
+from penstock.cores import count_usable_cores
+from penstock.engine.storage import BlockLayout
 from penstock.errors import ModelLoadError
+
+log = logging.getLogger("penstock.engine")
+
+NUM_CONVERSATIONS = 8
+"""Sequences as long as the model's context, for which the pool has room if it is chosen here."""
+MIN_POOL_MB = 256
+POOL_SHARE = 0.25
+"""Of the memory that is free when the model is loaded, how much a pool that is chosen here takes at most."""
 
 
 def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
     """Raise `ModelLoadError` if weights (bytes) and KV pool (MiB) are more than the device has left."""
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else count_available_bytes()
-    pool = pool_mb * 2**20
+    available, pool = count_free_bytes(device), pool_mb * 2**20
     if available is not None and weights + pool > available:
         raise ModelLoadError(
             f"not enough memory on {device}: the weights take {_format_mib(weights)}, the KV pool "
             f"{_format_mib(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_format_mib(available)} are available"
         )
+
+
+def choose_pool(
+    layout: BlockLayout, context_length: int, settings: EngineSettings, device: torch.device
+) -> EngineSettings:
+    """Return the settings with a size of the KV pool, which `PENSTOCK_ENGINE_POOL_MB` says where it is not 0."""
+    if settings.pool_mb:
+        return settings
+    num_blocks = NUM_CONVERSATIONS * -(-context_length // layout.block_size)
+    wanted = max(MIN_POOL_MB, (num_blocks * layout.block_bytes + NUM_CONVERSATIONS * layout.state_bytes) // 2**20)
+    available, share = count_free_bytes(device), 1.0
+    if device.type == "cpu":
+        share = min(1.0, count_usable_cores() / (os.cpu_count() or 1))
+    most = wanted if available is None else int(available * POOL_SHARE * share) // 2**20
+    chosen = max(1, min(wanted, most))
+    log.info(
+        "%s: a KV pool of %d MiB, %s", settings.model, chosen,
+        f"which holds {NUM_CONVERSATIONS} sequences of {context_length:,} tokens" if chosen == wanted
+        else f"the most of available memory that one worker takes; {NUM_CONVERSATIONS} sequences of {context_length:,} "
+        f"tokens would take {wanted} MiB (PENSTOCK_ENGINE_POOL_MB)",
+    )  # fmt: skip
+    return settings.model_copy(update={"pool_mb": chosen})
+
+
+def count_free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes of a device's memory are free; None where the system does not say."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else count_available_bytes()
 
 
 def keep_freed_memory() -> None:

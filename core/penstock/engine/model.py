@@ -47,7 +47,7 @@ class TorchBackend:
     ) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
         assert not model.layout.is_int8, "torch's attention reads K and V in the model's dtype"
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.num_threads)
         return ModelRunner(model.module, KVStorage(model.layout, num_blocks, model.device, num_states))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.memory import MIN_POOL_MB
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence
 from penstock.engine.staging import PinnedPoolBlock
@@ -28,13 +29,14 @@ class PoolSizes(NamedTuple):
 
 
 def divide_memory(layout: BlockLayout, settings: EngineSettings, name: str) -> PoolSizes:
-    """Return how many blocks and states `pool_mb` has room for.
+    """Return how many blocks and states the pool has room for, which has 256 MiB where the settings do not say.
 
     Each sequence of a full batch has a row for its state, in up to half of the memory. What is left is divided so that
     there is a snapshot for the KV of each interval, and some for the prompts that run. Raises `ModelLoadError` if there
     is no room for a block and a state.
     """
-    num_bytes, states = settings.pool_mb * 2**20, layout.states
+    pool_mb, states = settings.pool_mb or MIN_POOL_MB, layout.states
+    num_bytes = pool_mb * 2**20
     num_rows, num_running, needed = 0, settings.max_batch, ""
     if states is not None:
         num_running = max(1, min(num_running, num_bytes // 2 // states.row_bytes - 1))
@@ -47,7 +49,7 @@ def divide_memory(layout: BlockLayout, settings: EngineSettings, name: str) -> P
     if num_bytes < layout.block_bytes:
         raise ModelLoadError(
             f"one KV block of {name!r} has {layout.block_bytes:,} bytes{needed}: "
-            f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
+            f"PENSTOCK_ENGINE_POOL_MB={pool_mb} has no room for it"
         )
     return PoolSizes(num_bytes // layout.block_bytes, num_running, num_rows)
 

@@ -20,6 +20,7 @@ from penstock.engine.loading import (
     load_tokenizer,
     prepare_transformers,
 )
+from penstock.engine.memory import MIN_POOL_MB
 from penstock.engine.module import load_generation_config
 from penstock.engine.response_template import find_response_template
 from penstock.engine_vllm.blocks import RankBlocks, combine_ranks
@@ -80,8 +81,8 @@ PLACING_ARGUMENTS = frozenset({
 
 def open_vllm_core(settings: EngineSettings, progress: Progress | None = None) -> "VllmCore":
     """Load the model into vLLM. Raises `ModelLoadError`, and `DependencyMissing` where vLLM is not installed."""
-    os.environ |= {"OMP_NUM_THREADS": str(settings.threads)} | ENVIRONMENT
-    torch.set_num_threads(settings.threads)  # vLLM does not let anybody change it afterwards
+    os.environ |= {"OMP_NUM_THREADS": str(settings.num_threads)} | ENVIRONMENT
+    torch.set_num_threads(settings.num_threads)  # vLLM does not let anybody change it afterwards
     try:
         import vllm
     except ImportError as error:
@@ -150,7 +151,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         max_num_batched_tokens=max(settings.max_step_tokens, settings.max_batch),
         scheduling_policy="priority",
         block_size=settings.block_size,
-        kv_cache_memory_bytes=settings.pool_mb * 2**20,
+        kv_cache_memory_bytes=(settings.pool_mb or MIN_POOL_MB) * 2**20,
         enable_prefix_caching=True,
         disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,

@@ -21,6 +21,7 @@ import redis
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
+from penstock.cores import list_usable_cores
 from penstock.errors import PenstockError
 from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
@@ -32,6 +33,7 @@ from penstock.redis.client import redis_client
 
 DEFAULT_REDIS_PORT = 7379
 BATCH_STORE_VARIABLE = "PENSTOCK_BATCH_STORE"
+CORES_VARIABLE, THREADS_VARIABLE = "PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"
 METRICS_PORT_VARIABLE = "PENSTOCK_TELEMETRY_PORT"
 REDIS_MB_VARIABLE = "PENSTOCK_KV_STORE_REDIS_MB"
 SHARED_DIR_VARIABLE = "PENSTOCK_KV_STORE_SHARED_DIR"
@@ -72,7 +74,7 @@ def split_cores(num_workers: int) -> list[list[int]]:
 
     Threads that compute on cores of their own do not wait for those of other workers.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = list_usable_cores()
     bounds = [len(cores) * i // max(1, num_workers) for i in range(num_workers + 1)]
     return [cores[low:high] if len(cores) >= num_workers else [] for low, high in pairwise(bounds)]
 
@@ -273,10 +275,11 @@ class Stack:
             "PENSTOCK_WORKER_NEXT_NAME": "true",
             **self._environment,
         }
-        share = self._shares[self.workers.index(worker)] if isinstance(worker, WorkerSlot) else []
-        if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
-            environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
-            environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
+        if isinstance(worker, WorkerSlot) and not environment.keys() & {CORES_VARIABLE, THREADS_VARIABLE}:
+            if share := self._shares[self.workers.index(worker)]:
+                environment[CORES_VARIABLE] = ",".join(map(str, share))
+            else:
+                environment[THREADS_VARIABLE] = "1"
         if (port := int(environment.get(METRICS_PORT_VARIABLE, "0"))) and isinstance(worker, WorkerSlot):
             environment[METRICS_PORT_VARIABLE] = str(port + self.workers.index(worker))
         worker.was_ready, worker.started_at = False, time.monotonic()

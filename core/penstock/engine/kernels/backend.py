@@ -164,7 +164,7 @@ class NativeBackend:
     ) -> ModelRunner:
         """Return a runner of the model over a new pool of KV blocks, and rows for so many states."""
         torch.set_num_threads(1)  # torch's threads would spin beside those of the kernels
-        self.native.set_threads(settings.threads)
+        self.native.set_threads(settings.num_threads)
         return self.create_runner_over(model, KVStorage(model.layout, num_blocks, model.device, num_states))
 
     def create_runner_over(self, model: LoadedModel, storage: KVStorage) -> ModelRunner:
