@@ -230,6 +230,11 @@ FLAWS = (
         "first = self._next", "kafka",
     ),
     Flaw(
+        "a commit has the leader epoch of what was read last", f"{BUS}/kafka/offsets.py",
+        "if not self._finished or self._finished[-1][1] < self._next:", "if True:", "kafka",
+        ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
+    ),
+    Flaw(
         "a transaction that was aborted counts as committed", f"{BUS}/kafka/member.py",
         "if time.monotonic() > end:", "return\n                    if moved:", "kafka",
     ),

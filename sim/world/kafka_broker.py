@@ -20,7 +20,7 @@ SESSION_S = 6.0
 CHECK_S = 0.5
 """How often sessions and transactions are looked at."""
 LEADER_EPOCH = 3
-"""Of all leaders."""
+"""Of all leaders, until others are elected."""
 
 OwnerKey = tuple[str, int, int]
 """Of a producer with a transactional id: the id, its epoch, and how many of its transactions ended."""
@@ -53,6 +53,8 @@ class Entry:
     headers: Sequence[tuple[str, bytes]] = ()
     timestamp_ms: int = 0
     transaction: Transaction | None = None
+    epoch: int = LEADER_EPOCH
+    """The leader epoch under which it was written."""
 
     @property
     def is_visible(self) -> bool:
@@ -113,6 +115,7 @@ class KafkaBroker:
         self.full_until_s: Callable[[], float] = lambda: 0.0
         """Until when logs take no messages, and groups no offsets but those of transactions. All else goes on."""
         self._numbers = itertools.count(1)
+        self._epoch = LEADER_EPOCH
         world.start_thread(world.outside, "kafka", self._watch)
 
     def make_name(self) -> str:
@@ -150,7 +153,8 @@ class KafkaBroker:
             if transaction is not None:
                 transaction.partitions.add(partition)
             stamp = int(1000 * (EPOCH_S + self._world.now_s))
-            self.logs[partition].append(Entry(entry.value, entry.key, entry.headers, stamp, transaction))
+            written = Entry(entry.value, entry.key, entry.headers, stamp, transaction, self._epoch)
+            self.logs[partition].append(written)
         if writer:
             self._written[writer] = max(self._written.get(writer, 0), first + len(entries))
         self.changed.notify_all()
@@ -158,6 +162,15 @@ class KafkaBroker:
     def _check_space(self) -> None:
         if self._world.now_s < self.full_until_s():
             raise make_failure(KafkaError.NOT_ENOUGH_REPLICAS, retriable=True)
+
+    def elect_leaders(self) -> None:
+        """Let all partitions have new leaders, with a newer epoch."""
+        self._epoch += 1
+
+    def find_epoch_end(self, partition: Partition, epoch: int) -> int:
+        """Return up to where a log was written under a leader epoch, or older ones."""
+        newer = (at for at, entry in enumerate(self.logs[partition]) if entry.epoch > epoch)
+        return next(newer, len(self.logs[partition]))
 
     def find_stable_end(self, partition: Partition) -> int:
         """Return up to where the log can be read: before the first message of an open transaction."""
@@ -215,7 +228,7 @@ class KafkaBroker:
         transaction.outcome = outcome
         owner.num_ended += 1
         for partition in sorted(transaction.partitions):
-            self.logs[partition].append(Entry(None))
+            self.logs[partition].append(Entry(None, epoch=self._epoch))
         if outcome == "committed" and transaction.offsets:
             self._note_commits(transaction.group, transaction.offsets)
         self.changed.notify_all()

@@ -15,7 +15,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Messag
 
 from penstock.bus.kafka.offsets import Partition
 from penstock.errors import BusUnavailable
-from sim.world.kafka_broker import LEADER_EPOCH, Entry, KafkaBroker, MemberKey, OwnerKey, make_failure
+from sim.world.kafka_broker import Entry, KafkaBroker, MemberKey, OwnerKey, make_failure
 from sim.world.network import TIMEOUT_S, Link
 from sim.world.runtime import SimCondition, SimQueue, World
 
@@ -67,6 +67,8 @@ class Positions:
         self.positions: dict[Partition, int] = {}
         self.ends: dict[Partition, int] = {}
         """The ends that were told."""
+        self.epochs: dict[Partition, int] = {}
+        """The leader epochs by which the brokers are asked whether a log was cut before a position."""
         self.paused: set[Partition] = set()
 
     def assign(self, places: list[TopicPartition]) -> None:
@@ -94,6 +96,8 @@ class Positions:
         if partition not in self.positions:
             raise make_failure(KafkaError._STATE)  # noqa: SLF001 - that is its name
         self.positions[partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
+        if place.leader_epoch is not None and place.leader_epoch >= 0:
+            self.epochs[partition] = place.leader_epoch
         self.ends.pop(partition, None)
 
 
@@ -209,6 +213,8 @@ class WorldConsumer(Client, Positions):
                 continue
             log, position = self._broker.logs[partition], self.positions[partition]
             end = self._broker.find_stable_end(partition) if self._is_stable else len(log)
+            if (epoch := self.epochs.pop(partition, None)) is not None:
+                position = min(position, self._broker.find_epoch_end(partition, epoch))
             if position > len(log):
                 position = 0
             while position < end:
@@ -374,6 +380,6 @@ def make_message(partition: Partition, offset: int, entry: Entry | None, error: 
         make(
             topic=partition[0], partition=partition[1], offset=offset, key=entry.key, value=entry.value,
             headers=list(entry.headers), error=error, timestamp=(1, entry.timestamp_ms), latency=0.0,
-            leader_epoch=0 if error else LEADER_EPOCH,
+            leader_epoch=0 if error else entry.epoch,
         ),
     )  # fmt: skip

@@ -245,7 +245,8 @@ class KafkaServers(StreamsServers):
         self._find({"bootstrap.servers": who}).call(lambda: None)
 
     def rebalance(self, stage: WorkerKind, name: str) -> None:
-        """Let the group lose a member, as if its time were over."""
+        """Let the group lose a member, as if its time were over, and elect new leaders, as if a broker had ended."""
+        self._broker.elect_leaders()
         for one in find_stages(stage):
             self._broker.fence(self.pipeline.consumer_group(one), name)
 
