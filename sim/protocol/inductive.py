@@ -143,7 +143,7 @@ def relate_records(a: Rec, b: Rec, flaw: str = "") -> dict[str, Any]:
         "claim": And(claims, a.stage != END, Or(by_prefill, by_decode)),
         "take over": And(claims, Or(of_prefill, of_decode), b.stage == a.stage, b.bound == a.bound),
         "claim what has ended": And(log_stays, Or(prefill, decode), a.stage == END, b.stage == END,
-            b.bound == message, b.epoch == a.epoch, b.cancelled == a.cancelled),
+            b.bound == If(is_job(message), message, a.bound), b.epoch == a.epoch, b.cancelled == a.cancelled),
         "append": And(is_holder, Or(a.stage != END, flaw == "writes after the end"), Not(a.cancelled), kept,
             count > 0, position == a.num_tokens, b.num_tokens == a.num_tokens + count, b.stage == a.stage,
             b.cancelled == a.cancelled, b.num_at_end == a.num_at_end,
@@ -163,7 +163,9 @@ def list_steps(s: State, t: State, flaw: str = "") -> Iterator[tuple[str, Any]]:
     steps = relate_records(s.rec, t.rec, flaw)
     for kind in (*steps, "settle", "settle without output"):
         claims = kind in ("claim", "take over")
-        told = kind == "claim what has ended" or flaw == "settles before the end"
+        told: Any = kind == "claim what has ended" or flaw == "settles before the end"
+        if kind == "claim what has ended":
+            told = t.rec.bound == message
         if kind in ("finish", "finish again"):
             told = Or(is_job(message), has_delivery)
         settles, asks, is_asked = kind not in steps, kind in ("append", "finish", "finish again", "hand off"), True

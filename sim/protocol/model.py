@@ -109,8 +109,8 @@ def describe_step(step: Step) -> str:
     if step.call and step.call[0] == "finish" and step.reply:
         return f"finish: {step.call[2].error or 'whole'}"
     match step.reply:
-        case ("claim", _, _, True, *_):
-            return f"{step.kind}: ended"
+        case ("claim", _, _, int(ended), *_) if ended:
+            return f"{step.kind}: {'unbound' if ended == 2 else 'ended'}"
         case (str(kind), *_):
             return f"{step.kind}: {kind}"
         case int(reply):

@@ -128,7 +128,7 @@ class Replay:
                 known = self.epochs.get(epoch)
                 assert kind == "claim"
                 assert outcome.epoch > max(self.epochs.values()) if known is None else outcome.epoch == known
-                found = outcome.num_tokens, outcome.is_ended, outcome.is_cancelled
+                found = outcome.num_tokens, outcome.is_ended + outcome.is_unbound, outcome.is_cancelled
                 assert found == (tokens, ended, cancelled)
                 assert [outcome.attempts, outcome.most_tokens] == attempts
                 self.epochs[epoch] = outcome.epoch

@@ -63,9 +63,11 @@ def claim_request(
     asked = name, _get_body(stage, message), message
     living = LIVING if lives else {name: until for name, until in LIVING.items() if name != session}
     after, reply = transitions.claim_request(before, stage, session, asked, living, _tell_times(clock))
+    if flaw == "binds behind the end" and reply.kind == "claim" and after.stage == "end":
+        after = after._replace(bound=name)
     if flaw == "no binding" or (rebinds and after is before):
         after = after._replace(bound=rec.bound)
-    return after, _build_claim_reply(after) if reply.kind == "claim" else (reply.kind,)
+    return after, _build_claim_reply(after, stage) if reply.kind == "claim" else (reply.kind,)
 
 
 def take_over_request(
@@ -75,7 +77,7 @@ def take_over_request(
     if not lives or rec.free[stage == "decode"] != DUE:
         return rec, ("none",)
     rec, is_taken = transitions.take_over_request(rec, stage, session, _tell_times(clock))
-    return rec, _build_claim_reply(rec) if is_taken else ("gone",)
+    return rec, _build_claim_reply(rec, stage) if is_taken else ("gone",)
 
 
 def end_sessions(rec: RequestRecord, sessions: tuple[int | None, ...], flaw: str = "") -> RequestRecord:
@@ -126,6 +128,6 @@ def _get_body(stage: Stage, message: Message) -> int:
     return message.body if stage == "prefill" else 0
 
 
-def _build_claim_reply(rec: RequestRecord) -> Reply:
-    ended = rec.stage == "end"
+def _build_claim_reply(rec: RequestRecord, stage: Stage) -> Reply:
+    ended = 0 if rec.stage != "end" else 2 if stage == "prefill" and not rec.bound else 1
     return "claim", rec.epoch, len(rec.tokens), ended, rec.cancelled, rec.attempts, 0 if ended else rec.most

@@ -52,6 +52,8 @@ class Budget(NamedTuple):
     """A message waits in a worker without capacity for it."""
     blinds: int = 0
     """A living member owns a partition and does not read it."""
+    delays: int = 0
+    """A worker claims with a delivery that it does not hold any more, as it is told later."""
 
 
 class Run(NamedTuple):

@@ -75,7 +75,9 @@ def _admit_message(state: State, rules: Rules, index: int, message: Message) -> 
     if checks and find_holder(state, message) != index:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
         yield Step("forget", index), replace_worker(state, index, rest)
-        return
+        if not state.left.delays:
+            return
+        state = state._replace(left=state.left._replace(delays=state.left.delays - 1))  # it is told later
     lives = worker.lives or rules.flaw == "claims without a session"
     rec, reply = script.claim_request(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
@@ -145,7 +147,9 @@ def _begin_run(
     if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):
         run = run._replace(phase="finish")
     worker = worker._replace(run=run)
-    if ended:
+    if ended == 2:
+        worker = ask_for_hand_off(worker, rules, run, rec.end)
+    elif ended:
         worker = ask_for_result(worker, run, rec.end)
     return replace_worker(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch))
 

@@ -235,6 +235,13 @@ FLAWS = (
         ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
     ),
     Flaw(
+        "a claim behind the end binds the request's own message", f"{RECORD}/lua/claim.lua",
+        "if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end\n"
+        "  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1,",
+        "redis.call('HSET', KEYS[1], 'bound', name)\n  return {'claim', epoch, tokens, hash, 1,", "kafka",
+        ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
+    ),
+    Flaw(
         "a transaction that was aborted counts as committed", f"{BUS}/kafka/member.py",
         "if time.monotonic() > end:", "return\n                    if moved:", "kafka",
     ),

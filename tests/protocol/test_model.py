@@ -10,7 +10,7 @@ from sim.protocol.scenarios import FLAWS, QUICK, Scenario
 from sim.protocol.state import Budget, Rules
 
 REPLIES = {
-    "claim": "claim ended busy bound conflict",
+    "claim": "claim ended unbound busy bound conflict",
     "attach": "busy",
     "park": "down bound conflict",
     "take": "claim gone",

@@ -163,6 +163,24 @@ def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))
 
 
+def test_what_ended_without_its_message_is_settled_by_a_job_and_with_it_by_that(record: Record) -> None:
+    """Its own message may be settled since, with a job, and who claims with it may not know that yet."""
+    session = alive(record, "p1")
+    assert record.finish_request(prefill(record, "r1"), end())
+    for _ in range(2):
+        again = record.claim_prefill("r1", session, "b", name="m1")
+        assert isinstance(again, Claim)
+        assert (again.is_ended, again.is_unbound) == (True, True)
+    job = record.claim_decode("r1", alive(record, "d1"), "j1")
+    assert isinstance(job, Claim)
+    assert (job.is_ended, job.is_unbound) == (True, False)
+    assert record.claim_decode("r1", session, "j2") == record.claim_prefill("r1", session, "b", name="m1") == Bound()
+    assert record.finish_request(prefill(record, "r2"), end(), "m2")
+    own = record.claim_prefill("r2", session, "b", name="m2")
+    assert isinstance(own, Claim)
+    assert (own.is_ended, own.is_unbound) == (True, False)
+
+
 def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     assert record.cancel_request("r1")
     status = record.read_status("r1")

@@ -23,7 +23,8 @@ class Claim:
     num_tokens: int
     rolling_hash: str
     is_ended: bool
-    """The log has its end: prefill hands off, decode settles the result from the log. No worker holds the request."""
+    """The log has its end: who has the message that is bound settles the result from the log. No worker holds the
+    request."""
     is_cancelled: bool
     attempts: int
     """Claims since one made more of the answer than each before it, this one included (see `append.lua`)."""
@@ -35,6 +36,8 @@ class Claim:
     """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
     damage: str = ""
     """Why its record or its log cannot be read; then `log` is empty, and the request is to be ended."""
+    is_unbound: bool = False
+    """It has ended, and no message is bound: a job has to settle the result."""
     most_tokens: int = 0
     """The most tokens that a claim before this one made, and no more than `GOOD_PROGRESS`."""
     num_found_tokens: int = field(init=False)

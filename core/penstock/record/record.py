@@ -208,6 +208,7 @@ class Record:
             num_tokens=num_tokens,
             rolling_hash=rolling_hash,
             is_ended=bool(ended),
+            is_unbound=ended == 2,
             is_cancelled=bool(cancelled),
             attempts=attempts,
             is_exhausted=attempts > self._settings.max_attempts,

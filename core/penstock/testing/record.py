@@ -158,6 +158,7 @@ class MemoryRecord(Record):
             num_tokens=len(rec.tokens),
             rolling_hash=rec.tokens[-1].id.partition("-")[2] if rec.tokens else START_HASH,
             is_ended=rec.stage == "end",
+            is_unbound=rec.stage == "end" and stage == "prefill" and not rec.bound,
             is_cancelled=rec.cancelled,
             attempts=rec.attempts,
             is_exhausted=rec.attempts > self._settings.max_attempts,

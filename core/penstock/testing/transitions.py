@@ -79,7 +79,7 @@ def claim_request(
     if session is None and (rec.stage == "end" or (rec.stage == stage and rec.message)):
         return rec, ClaimReply("down")
     if rec.stage == "end":
-        return rec._replace(bound=name), ClaimReply("claim")
+        return rec if prefill else rec._replace(bound=name), ClaimReply("claim")
     if (wait_ms := _find_wait(rec, stage, session, living, times)) > 0:
         return rec, ClaimReply("busy", wait_ms)
     attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts

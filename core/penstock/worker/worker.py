@@ -27,7 +27,8 @@ claim of a request in place of a job's:
 
 What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
 the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles, with the
-message that is bound, or that its claim binds where none is; a crash inside 9 leaves either nothing or all of it.
+message that is bound; where none is, with a job, which is published again; a crash inside 9 leaves either nothing or
+all of it.
 Inside 5, once the job is out, the next attempt hands the request off again, under another name, or decodes it: one of
 its messages is bound, and the others are stale. Leases that nobody ends run out.
 """
@@ -434,7 +435,7 @@ class Worker:
         self._record_queue_wait(task)
         self._replace_older_task(task)
         if claim.is_ended:
-            task.leaving_for = ""  # its message is bound
+            task.leaving_for = "ended" if claim.is_unbound else ""
             self._complete_task(task, now_s())
             return
         cause, found = reason_to_end(claim, task.deadline, self.session.server_now_s()), task.outcome

@@ -7,12 +7,12 @@ The numbered steps, as in docs/structure.md (the loop is `penstock.worker.worker
     4  token 0 is sampled
     5  the job reference is published for decode, at a later token too where the worker decodes. A prefill worker does
        that also for requests that ended here
-    7  the answer is decoded here, where a `StayPolicy` says so, or its end was in the log
+    7  the answer is decoded here, where a `StayPolicy` says so, or its end was in the log, and its own message is bound
     8  it ends
     9  the result is published, with the request's own message
 
 What a crash costs: between 4 and 5, and in 7, nothing is bound, so any worker that reads requests goes on at the log's
-end. After 8 the message that is bound settles; where the holder had no delivery, that is the first one claimed then.
+end. After 8 the message that is bound settles; where the holder had no delivery, that is the first job claimed then.
 """
 
 import hashlib

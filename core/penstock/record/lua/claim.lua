@@ -9,7 +9,8 @@
 --          message), body hash ('' with a job), lease in ms, the longest waiting time in ms, keep of a pending record in ms, hash before the first token, the delivery's
 --          message, what `held` keys look like (a set for each session: ids of requests)
 --
--- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts, most tokens that one of them made}; ended: 1 where the
+--                           message settles the result, 2 where a job has to
 --          {'busy', ms}     another session holds it, or it is to be left alone: ask again after that time. Also where
 --                           the session that asks is over: the worker opens another one soon
 --          {'down'}         without a session: it can be taken, or nobody has to
@@ -17,7 +18,10 @@
 --          {'conflict'}     the id was used for another body
 --
 -- A worker that reads requests knows one that is bound to its own message (`finish.lua` binds it): it settles the
--- result. A worker that asks an endpoint claims requests as decode claims jobs, and binds their messages at once.
+-- result. Where a request has ended and no message is bound, a claim does not bind the request's own: it may be settled
+-- since, with a job, and the worker that asks may not know yet that the bus has given it to another one. So it hands the
+-- request off again; the first job that is claimed is bound. A worker that asks an endpoint claims requests as decode
+-- claims jobs, and binds their messages at once.
 --
 -- Crash    before: nothing happened. After: the session runs out, and the request is free, with the message that is kept
 --          here; or it is claimed with the delivery when that comes back. Either gets the next epoch. A decode claim has
@@ -47,10 +51,10 @@ if bound ~= '' and bound ~= name then return {'bound'} end
 -- 3. To park it is no use where it was claimed before: it can be taken, or it went on.
 if puts_down and (was == 'end' or (was == stage and redis.call('HSTRLEN', KEYS[1], 'message') > 0)) then return {'down'} end
 
--- 4. Ended. Who has this message settles the result from the log.
+-- 4. Ended. Who has a job, or the message that is bound, settles the result from the log.
 if was == 'end' then
-  redis.call('HSET', KEYS[1], 'bound', name)
-  return {'claim', epoch, tokens, hash, 1, cancelled, attempts, most}
+  if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end
+  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1, cancelled, attempts, most}
 end
 
 -- 5. Somebody works on it, or it waits to be tried again. A job in hand proves that prefill is done with it, so decode

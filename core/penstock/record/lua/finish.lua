@@ -11,7 +11,7 @@
 -- Crash    before: the next holder goes on. After: the next holder sees the end and only settles.
 --
 -- Who holds the request, and has its own message's delivery, settles the result with that: no other message does from
--- now on. Before, and where nobody has it, the first message that comes behind the end is bound (`claim.lua`).
+-- now on. Where nobody has it, the first job that comes behind the end is bound (`claim.lua`).
 
 local r, name = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'session', 'bound'), ARGV[8]
 if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
