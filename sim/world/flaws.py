@@ -152,7 +152,7 @@ FLAWS = (
     ),
     Flaw(
         "an end that is bound to its own message goes on as a job", f"{WORKER}/worker.py",
-        'task.leaving_for = ""  # its message is bound', "pass", rates=("autos=0.5",),
+        'task.leaving_for = "ended" if claim.is_unbound else ""', "pass", rates=("autos=0.5",),
     ),
     Flaw(
         "a result is settled of an end that is not bound", "prefill_worker/penstock/prefill_worker/role.py",
