@@ -105,7 +105,7 @@ def _find_slow_products(model: LoadedModel, load_cache: LoadCache, about: dict[s
     if slow is None:
         slow = find_slow_products(model.backend.native, list_products(model.module))
         load_cache.write_finding("products", about, slow)
-        model.backend.native.set_threads(about["threads"])
+        model.backend.native.set_threads(about["num_threads"])
     if slow:
         log.warning(
             "products of the native kernels that are slower than torch's, and stay so that no token depends on the "
