@@ -10,7 +10,9 @@ while nothing else is wrong, Kafka with its timeouts at their defaults, and the 
 
 Then come rounds in which every worker is killed or stopped at the next of its numbered steps, or at any time, again and
 again, while servers are killed and paused, connections cut, hung, slowed and refused, the disk is full, and single
-workers' wall clocks are put forward and back by minutes.
+workers' wall clocks are put forward and back by minutes. Now and then everything is stopped for some seconds and goes
+on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
+whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 
 From round to round of a bus the workers have another model: the demo's, the one that calls tools, whose readers parse
 its calls as they come, one whose layers keep states, and none, where endpoint workers ask two servers that fail, too.
@@ -40,7 +42,7 @@ from benchmarks.chaos_one_kill import kill_one
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from penstock.names import STAGES, WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
-from sim.chaos.clients import LONG_ANSWER_TOKENS, Load
+from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
 from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
 from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
 from sim.chaos.runner import ChaosRound, Progress, run_round
@@ -56,8 +58,18 @@ MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
 FAULT_NAMES = {
     "cut": "connections cut", "hang": "connections hung", "slow": "connections slowed", "refuse": "connections refused",
-    "full": "filled to the brim", "clock": "clock put forward or back", "reply": "failed at a question",
+    "full": "filled to the brim", "clock": "clock put forward or back", "stall": "stopped for 0.3 to 2 s",
+    "freeze": "all workers and servers stopped for 4 to 8 s", "resize": "one more worker came and left",
+    "burst": "300 requests at once", "header": "a header's name that is no UTF-8", "bomb": "100 MB in 3 kB",
+    "leader": "the broker that leads most was killed", "failover": "the master was killed",
+    "reply": "failed at a question",
 }  # fmt: skip
+FAULT_FIGURES = {
+    "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
+    "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
+    "reply": "replies_failed",
+}  # fmt: skip
+"""Names of faults in `--json`."""
 MAX_START_S = 52 * 60
 """No new round begins later, so that the run ends within an hour."""
 
@@ -130,7 +142,7 @@ class ChaosRun:
             "pauses": counts.pauses.total(),
             "clock_steps": by_fault["clock"],
             "disks_full": counts.faults["disk", "full"],
-            "replies_failed": by_fault["reply"],
+            **{name: by_fault[fault] for fault, name in FAULT_FIGURES.items()},
             "fell": len(counts.crashes),
             "rounds": self.num_rounds,
         }
@@ -163,10 +175,12 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
     for number, (place, bus) in ((number, each) for number in itertools.count() for each in enumerate(BUSES)):
         drawn = random.Random(f"{given.seed + number}/{bus}").choice(WORKERS)
         seconds, (prefill, decode, auto) = given.choose_size((MAX_ROUND_S[bus], drawn), (6.0, drawn), (2.0, (1, 2, 0)))
+        # Every third round on Kafka has servers with copies.
+        is_replicated = bus == "kafka" and number % 3 == 2
         yield ChaosRound(
-            given.seed + number, bus, seconds, KILLS_PER_ROUND, prefill, decode, auto,
-            load=LOADS[(number + place) % len(LOADS)],
-            answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, 4),
+            given.seed + number, bus, seconds, KILLS_PER_ROUND, prefill, decode, auto, is_replicated=is_replicated,
+            with_system_faults=True, load=LOADS[(number + place) % len(LOADS)],
+            answer_tokens=given.choose_size(LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS),
         )  # fmt: skip
 
 

@@ -4,18 +4,21 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Literal, Self
 
+from penstock.bus.connect import connect_bus
+from penstock.client.core import prepare_message
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError, StreamTimeout
-from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, now_s
-from penstock.names import piece_token
+from penstock.messages import EndEvent, GrammarSpec, Request, Sampling, TokenEvent, encode_request, now_s
+from penstock.names import Pipeline, piece_token
 from sim.chaos.history import History
 from sim.conversations import make_chat_bodies, make_chat_request, parse_answer
 from sim.workload import (
@@ -30,7 +33,8 @@ from sim.workload import (
 )
 
 NUM_KNOWN_REQUESTS = 16
-LONG_ANSWER_TOKENS = 48
+LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
+"""Tokens of a long answer, and of a short one."""
 RESEND_DELAY_S = 0.2
 """Wait before a request that was not acknowledged is sent again."""
 NUM_TENANTS = 7
@@ -129,6 +133,15 @@ def make_client_task(seed: int, number: int, load: Load = "text", max_tokens: in
     )
 
 
+def make_plain_task(
+    request_id: str, number: int, max_tokens: int = SHORT_ANSWER_TOKENS, load: Load = "text"
+) -> ClientTask:
+    """Return a task that is sent once and read by at most one reader."""
+    request, answer = prepare_known_requests(max_tokens, load)[number % NUM_KNOWN_REQUESTS]
+    named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % NUM_TENANTS}"})
+    return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
+
+
 class Clients:
     """Keeps `under_way` tasks running until it is stopped. `make` returns the task of each number from 0."""
 
@@ -186,6 +199,27 @@ class Clients:
         for future in self._futures:
             if future.done():
                 future.result()
+
+    def send_unread(self, tasks: Sequence[ClientTask], send: Callable[[list[Request]], None] | None = None) -> None:
+        """Send requests at once without reading their streams; only their results are checked.
+
+        `send` raises `BusUnavailable` where it is not known that they are durable. They are then sent again, until the
+        clients are stopped.
+        """
+        for task in tasks:
+            self._record_submitted(task)
+        while not self._over.is_set():
+            with contextlib.suppress(BusUnavailable):
+                (send or self._publish_requests)([task.request for task in tasks])
+                for task in tasks:
+                    self._record_accepted(task)
+                return
+            time.sleep(RESEND_DELAY_S)
+
+    def _publish_requests(self, work: list[Request]) -> None:
+        pipeline = Pipeline(self._addresses.pipeline)
+        with contextlib.closing(connect_bus(self._addresses, BusSettings()).create_publisher()) as publisher:
+            publisher.publish([prepare_message(pipeline, encode_request(request))[1] for request in work])
 
     def _run_tasks(self) -> None:
         while not self._over.is_set():

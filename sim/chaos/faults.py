@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock import failpoints
-from penstock.names import WorkerKind
+from penstock.names import STAGES, WorkerKind
 from sim import endpoint
 
 FREQUENT_POINTS = (".stepped", ".sent", ".confirmed", "endpoint.3.appended")
@@ -18,9 +18,14 @@ LOOP_POINTS = ("decode.6.polled", "decode.7.stepped", "decode.7.shipping", "deco
 ANY_TIME = "any time"
 Bus = str
 """`embedded` or `kafka`."""
+SYSTEM_FAULTS = ("freeze", "stall", "resize", "header")
+KAFKA_FAULTS = ("bomb",)
+REPLICA_FAULTS = ("leader", "failover")
 NUM_ENDPOINTS = 2
 """How many servers the endpoint workers ask."""
 REPLY_FAULTS: Sequence[Literal["status", "cut", "hang", "error"]] = ("status", "cut", "hang", "error")
+BACKLOG_FAULTS = ("freeze", "resize")
+"""Faults that hurt most with a backlog: a burst of requests precedes the first of them."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,18 @@ def plan_kill(seed: int, bus: Bus, stage: WorkerKind, name: str, life: int) -> K
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a server, a connection, a disk or a clock."""
+    """One fault of a server, a connection, a disk, a clock or the whole system."""
 
     at_s: float
     what: str
     """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP);
-    to the disk `full`; to a worker's wall clock `clock`. To the server that endpoint workers ask a `reply`: it fails at
-    a question.
+    to the disk `full`; to a worker's wall clock `clock`. To all processes `freeze` (SIGSTOP), to Redis `stall` (the
+    same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
+    of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked. To the server
+    that endpoint workers ask a `reply`: it fails at a question.
     """
     target: str
-    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk` or `endpoint-N`."""
+    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client` or a stage."""
     duration_s: float
     clock_shift_s: float = 0.0
     """Seconds by which a clock is put forward (negative: back)."""
@@ -107,6 +114,37 @@ def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             elif what == "clock":
                 whose, by_s = chance.choice(workers), chance.choice([-900.0, -60.0, 60.0, 900.0])
             yield Fault(at_s, what, whose, for_s, by_s)
+
+
+def generate_system_faults(
+    seed: int, bus: Bus, kinds_of_workers: Sequence[WorkerKind] = STAGES, *, is_replicated: bool = False
+) -> Iterator[Fault]:
+    """Yield faults of the whole system without end. Each kind comes once a round, in an order of the seed."""
+    chance = random.Random(f"{seed}/mishaps")
+    kinds = [*SYSTEM_FAULTS, *(KAFKA_FAULTS if bus == "kafka" else ()), *(REPLICA_FAULTS if is_replicated else ())]
+    at_s, is_burst_over = 1.0, False
+    while True:
+        for what in chance.sample(kinds, len(kinds)):
+            at_s += chance.uniform(4.0, 10.0)
+            if what in BACKLOG_FAULTS and not is_burst_over:
+                # Workers that are killed all the time answer few requests: those of a second burst would wait for long.
+                is_burst_over = True
+                yield Fault(at_s, "burst", "client", 0.0)
+                at_s += chance.uniform(0.5, 2.0)
+            match what:
+                case "freeze":
+                    fault = Fault(at_s, what, "all", chance.uniform(4.0, 8.0))
+                    at_s += fault.duration_s
+                case "stall":
+                    fault = Fault(at_s, what, "redis", chance.uniform(0.3, 2.0))
+                case "leader" | "failover":
+                    whose = "kafka" if what == "leader" else "redis"
+                    fault = Fault(at_s, what, whose, chance.uniform(0.0, 4.0))
+                case "resize":
+                    fault = Fault(at_s, what, chance.choice(kinds_of_workers), chance.uniform(2.0, 10.0))
+                case _:
+                    fault = Fault(at_s, what, "client", 0.0)
+            yield fault
 
 
 def generate_reply_faults(seed: int, max_pieces: int) -> Iterator[Fault]:

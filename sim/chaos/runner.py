@@ -2,6 +2,7 @@
 
 import contextlib
 import heapq
+import itertools
 import random
 import threading
 import time
@@ -14,13 +15,22 @@ from pathlib import Path
 from penstock.bus.connect import connect_bus
 from penstock.cli.up import build_endpoint_environment
 from penstock.config.settings import BusSettings
+from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline, WorkerKind
 from sim.chaos import hazards
 from sim.chaos.checker import Finding, check_history
-from sim.chaos.clients import LONG_ANSWER_TOKENS, Clients, Load, make_client_task, prepare_known_requests
+from sim.chaos.clients import (
+    LONG_ANSWER_TOKENS,
+    SHORT_ANSWER_TOKENS,
+    Clients,
+    Load,
+    make_client_task,
+    make_plain_task,
+    prepare_known_requests,
+)
 from sim.chaos.faults import (
     ANY_TIME,
     NUM_ENDPOINTS,
@@ -29,20 +39,30 @@ from sim.chaos.faults import (
     KillPlan,
     generate_faults,
     generate_reply_faults,
+    generate_system_faults,
     plan_kill,
 )
 from sim.chaos.history import History, read_history
+from sim.chaos.poison import send_bomb, send_poisoned
+from sim.chaos.replicated import ReplicatedServers
 from sim.chaos.system import ChaosStack, FaultCounts, Servers
 from sim.endpoint import CountingEndpoint
 from sim.workload import SPLIT_FORMS, TOOL_MODEL, make_state_model
 
 POLL_S = 0.05
-SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16"}
-"""The shared memory is small so that blocks are read from disk, too."""
+SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
+"""The shared memory is small so that blocks are read from disk, too. The drain is short so that workers that leave
+have requests to hand back."""
 ENDPOINT_SETTINGS = {"PENSTOCK_ENDPOINT_SILENCE_S": "2", "PENSTOCK_RECORD_FAIL_ATTEMPTS": "1000"}
 """Servers that hang are left soon, and fail more often than requests make progress."""
 PIECE_PAUSE_S = 0.02
 """The time that a server takes for each piece of an answer."""
+BURST_REQUESTS = 300
+"""Requests in a burst: more than the prefill workers fetch."""
+BURST_PATIENCE_S = 150.0
+"""How much longer clients wait in a round with a burst. Batch work, and what is sent later, comes after its requests,
+of which workers that are killed all the time answer two a second on a busy machine.
+"""
 WriteLine = Callable[[str], None]
 Progress = Callable[[str, int], None]
 """Receives a line about the progress, and the number of kills so far."""
@@ -64,7 +84,12 @@ class ChaosRound:
     """Workers of each kind. Where endpoints are asked, as many ask them as are `decode` and `auto`."""
     num_in_flight: int = 16
     patience_s: float = 90.0
-    """How long a client waits for a token or a result. Time in which a server is away does not count."""
+    """How long a client waits for a token or a result. Time in which a server is away does not count, and bursts make
+    it longer."""
+    is_replicated: bool = False
+    """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
+    with_system_faults: bool = False
+    """Whether faults of the whole system are injected, too."""
     load: Load = "text"
     """What clients ask; it says which model the workers have."""
     answer_tokens: int = LONG_ANSWER_TOKENS
@@ -85,16 +110,22 @@ def run_round(plan: ChaosRound, directory: Path, progress: Progress = lambda lin
     """Run a round. The history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    prepare_known_requests(plan.answer_tokens, plan.load)  # takes seconds: not in the middle of it
+    for max_tokens in (plan.answer_tokens, SHORT_ANSWER_TOKENS) if plan.with_system_faults else (plan.answer_tokens,):
+        prepare_known_requests(max_tokens, plan.load)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         history.add_entry("round", seed=plan.seed, bus=plan.bus, load=plan.load)
-        servers = exits.enter_context(Servers(directory, plan.bus, SHORT_TIMEOUTS))
+        servers = exits.enter_context(
+            ReplicatedServers(directory, SHORT_TIMEOUTS)
+            if plan.is_replicated
+            else Servers(directory, plan.bus, SHORT_TIMEOUTS)
+        )
         asked = NUM_ENDPOINTS if plan.load == "endpoint" else 0
         endpoints = [exits.enter_context(CountingEndpoint(pause_s=PIECE_PAUSE_S)) for _ in range(asked)]
         stack = exits.enter_context(make_stack(plan, directory, history, servers, endpoints))
         make = partial(make_client_task, plan.seed, load=plan.load, max_tokens=plan.answer_tokens)
-        clients = Clients(history, stack.addresses, make, plan.num_in_flight, plan.patience_s)
+        patience_s = plan.patience_s + BURST_PATIENCE_S * (plan.with_system_faults or plan.is_replicated)
+        clients = Clients(history, stack.addresses, make, plan.num_in_flight, patience_s)
         with clients:
             _inject_faults(plan, stack, servers, clients, history, endpoints, progress)
             clients.stop_sending()
@@ -113,6 +144,7 @@ def make_stack(
     def plan_of(worker: WorkerSlot, life: int) -> KillPlan:
         return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
 
+    more = int(plan.with_system_faults)
     settings = SETTINGS | {"PENSTOCK_KV_STORE_DISK_MB": "64", "PENSTOCK_KV_STORE_DISK_DIR": str(directory / "blocks")}
     if plan.load == "tools":
         settings["PENSTOCK_ENGINE_MODEL"] = str(TOOL_MODEL)
@@ -127,7 +159,9 @@ def make_stack(
         settings |= build_endpoint_environment([one.url for one in endpoints]) | ENDPOINT_SETTINGS
         size = {"endpoint": plan.decode + plan.auto}
     size = {kind: count for kind, count in size.items() if count}
-    return ChaosStack(directory / "stack", history, servers, plan_of, size, settings)
+    away = {f"{kind}-{count}" for kind, count in size.items()} if plan.with_system_faults else set[str]()
+    size = {kind: count + more for kind, count in size.items()}
+    return ChaosStack(directory / "stack", history, servers, plan_of, size, settings, away)
 
 
 def _inject_faults(
@@ -141,11 +175,16 @@ def _inject_faults(
 ) -> None:
     """Inject faults until there were enough kills, or the time is over."""
     begun = time.monotonic()
-    plans = [generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])]
+    kinds = sorted({worker.stage for worker in stack.workers})
+    plans = []
+    if not plan.is_replicated:
+        plans.append(generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers]))
+    if plan.is_replicated or plan.with_system_faults:
+        plans.append(generate_system_faults(plan.seed, plan.bus, kinds, is_replicated=plan.is_replicated))
     if endpoints:
         plans.append(generate_reply_faults(plan.seed, plan.answer_tokens))
     coming = heapq.merge(*plans, key=lambda fault: fault.at_s)
-    with FaultInjector(stack, servers, clients, history, endpoints) as injector:
+    with FaultInjector(stack, servers, clients, history, endpoints, plan.load) as injector:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and not _has_killed_enough(stack, plan.kills):
             stack.restart_dead()
@@ -208,11 +247,16 @@ class FaultInjector:
         clients: Clients,
         history: History,
         endpoints: Sequence[CountingEndpoint],
+        load: Load,
     ) -> None:
         self._endpoints = endpoints
         self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
+        self._make_task = partial(make_plain_task, load=load)
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(8, "faults")
+        self._spare = frozenset(stack.absent)
+        self._numbers = itertools.count()
+        """Numbers of the faults, used in the ids of their requests."""
         self._at_servers = threading.Lock()
         self._futures: list[Future[None]] = []
 
@@ -220,7 +264,7 @@ class FaultInjector:
         """Inject a fault on a thread of the pool."""
         if fault.what not in ("restart", "pause"):  # those are kills and stops
             self._stack.counts.faults[fault.target.partition("-")[0], fault.what] += 1
-        self._futures.append(self._pool.submit(self._apply_fault, fault))
+        self._futures.append(self._pool.submit(self._apply_fault, fault, next(self._numbers)))
 
     def raise_failure(self) -> None:
         """Raise the exception of a fault that failed, if any did."""
@@ -228,14 +272,24 @@ class FaultInjector:
             if future.done():
                 future.result()
 
-    def _apply_fault(self, fault: Fault) -> None:
+    def _apply_fault(self, fault: Fault, number: int) -> None:
         self._history.add_entry(
             "fault", fault=fault.what, whose=fault.target, for_s=fault.duration_s, by_s=fault.clock_shift_s
         )
         match fault.what:
-            case "restart" | "pause":
+            case "restart" | "pause" | "stall":
                 with self._at_servers, self._clients.count_outage():
                     self._disturb_server(fault)
+            case "leader" | "failover":
+                with self._at_servers, self._clients.count_outage():
+                    self._servers.fail_over(fault.target, fault.duration_s)
+            case "freeze":
+                with self._at_servers, self._clients.count_outage():
+                    self._stack.freeze_all(lambda: self._over.wait(fault.duration_s))
+            case "resize":
+                self._resize_stage(fault)
+            case "burst" | "header" | "bomb":
+                self._send_messages(fault.what, number)
             case "full":
                 self._stack.full_mark.touch()
                 self._over.wait(fault.duration_s)
@@ -248,6 +302,28 @@ class FaultInjector:
                 hazards.set_clock(self._stack.clocks[fault.target], 0.0)
             case _:
                 self._disturb_connections(fault)
+
+    def _resize_stage(self, fault: Fault) -> None:
+        """Start the absent worker of a stage, then let it leave; others go on with its requests."""
+        (name,) = (name for name in self._spare if name.startswith(fault.target))
+        self._stack.absent.discard(name)
+        self._over.wait(fault.duration_s)
+        self._stack.absent.add(name)
+
+    def _send_messages(self, what: str, number: int) -> None:
+        addresses = self._stack.addresses
+        match what:
+            case "burst":
+                self._clients.send_unread(
+                    [self._make_task(f"burst{number}-{one}", one) for one in range(BURST_REQUESTS)]
+                )
+            case "header":
+                self._clients.send_unread(
+                    [self._make_task(f"header{number}", number)], partial(send_poisoned, addresses)
+                )
+            case "bomb":  # no worker can read it, so there is no result to wait for
+                with contextlib.suppress(BusUnavailable):
+                    send_bomb(addresses, f"bomb{number}")
 
     def _disturb_connections(self, fault: Fault) -> None:
         proxy = self._servers.kafka_proxy if fault.target == "kafka" else self._stack.proxies[fault.target]
@@ -266,7 +342,9 @@ class FaultInjector:
 
     def _disturb_server(self, fault: Fault) -> None:
         kind = "valkey" if fault.target == "redis" else "kafka"
-        if fault.what == "pause":
+        if fault.what == "stall":
+            self._servers.pause_server(fault.target, fault.duration_s)
+        elif fault.what == "pause":
             self._servers.pause_server(fault.target, fault.duration_s)
             self._stack.counts.pauses[kind, ANY_TIME] += 1
         else:

@@ -4,18 +4,21 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import redis
 
+from penstock.bus.connect import connect_bus
+from penstock.config.settings import BusSettings
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port
-from penstock.local.stack import Stack, WorkerSlot
+from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline, WorkerKind
 from penstock.redis.client import redis_client
@@ -58,6 +61,8 @@ class _WorkerLife:
     was_paused: bool = False
     killed: bool = False
     """Whether this process killed it. If not, it killed itself at a failpoint."""
+    is_leaving: bool = False
+    """Whether it was sent SIGTERM."""
 
 
 @dataclass
@@ -76,6 +81,8 @@ class FaultCounts:
 class Servers:
     """Redis and, where it is the bus, Kafka behind a proxy. Each can be killed and started again."""
 
+    is_replicated = False
+
     def __init__(self, directory: Path, bus: Bus, timeouts: Mapping[str, str]) -> None:
         self.redis = ValkeyServer(directory / "redis")
         self.kafka: KafkaServer | None = None
@@ -86,6 +93,15 @@ class Servers:
             port, advertised = self.kafka_proxy.target_port, self.kafka_proxy.port
             self.kafka = KafkaServer(directory / "kafka", port, advertised=advertised, timeouts=timeouts)
             self.bootstrap = f"127.0.0.1:{advertised}"
+
+    @property
+    def stream_url(self) -> str:
+        """The URL of the stream Redis."""
+        return self.redis.url
+
+    def fail_over(self, whose: str, down_s: float) -> None:
+        """Kill the leading server. Raises `NotImplementedError`: these servers have no replicas."""
+        raise NotImplementedError
 
     def restart_server(self, whose: str, down_s: float) -> None:
         """Kill a server, wait for `down_s`, and start it again with its data."""
@@ -103,6 +119,12 @@ class Servers:
         os.kill(server.pid, signal.SIGSTOP)
         time.sleep(for_s)
         os.kill(server.pid, signal.SIGCONT)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all servers."""
+        for server in (self.redis, self.kafka):
+            if server is not None and server.pid is not None:
+                os.kill(server.pid, number)
 
     def __enter__(self) -> Self:
         self.redis.start()
@@ -132,24 +154,30 @@ class ChaosStack(Stack):
         plan_of: PlanKill,
         size: Mapping[WorkerKind, int],
         more: Mapping[str, str] | None = None,
+        away: Collection[str] = (),
     ) -> None:
-        """`size`: how many workers of each kind; `more`: their settings."""
+        """`size`: how many workers of each kind; `more`: their settings; `away`: workers that are not started yet."""
         super().__init__(
-            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.redis.url,
+            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url,
             prefill=size.get("prefill", 0), decode=size.get("decode", 0), auto=size.get("auto", 0),
             endpoint=size.get("endpoint", 0), environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._plan_kill = plan_of
         self.counts = FaultCounts()
+        self.absent = set(away)
+        """Names of workers that must not run. Those that do are sent SIGTERM and are not replaced."""
+        self._worker_lock = threading.Lock()
+        """Held while workers are started, stopped or signalled."""
         self.is_killing = True
         """Whether kill plans are carried out. If not, new workers get none."""
         self.proxies = {worker.name: Proxy(servers.redis.port) for worker in self.workers}
         self.clocks = {worker.name: directory / f"{worker.name}.clock" for worker in self.workers}
         self._history, self.full_mark = history, directory / "full"
         """A file: while it exists, the disk of all workers is full."""
+        self._servers = servers
         self._lives: dict[str, _WorkerLife] = {}
         self._num_starts: dict[str, int] = defaultdict(int)
-        self._redis = redis_client(servers.redis.url)
+        self._redis = redis_client(servers.stream_url)
 
     def get_child(self, name: str) -> Child | None:
         """Return the process of a worker, or None if it does not live."""
@@ -166,8 +194,32 @@ class ChaosStack(Stack):
         """Return whether the worker's current process has reported the state `ready`."""
         return worker.name in self._lives and self._lives[worker.name].ready_at > 0
 
+    def freeze_all(self, wait: Callable[[], object]) -> None:
+        """Stop all workers and servers at once, call `wait`, and continue them. Kill plans are put off by that time."""
+        with self._worker_lock:
+            begun = time.monotonic()
+            children = [worker.child for worker in self.workers if worker.child is not None and worker.child.is_alive()]
+            for child in children:
+                child.send_signal(signal.SIGSTOP)
+            self._servers.send_signal(signal.SIGSTOP)
+            wait()
+            self._servers.send_signal(signal.SIGCONT)
+            for child in children:
+                child.send_signal(signal.SIGCONT)
+            for life in self._lives.values():
+                life.started_at += time.monotonic() - begun
+                life.ready_at += time.monotonic() - begun if life.ready_at else 0.0
+
     def restart_dead(self) -> list[str]:
         """See who is ready, stop, continue and kill, bury the dead, and start others in their places."""
+        if self._worker_lock.acquire(blocking=False):
+            try:
+                self._update_workers()
+            finally:
+                self._worker_lock.release()
+        return []
+
+    def _update_workers(self) -> None:
         self._update_readiness()
         for worker in self.workers:
             if worker.child is not None and worker.child.is_alive():
@@ -177,11 +229,12 @@ class ChaosStack(Stack):
                 worker.child = None
             if worker.child is None and time.monotonic() > worker.start_at:
                 self._start_slot(worker)
-        return []
 
     def start(self) -> Self:
         """Start the proxies and clocks, then the stack."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self._servers.is_replicated:
+            connect_bus(self.addresses, BusSettings(replication=3)).create_topics()
         for path in self.clocks.values():
             hazards.set_clock(path, 0.0)
         for proxy in self.proxies.values():
@@ -203,12 +256,18 @@ class ChaosStack(Stack):
                 worker.child.send_signal(signal.SIGCONT)
         super().stop_workers()
 
+    def _start_slot(self, worker: ProcessSlot) -> None:
+        if worker.name not in self.absent:
+            super()._start_slot(worker)
+
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
         number = self._num_starts[worker.name]
         self._num_starts[worker.name] += 1
         kill_plan = self._plan_kill(worker, number) if self.is_killing else None
         self._lives[worker.name] = _WorkerLife(number, kill_plan, time.monotonic())
-        own = {"PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"}
+        own: dict[str, str] = {}
+        if not self._servers.is_replicated:
+            own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if kill_plan is not None and kill_plan.failpoint_setting:
             own["PENSTOCK_FAILPOINTS"] = kill_plan.failpoint_setting
         child = fork_process(
@@ -238,6 +297,9 @@ class ChaosStack(Stack):
 
     def _apply_kill_plan(self, worker: WorkerSlot, child: Child, life: _WorkerLife) -> None:
         now, kill_plan = time.monotonic(), life.kill_plan
+        if worker.name in self.absent and not life.is_leaving:
+            life.is_leaving = True
+            child.send_signal(signal.SIGTERM)
         if is_stopped(child.pid):
             pause_s = kill_plan.pause_s if kill_plan else 0.0
             if not life.stopped_at:
@@ -260,6 +322,8 @@ class ChaosStack(Stack):
         if child.returncode == -9:
             self.counts.kills[worker.stage, step] += 1
             self._history.add_entry("kill", worker=worker.name, life=life.number, step=step)
+        elif life.is_leaving and child.returncode in (0, -signal.SIGTERM):  # or before it could hear of it
+            self._history.add_entry("left", worker=worker.name, life=life.number)
         else:
             worker.start_at = time.monotonic() + RESTART_DELAY_S
             last = self.read_log_tail(worker, 1)

@@ -8,7 +8,17 @@ import pytest
 from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES, WorkerKind
 from sim.chaos.clients import Load
-from sim.chaos.faults import ANY_TIME, Bus, generate_faults, generate_reply_faults, list_failpoints, plan_kill
+from sim.chaos.faults import (
+    ANY_TIME,
+    KAFKA_FAULTS,
+    SYSTEM_FAULTS,
+    Bus,
+    generate_faults,
+    generate_reply_faults,
+    generate_system_faults,
+    list_failpoints,
+    plan_kill,
+)
 from sim.chaos.runner import ChaosRound, run_round
 from sim.servers import start_or_skip
 from sim.waiting import PATIENCE_S
@@ -49,6 +59,7 @@ def test_a_seed_says_what_happens() -> None:
         return [
             *plans,
             *islice(generate_faults(seed, "kafka", workers), 50),
+            *islice(generate_system_faults(seed, "kafka"), 50),
             *islice(generate_reply_faults(seed, 10), 50),
         ]
 
@@ -61,3 +72,9 @@ def test_a_seed_says_what_happens() -> None:
 def test_every_point_has_its_turn(bus: Bus, kind: WorkerKind) -> None:
     plans = {plan_kill(1, bus, kind, f"{kind}-0", life).point for life in range(200)}
     assert plans == {*list_failpoints(kind, bus), ANY_TIME}
+
+
+@pytest.mark.parametrize("bus", BUSES)
+def test_every_mishap_has_its_turn(bus: Bus) -> None:
+    kinds = {*SYSTEM_FAULTS, *(KAFKA_FAULTS if bus == "kafka" else ())}
+    assert {fault.what for fault in islice(generate_system_faults(1, bus), 3 * len(kinds))} == {*kinds, "burst"}

@@ -16,6 +16,7 @@ from sim.chaos.faults import ANY_TIME, KillPlan
 from sim.chaos.hazards import fail_where_full, set_clock
 from sim.chaos.history import History
 from sim.chaos.system import ChaosStack, Servers
+from sim.forked import is_stopped
 from sim.waiting import PATIENCE_S, wait_for
 from tests.kvstore.blocks import make_form, new_names, put
 
@@ -24,18 +25,18 @@ from tests.kvstore.blocks import make_form, new_names, put
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosStack]:
     """One worker of each stage, which nobody kills."""
     directory = tmp_path_factory.mktemp("quiet")
-    plan = KillPlan(ANY_TIME, 1, math.inf)
+    plan, size = KillPlan(ANY_TIME, 1, math.inf), {"prefill": 1, "decode": 2}
     with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
-        made = ChaosStack(directory / "stack", history, servers, lambda _, __: plan, {"prefill": 1, "decode": 1})
+        made = ChaosStack(directory / "stack", history, servers, lambda _, __: plan, size, away={"decode-1"})  # type: ignore[arg-type]
         with made:
             wait_for(lambda: all_ready(made), "both workers are ready")
             yield made
 
 
 def all_ready(stack: ChaosStack) -> bool:
-    """Return whether every worker serves. Those that died are started again."""
+    """Return whether every worker that should run serves. Those that died are started again."""
     stack.restart_dead()
-    return all(stack.is_ready(worker) for worker in stack.workers)
+    return all(stack.is_ready(worker) for worker in stack.workers if worker.name not in stack.absent)
 
 
 def ask(stack: ChaosStack, first: int, deadline_in_s: float | None = None) -> list[int]:
@@ -60,6 +61,27 @@ def test_one_workers_clock_is_put_forward_and_back(stack: ChaosStack, stage: str
     set_clock(path, 0.0)
 
 
+def test_a_freeze_stops_every_worker_until_it_is_over(stack: ChaosStack) -> None:
+    pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
+    stack.freeze_all(lambda: wait_for(lambda: all(map(is_stopped, pids)), "all are stopped"))
+    assert not any(map(is_stopped, pids))
+    assert ask(stack, 4)
+    assert [worker.child.pid for worker in stack.workers if worker.child is not None] == pids
+
+
+def test_a_worker_comes_and_leaves(stack: ChaosStack) -> None:
+    stack.absent.discard("decode-1")
+    wait_for(lambda: all_ready(stack), "it serves")
+    stack.absent.add("decode-1")
+
+    def is_gone() -> bool:
+        stack.restart_dead()
+        return stack.get_child("decode-1") is None
+
+    wait_for(is_gone, "it has left")
+    assert stack.counts.crashes == []
+
+
 def test_a_worker_follows_one_whose_clock_was_ahead(stack: ChaosStack) -> None:
     """A step back between two lives of a worker: the older one's heartbeat is of a later time."""
     worker = next(worker for worker in stack.workers if worker.stage == "decode")
@@ -80,12 +102,8 @@ def test_while_a_disk_counts_as_full_it_takes_no_block(tmp_path: Path, monkeypat
     monkeypatch.setattr(failpoints, "_armed", {})
     form, mark = make_form("a model"), tmp_path / "full"
     fail_where_full(mark)
-
-    def store_block() -> tuple[list[bool], int]:
+    for is_full in (True, False):
+        mark.touch() if is_full else mark.unlink()
         with contextlib.closing(HostTier.open_disk(form, tmp_path / "blocks", 2**20, str(tmp_path))) as tier:
-            return put(tier, new_names(1), form), tier.counters.errors
-
-    mark.touch()
-    assert store_block() == ([False], 1)
-    mark.unlink()
-    assert store_block() == ([True], 0)
+            assert put(tier, new_names(1), form) == [not is_full]
+            assert tier.counters.errors == is_full
