@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.bus.streams.bus import StreamsBus
-from penstock.client.core import make_request
+from penstock.client.core import RequestFields, make_request
 from penstock.config.settings import GatewayProcessSettings, GuardSettings, load_group
 from penstock.errors import BusUnavailable, PromptTooLong
 from penstock.ingest.anthropic.messages import MESSAGES
@@ -21,6 +21,7 @@ from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.guard import GuardMiddleware
 from penstock.ingest.gateway.server import _Server
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, ApiEndpoint, make_stream_meta
+from penstock.ingest.openai.body import TRANSLATED_FIELDS
 from penstock.ingest.openai.endpoint import use_response_template
 from penstock.ingest.openai.responses import make_unfinished_response
 from tests.ingest.answers import TEMPLATE
@@ -91,6 +92,19 @@ def prompted(endpoint: ApiEndpoint[Any], given: dict[str, Any]) -> dict[str, Any
     prompt = {CHAT.path: {"messages": [TURN]}, COMPLETIONS.path: {"prompt": "hi"}, RESPONSES.path: {"input": "hi"}}
     prompt |= {MESSAGES.path: {"messages": [TURN], "max_tokens": 9}}
     return {"model": "demo", **prompt[endpoint.path], **given}
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
+def test_each_field_with_the_name_of_a_requests_is_in_the_request(endpoint: ApiEndpoint[Any]) -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "repetition_penalty": 1.1,
+        "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3], "logit_bias": {5: 1.0}, "max_tokens": 7,
+    }  # fmt: skip
+    kind: Any = endpoint.body_model
+    same = kind.model_fields.keys() & RequestFields.__annotations__.keys() - TRANSLATED_FIELDS
+    body = endpoint.parse_body(prompted(endpoint, {name: value for name, value in given.items() if name in same}))
+    found = body.request_fields()
+    assert {name: found.get(name) for name in same} == {name: given[name] for name in same}
 
 
 @pytest.mark.parametrize(("endpoint", "given", "param", "code"), NO_SUCH.values(), ids=NO_SUCH)

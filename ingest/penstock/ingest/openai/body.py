@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -130,6 +130,13 @@ def _check_is_streamed(options: StreamOptions | None, info: ValidationInfo) -> S
     return options
 
 
+TRANSLATED_FIELDS = frozenset({
+    "model", "seed", "top_k", "top_p", "stop", "logprobs", "prompt_logprobs", "response_format", "messages",
+    "chat_template_kwargs",
+})  # fmt: skip
+"""Fields of bodies with the name of a request's that are not given to it as they are. All others are."""
+
+
 class Body(StrictModel):
     """The fields that all endpoints have."""
 
@@ -237,12 +244,8 @@ class Body(StrictModel):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
-        for name in (
-            "temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-            "ignore_eos", "stop_token_ids",
-        ):  # fmt: skip
-            if (value := getattr(self, name)) is not None:
-                fields[name] = value
+        names = (type(self).model_fields.keys() & RequestFields.__annotations__.keys()) - TRANSLATED_FIELDS
+        fields |= cast(RequestFields, {name: value for name in names if (value := getattr(self, name)) is not None})
         if (grammar := self.find_grammar()) is not None:
             fields["grammar"] = grammar[1]
         if self.top_k is not None:
@@ -279,9 +282,6 @@ class CompletionsBody(Body):
     def request_fields(self) -> RequestFields:
         """Return the fields that all its requests have in common."""
         fields = super().request_fields()
-        for name in ("logit_bias", "max_tokens"):
-            if (value := getattr(self, name)) is not None:
-                fields[name] = value
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         return fields
