@@ -173,8 +173,7 @@ def test_batches_that_fail_or_are_cancelled_are_told(site: Site, receiver: Webho
         cancelled = site.request("POST", f"batches/{names['batch.cancelled']}/cancel")
         assert cancelled["status"] == "cancelling"
         # Each at least once, so two may be one of them twice.
-        told = lambda: {event.type: event.data.id for event in receiver.unwrap(site.secret)}  # noqa: E731
-        wait_for(lambda: told() == names, "both are told")
+        wait_for(lambda: {one.type: one.data.id for one in receiver.unwrap(site.secret)} == names, "both are told")
 
 
 @pytest.fixture
