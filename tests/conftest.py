@@ -32,9 +32,11 @@ if TYPE_CHECKING:  # it needs torch, which most tests do without
 
 forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.host_child")
 
-# Processes that run tests beside each other have less than a core each: torch's threads would spin for one.
+# Processes that run tests beside each other have less than a core each: torch's threads would spin for one. Nor has one
+# of them a quarter of the memory for the KV pool of each engine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PENSTOCK_ENGINE_THREADS", "1")
+os.environ.setdefault("PENSTOCK_ENGINE_POOL_MB", "256")
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)

@@ -16,7 +16,7 @@ from penstock.engine.kernels import build
 _FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
 _TESTS = tuple(
     f"tests/engine/{name}.py"
-    for name in ("test_kernels", "test_attention_kernel", "test_experts_kernel", "test_sampler")
+    for name in ("test_recurrence", "test_kernels", "test_attention_kernel", "test_experts_kernel", "test_sampler")
 )
 _PRELOADED = ("libasan.so", "libubsan.so", "libstdc++.so")
 """Python does not link them. The last one so that exceptions are seen, too."""

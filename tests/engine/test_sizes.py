@@ -13,7 +13,7 @@ from penstock.engine.storage import BlockLayout, LayerShape
 
 LAYOUT = BlockLayout((LayerShape(0, (8, 128), (8, 128)),), 16, torch.float32)
 """8 KiB for a token."""
-CPU, OPEN = torch.device("cpu"), EngineSettings()
+CPU, OPEN = torch.device("cpu"), EngineSettings(pool_mb=0)
 
 
 @pytest.mark.parametrize(
