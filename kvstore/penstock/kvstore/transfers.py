@@ -232,7 +232,8 @@ class Transfers:
             else:
                 self._pool.unpin_block(pinned)
         self._num_open += 1
-        rank = CLASSES.index(store.klass) if store.lease_owner else LOWEST_RANK
+        # What is leased alone comes behind the writes that were begun without a lease: some of them may be waiting.
+        rank = CLASSES.index(store.klass) if store.lease_owner and not store.leased else LOWEST_RANK
         self._out.submit(rank, partial(self._run_store, store, writes))
 
     def submit_release(self, owner: str, keys: Sequence[BlockKey]) -> None:
