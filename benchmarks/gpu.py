@@ -22,10 +22,17 @@ from typing import Any
 import torch
 
 from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
-from benchmarks.systems import GREEDY, answer_requests, open_shape, open_stack, run_sequences, write_shape
+from benchmarks.systems import (
+    GREEDY,
+    answer_requests,
+    open_shape,
+    open_stack,
+    run_sequences,
+    time_decode_steps,
+    write_shape,
+)
 from penstock.client.sync import Client
 from penstock.engine.device import describe_device
-from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.local.stack import SHARED_DIR_VARIABLE, Stack
 from penstock.names import Pipeline
@@ -148,7 +155,11 @@ def measure_engine(given: Arguments, shape: str) -> dict[str, float]:
     )
     figures: dict[str, float] = {}
     for count in given.choose_size((1, 8, 32), (1, 8), (1, 2)):
-        times_s = time_steps(engine, count, given.choose_size(512, 128, 16), given.choose_size(40, 10, 4), numbers)
+        context, num_steps = given.choose_size((512, 40), (128, 10), (16, 4))
+        seqs = [make_sequence(next(numbers), context, num_steps + 50) for _ in range(count)]
+        times_s = time_decode_steps(engine, seqs, num_steps)
+        for seq in seqs:
+            engine.remove_sequence(seq)
         figures[f"decode_step_ms_b{count}"] = statistics.median(times_s) * 1e3
         figures[f"decode_tokens_s_b{count}"] = count / statistics.median(times_s)
     for length in given.choose_size((512, 2048), (512,), (64,)):
@@ -168,23 +179,6 @@ def make_sequence(number: int, length: int, num_new: int) -> Sequence:
     chance = random.Random(number)
     prompt = [chance.randrange(3, 250) for _ in range(length)]
     return Sequence(f"{number}", prompt, sampling=GREEDY, seed=7, max_new_tokens=num_new)
-
-
-def time_steps(engine: Engine, count: int, context: int, num_steps: int, numbers: Iterator[int]) -> list[float]:
-    """Return the seconds of decode steps of `count` sequences. The first ones are not counted."""
-    seqs = [make_sequence(next(numbers), context, num_steps + 50) for _ in range(count)]
-    for seq in seqs:
-        engine.add_sequence(seq)
-    while min(seq.num_output_tokens for seq in seqs) < 4:
-        engine.step()
-    times_s = []
-    for _ in range(num_steps):
-        begun_s = time.perf_counter()
-        engine.step()
-        times_s.append(time.perf_counter() - begun_s)
-    for seq in seqs:
-        engine.remove_sequence(seq)
-    return times_s
 
 
 def measure_pipeline(given: Arguments, shape: str) -> dict[str, float]:

@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns, print_table
 from benchmarks.hybrid import SIZES, SMOKE_SIZES, build_model
-from benchmarks.systems import GREEDY
+from benchmarks.systems import GREEDY, time_decode_steps
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
@@ -109,19 +108,10 @@ def measure_step(model: LoadedModel, settings: EngineSettings, num_sequences: in
         Sequence(f"seq-{n}", [n, *prompt], sampling=GREEDY, seed=0, max_new_tokens=STEPS + 9)
         for n in range(num_sequences)
     ]
-    for seq in seqs:
-        engine.add_sequence(seq)
-    while any(seq.num_output_tokens < 2 for seq in seqs):
-        engine.step()
-    times = []
-    for _ in range(STEPS):
-        begun_s = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begun_s)
-    return statistics.median(times)
+    return statistics.median(time_decode_steps(engine, seqs, STEPS))
 
 
-def serve(kind: str, layers: int, size: str) -> None:
+def serve_step_times(kind: str, layers: int, size: str) -> None:
     """Build a model, and answer each number of sequences with the seconds of a step."""
     pool_mb, dtype, sizes = (64, "float32", SMOKE_SIZES) if size == "smoke" else (1024, "bfloat16", SIZES)
     settings = EngineSettings(dtype=dtype, pool_mb=pool_mb, max_batch=SEVERAL)
@@ -143,6 +133,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--side"]:
-        serve(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+        serve_step_times(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
         main()

@@ -116,6 +116,20 @@ def run_sequences(engine: Engine, seqs: Iterable[Sequence]) -> None:
         engine.step()
 
 
+def time_decode_steps(engine: Engine, seqs: list[Sequence], num_steps: int) -> list[float]:
+    """Add sequences, and return the seconds of steps in which all of them decode; the first ones are not counted."""
+    for seq in seqs:
+        engine.add_sequence(seq)
+    while min(seq.num_output_tokens for seq in seqs) < 4:
+        engine.step()
+    times_s = []
+    for _ in range(num_steps):
+        begun_s = time.perf_counter()
+        engine.step()
+        times_s.append(time.perf_counter() - begun_s)
+    return times_s
+
+
 def count_same_tokens(one: list[int], other: list[int]) -> int:
     """Return how many tokens two answers have in common before the first that differs, or one of them ends."""
     pairs = zip(one, other, strict=False)

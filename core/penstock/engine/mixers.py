@@ -110,17 +110,17 @@ class DividedForward:
                     piece = range(row, row + last - first)
                     given = {name: _take_rows(value, piece, 1) for name, value in rows.items()}
                     with step.open_state(self.layer, seq, first):
-                        outputs.add(piece, self._plain(**{**kwargs, **given}), 0)
+                        outputs.add_rows(piece, self._plain(**{**kwargs, **given}), 0)
                     step.keep_snapshot(self.layer, seq, last)
                 elif num_tokens == 1:
                     tokens.append(token)
                 else:
-                    outputs.add([row], self._read_tokens(step, [token], kwargs, rows), 1)
+                    outputs.add_rows([row], self._read_tokens(step, [token], kwargs, rows), 1)
                 row += last - first
         while tokens:
             some, tokens = tokens[: self.max_together], tokens[self.max_together :]
-            outputs.add([token.row for token in some], self._read_tokens(step, some, kwargs, rows), 1)
-        return outputs.join()
+            outputs.add_rows([token.row for token in some], self._read_tokens(step, some, kwargs, rows), 1)
+        return outputs.join_rows()
 
     def _read_tokens(self, step: Step, tokens: list["_Token"], given: dict[str, Any], rows: dict[str, Any]) -> Any:
         """Return what the mixer makes of one token of each sequence: [sequences, 1, hidden]."""
@@ -153,7 +153,7 @@ class _Outputs:
         self._rest: tuple[Any, ...] | None = None
         """What else the mixer returned last, if it returns several things."""
 
-    def add(self, rows: Iterable[int], output: Any, dim: int) -> None:
+    def add_rows(self, rows: Iterable[int], output: Any, dim: int) -> None:
         """Add the output for some rows, which is [1, rows, hidden] or, with `dim` 1, [rows, 1, hidden]."""
         if isinstance(output, tuple):
             output, *rest = output
@@ -161,7 +161,7 @@ class _Outputs:
         self._rows += rows
         self._found.append(output.squeeze(dim))
 
-    def join(self) -> Any:
+    def join_rows(self) -> Any:
         """Return the output for all rows, [1, T, hidden], in their order."""
         whole = torch.cat(self._found)
         if self._rows != sorted(self._rows):

@@ -202,10 +202,10 @@ class PackedLinears:
             part.out = out.data_ptr()
             outs.append(out)
         self._args.x, self._args.x_stride, self._args.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
-        self.repeat()
+        self.repeat_product()
         return outs
 
-    def repeat(self) -> None:
+    def repeat_product(self) -> None:
         """Compute the last call again, into its outputs, which are still there."""
         self._native.linear(self._address)
 

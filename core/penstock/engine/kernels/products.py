@@ -84,7 +84,7 @@ def _describe_slowness(native: Library, product: Product) -> str:
             continue  # reading less from memory is all that it gains, and was measured when the form was chosen
         x = torch.randn(rows, product.inputs).to(product.dtype)
         outs = group(x)  # whose memory the kernels write to again
-        ratio = compare_times(group.repeat, partial(linear, x, weight))
+        ratio = compare_times(group.repeat_product, partial(linear, x, weight))
         del outs
         if ratio > MAX_RATIO:
             slow.append(f"{rows} rows {ratio:.1f}")
