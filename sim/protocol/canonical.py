@@ -109,9 +109,9 @@ def _rename_worker(old: Worker, names: Numbers, epochs: Numbers, fenced: bool) -
 def _reduce_stale_run(run: Run) -> Run:
     """Return a run with a stale claim, reduced: it may still hand off, or it finds out and drops the request."""
     if run.phase == "ship":
-        return run._replace(cause="", diverged=False)
+        return run._replace(cause="", follows=False, diverged=False)
     computes = run.message.job == 0 and run.phase == "work" and run.tokens > 0
-    return run._replace(phase="work", tokens=int(computes), cause="", diverged=False)
+    return run._replace(phase="work", tokens=int(computes), cause="", follows=False, diverged=False)
 
 
 def _rename_task(old: Task, names: Numbers, epochs: Numbers) -> Task:

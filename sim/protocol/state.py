@@ -66,6 +66,8 @@ class Run(NamedTuple):
     """None if the request was taken over."""
     tokens: int
     cause: str = ""
+    follows: bool = False
+    """Whether a claim before this one may have sent the request on, as a job or to be tried again."""
     diverged: bool = False
     """Redis lost tokens that this run continues from."""
     lost: bool = False

@@ -143,7 +143,8 @@ def _begin_run(
     cause = message.error or (
         "cancelled" if cancelled else "exhausted" if attempts > MAX_ATTEMPTS else "late" if state.late else ""
     )
-    run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause)
+    follows = index < 2 and rules.stays[index] and (tokens > 0 or attempts > 1)
+    run = Run("work" if index < 2 else "wait", epoch, message, delivery, tokens, cause, follows)
     if not ended and (cause or (tokens == rules.last and (index >= 2 or rules.stays[index]))):
         run = run._replace(phase="finish")
     worker = worker._replace(run=run)
@@ -284,7 +285,9 @@ def _append_tokens(state: State, rules: Rules, index: int, run: Run, count: int)
 
 def _finish_request(state: State, rules: Rules, index: int, run: Run) -> Steps:
     worker, end = state.workers[index], End(run.tokens, run.cause)
-    hands_off = index < 2 and not rules.stays[index]
+    # Behind another claim the request's own message may be settled, and the bus slow to say so: a job is bound instead.
+    follows = run.follows and rules.flaw != "binds behind another claim"
+    hands_off = index < 2 and (not rules.stays[index] or follows)
     whose = run.message if rules.flaw == "binds without the delivery" else run.delivery
     name = whose.name if whose is not None and index < 2 and not hands_off else 0
     rec, reply = script.finish_request(state.rec, run.epoch, end, name, rules.flaw)

@@ -118,6 +118,21 @@ def test_what_leaves_goes_on_with_the_kv_that_it_has(
     assert shared.read_usage().leased == 0
 
 
+def test_an_end_behind_another_claim_is_settled_by_a_job(line: InProcessPipeline) -> None:
+    """The first worker may have sent the request on, with its message: the second one does not bind that."""
+    line.send_requests(request := ask())
+    stays = StayPolicy(StaySettings(), has_others=lambda: False)
+    with closing(line.make_auto("first", stays)) as first:
+        turn_until_tokens(first, "r", 3)
+    with closing(line.make_auto("second", stays)) as second, without_jobs(second):
+        run_until_idle(second)
+        status = second.record.read_status("r")
+        assert status is not None
+        assert (status.stage, status.bound, line.read_results()) == ("end", "", [])
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == compute_answers([request])["r"].token_ids
+
+
 def test_where_no_other_decodes_what_is_preempted_waits(line: InProcessPipeline, causes: list[str]) -> None:
     line.send_requests(request := ask())
     with closing(line.make_auto("auto", StayPolicy(StaySettings(), has_others=lambda: False))) as worker:

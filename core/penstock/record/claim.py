@@ -47,6 +47,15 @@ class Claim:
         self.num_found_tokens = self.num_tokens
 
     @property
+    def may_be_sent_on(self) -> bool:
+        """Whether a claim before this one may have sent the request on, as a job or to be tried again.
+
+        Then the request's own message may be settled, and this worker's delivery of it one that the bus has taken back
+        and not said so.
+        """
+        return self.num_found_tokens > 0 or self.attempts > 1
+
+    @property
     def attempts_in_vain(self) -> int:
         """How many claims there were since one made more tokens than each before it; 0 if this claim does."""
         return self.attempts if self.num_tokens - self.num_found_tokens <= self.most_tokens else 0

@@ -141,6 +141,14 @@ class Task:
         """Whether it goes on, or ends, in another worker."""
         return bool(self.leaving_for)
 
+    def find_cause_to_leave(self) -> str:
+        """Return why the request is handed off now that it ends; empty where this worker settles its result.
+
+        Its own message is not bound behind another claim, which may have sent it on: the first job is that comes.
+        """
+        is_own = self.claim.stage == "prefill"
+        return self.role.hands_off_for or ("ended" if is_own and self.claim.may_be_sent_on else "")
+
     @property
     def bound_name(self) -> str:
         """The name of the request's own message, where this worker has its delivery and settles its result; else empty.

@@ -686,7 +686,7 @@ class Worker:
         for task in tasks:
             self._remove_task(task)
             # Without its message it is not handed off: who has that settles the result.
-            task.leaving_for = task.role.hands_off_for if task.delivery.is_held else ""
+            task.leaving_for = task.find_cause_to_leave() if task.delivery.is_held else ""
         ends = [
             (
                 task.claim,
