@@ -156,6 +156,10 @@ class EngineSettings(BaseSettings):
     """The instruction set of the native kernels on a CPU. `auto`: the best that the processor has. In 16 bits, and with
     integers, each has tokens and KV blocks of its own: where processors differ, name one that all workers have.
     `torch`: torch computes models without the kernels, and in bfloat16 some tokens depend on the batch."""
+    mixed: bool = False
+    """Whether a worker starts beside workers of its pipeline that compute in another way (dtype, form of weights or KV,
+    instruction set), for a change of these one worker after the other, or a GPU beside CPUs: an answer's tokens then
+    depend on which of them goes on with it. Where all compute in float32, whose tokens agree, nothing is refused."""
     packed: str = ""
     """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
     worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where
