@@ -370,6 +370,15 @@ class NativeModel(nn.Module):
         return found
 
 
+def has_common_layers(module: Any, is_linear: Callable[[nn.Module], bool]) -> bool:
+    """Return whether the module is built like a model that `make_native_model` takes, as far as names and sizes say."""
+    inner = getattr(module, "model", None)
+    if inner is None or not (_child_names(module) <= _MODEL_CHILDREN and _child_names(inner) <= _INNER_CHILDREN):
+        return False
+    found = [find_layer_parts(layer, is_linear) for layer in getattr(inner, "layers", [])]
+    return bool(found) and all(parts is not None and parts.attention.window is None for parts in found)
+
+
 def make_native_model(module: Any) -> NativeModel | None:
     """Return the model as a `NativeModel` if it is built like Llama and all its layers are native; otherwise None.
 

@@ -76,6 +76,8 @@ class LoadedModel:
     """The attention implementation transformers would use."""
     backend: Backend = TorchBackend()
     """What computes the model."""
+    dtype_reason: str = ""
+    """Why it is computed in `dtype`."""
     weight_form: str = ""
     """`int8` or `int4` where the weights were made integers; empty: they are as they are stored."""
     stage_forms: tuple[str, str] | None = None

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.dtype import choose_dtype
 from penstock.engine.files import Progress, find_model, find_weight_files
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.load_cache import LoadCache
 from penstock.engine.loading import (
     as_load_errors,
-    choose_dtype,
     find_context_length,
     find_eos_token_ids,
     load_tokenizer,
@@ -142,7 +142,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
-    dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda"))
+    dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),

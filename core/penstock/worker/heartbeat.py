@@ -235,7 +235,7 @@ class Heartbeat:
         counted = [self._pipeline.worker_key(kind, "") for kind in ("decode", "auto")] if self._stage == "auto" else []
         compared = self._pipeline.worker_prefix if "arithmetic" in status and not self._declared else ""
         lease_ms, is_accepted = int(self._interval_s * 4000), int(self._is_mix_accepted)
-        args = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
+        args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
         return ScriptCall(BEAT, self._keys, args)
 
     def _read_holder(self, beat: ScriptCall) -> "_Holder | None":
