@@ -135,9 +135,9 @@ class EngineSettings(BaseSettings):
     """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
     or a directory's own name, without the path to it. Who asks by the path is answered, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: the model's own on a GPU. On a CPU bfloat16 where it is the model's own, the instruction set (`amx`,
-    `avx2`) has products in it that are as fast as in float32, and the kernels compute all of the model, or where
-    float32 does not fit the machine's memory; else float32, whose tokens are the same on all processors."""
+    """`auto`: the model's own on a GPU. On a CPU bfloat16 where it is the model's own, the processor has AMX, which
+    is faster in it, and the kernels compute all of the model, or where float32 does not fit the machine's memory; else
+    float32, whose tokens are the same on all processors."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one. On a GPU torch computes, rightly and slowly: there
     `kind=vllm` is the engine to choose."""

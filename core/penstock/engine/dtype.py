@@ -13,8 +13,8 @@ from penstock.engine.layer import has_common_layers
 from penstock.engine.memory import MIN_POOL_MB, count_total_bytes
 from penstock.engine.module import build_skeleton, count_bytes
 
-BFLOAT16_ISAS = frozenset(["amx", "avx2"])
-"""Instruction sets on which the kernels' products take no longer in bfloat16 than in float32, of one row as of many."""
+BFLOAT16_ISAS = frozenset(["amx"])
+"""Instruction sets on which a model is no slower in bfloat16 than in float32, in prompts as in answers, as measured."""
 PARTLY_NATIVE = "the kernels compute a part of the model only, and in bfloat16 tokens would depend on the batch"
 
 
@@ -32,7 +32,7 @@ def choose_dtype(
 ) -> ChosenDtype:
     """Return the dtype of that name; for `auto` the model's own on a GPU.
 
-    On a CPU `auto` is bfloat16 for a model whose own it is, where that is as fast on the kernels' instruction set and
+    On a CPU `auto` is bfloat16 for a model whose own it is, where that is no slower on the kernels' instruction set and
     they compute all of the model, or where the machine's memory is too small for float32; else float32, whose tokens
     are the same everywhere. `isa` is empty where torch computes. Raises `ModelLoadError` for a configuration that
     describes no model.
@@ -58,4 +58,4 @@ def _choose_for_kernels(config: Any, isa: str) -> ChosenDtype:
         return ChosenDtype(torch.float32, f"prompts in the model's own bfloat16 take longer on {isa}")
     if not has_common_layers(skeleton, is_linear):
         return ChosenDtype(torch.float32, PARTLY_NATIVE)
-    return ChosenDtype(torch.bfloat16, f"the model's own, which is as fast on {isa} or faster", is_open=True)
+    return ChosenDtype(torch.bfloat16, f"the model's own, no slower than float32 on {isa}", is_open=True)
