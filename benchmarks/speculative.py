@@ -76,7 +76,7 @@ SMOKE = Extent(num_copies=2, num_other_tokens=4, rounds=1, shape="smoke")
 
 def record_answers(count: int) -> list[Exchange]:
     """Return the tool model's own answers to prompts that ask for copies and for extraction, in turns."""
-    model = accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL))))
+    model = accelerate_model(load_model(EngineSettings(model=str(TOOL_MODEL), dtype="float32")))
     engine = Engine(model, EngineSettings(max_batch=1))
     found: dict[str, list[Exchange]] = {"repetition": [], "extraction": []}
     for number in itertools.count():

@@ -37,6 +37,8 @@ forked.preload_modules("tests.bus.worker_process", "tests.ingest.meter_process",
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PENSTOCK_ENGINE_THREADS", "1")
 os.environ.setdefault("PENSTOCK_ENGINE_POOL_MB", "256")
+# Tokens are compared with those of `generate()`, whatever the processor would choose.
+os.environ.setdefault("PENSTOCK_ENGINE_DTYPE", "float32")
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)

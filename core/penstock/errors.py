@@ -37,6 +37,7 @@ PenstockError
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
 ├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── NameTaken                another process has this worker's name; the message says where it runs
+├── ArithmeticDiffers        the pipeline's workers round otherwise than this one; the message says how both do
 ├── StateMismatch            a key in Redis has another type than this build writes; the message says what to do
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
@@ -276,6 +277,10 @@ class ServersDiffer(PenstockError):
 
 class NameTaken(PenstockError):
     """Another process has this worker's name."""
+
+
+class ArithmeticDiffers(PenstockError):
+    """Workers of the pipeline compute by another arithmetic than this one: one answer would have tokens of both."""
 
 
 class StateMismatch(PenstockError):

@@ -6,16 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock import native
 from penstock.cli import doctor
 from penstock.engine.kernels import build, library
 from penstock.engine.kernels.memory import HUGE_PAGE_BYTES, map_zeros
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinears
+from penstock.engine.states import StateLayout, StatePart, StateStorage
 from penstock.errors import DependencyMissing
 
 pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
@@ -181,10 +184,20 @@ def test_token_ids_of_any_integer_dtype_are_looked_up_and_others_refused(dtype: 
 # Dumps
 
 
+def map_plain(num_bytes: int) -> Tensor:
+    return map_zeros(num_bytes, torch.uint8)
+
+
+def map_states(num_bytes: int) -> Tensor:
+    part = StatePart(0, "recurrent", 0, (num_bytes // 8,), torch.float32)
+    return StateStorage(StateLayout((part,), 16, 16), 2).data
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTDUMP"), reason="not on this system")
 @pytest.mark.parametrize("num_bytes", [1000, 3 * HUGE_PAGE_BYTES])
-def test_weights_and_kv_are_left_out_of_dumps(num_bytes: int) -> None:
-    memory = map_zeros(num_bytes, torch.uint8)
+@pytest.mark.parametrize("map_memory", [map_plain, map_states], ids=["weights and KV", "states"])
+def test_weights_kv_and_states_are_left_out_of_dumps(map_memory: Callable[[int], Tensor], num_bytes: int) -> None:
+    memory = map_memory(num_bytes)
     flags, found = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if part := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.limits import max_length
 from penstock.engine.loading import load_model
-from penstock.engine.memory import count_available_bytes
+from penstock.engine.memory import count_available_bytes, count_total_bytes
 from penstock.engine.model import LoadedModel
 from penstock.engine.weights import MappedWeights
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
@@ -275,39 +275,39 @@ NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 
 
 @pytest.mark.parametrize(
-    ("files", "available"),
+    ("files", "available", "total"),
     [
-        ({}, 4000 * 1024),
-        ({"proc/self/cgroup": "0::/a/b\n"}, 4000 * 1024),
+        ({}, 4000 * 1024, 9000 * 1024),
+        ({"proc/self/cgroup": "0::/a/b\n"}, 4000 * 1024, 9000 * 1024),
         (
             {"proc/self/cgroup": "0::/a/b\n", f"{NEW}/a/b/memory.max": "900", f"{NEW}/a/b/memory.current": "500",
              f"{NEW}/a/b/memory.stat": "anon 300\ninactive_file 120\nactive_file 60\n"},
-            900 - 500 + 180,
+            900 - 500 + 180, 900,
         ),
         (
             {"proc/self/cgroup": "0::/a/b\n", f"{NEW}/a/b/memory.max": "max", f"{NEW}/a/b/memory.current": "5",
              f"{NEW}/a/b/memory.stat": "anon 5\n", f"{NEW}/a/memory.max": "700", f"{NEW}/a/memory.current": "600",
              f"{NEW}/a/memory.stat": "anon 600\n"},
-            100,
+            100, 700,
         ),
         (
             {"proc/self/cgroup": "3:cpu,memory:/seen/outside\n0::/\n", f"{OLD}/memory.limit_in_bytes": "800",
              f"{OLD}/memory.usage_in_bytes": "500", f"{OLD}/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n"},
-            350,
+            350, 800,
         ),
         (
             {"proc/self/cgroup": "0::/\n", f"{NEW}/memory.max": "100", f"{NEW}/memory.current": "200",
              f"{NEW}/memory.stat": ""},
-            0,
+            0, 100,
         ),
     ],
 )  # fmt: skip
-def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int) -> None:
-    assert count_available_bytes(tmp_path) is None, "a system that does not say"
+def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int, total: int) -> None:
+    assert count_available_bytes(tmp_path) is count_total_bytes(tmp_path) is None, "a system that does not say"
     for name, content in {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert count_available_bytes(tmp_path) == available
+    assert (count_available_bytes(tmp_path), count_total_bytes(tmp_path)) == (available, total)
 
 
 # The command line

@@ -67,6 +67,27 @@ def test_one_call_gives_the_bits_of_embedding_layers_and_head(dtype: str, monkey
     assert torch.equal(*found)
 
 
+def test_positions_beyond_the_table_are_computed_in_one_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those with a table, for prompts and for single tokens."""
+    model, body = load_native(dtype="bfloat16")
+    found: list[list[Tensor]] = []
+    for most in (MAX_TABLE_POSITIONS, 35):
+        monkeypatch.setattr("penstock.engine.layer.MAX_TABLE_POSITIONS", most)
+        seqs = [sequence([5 + (37 * n + at) % 900 for n in range(60)], 9) for at in range(2)]
+        runner, logits = model.backend.create_runner(model, EngineSettings(), 8), []
+        for at, seq in enumerate(seqs):
+            seq.block_table = list(range(4 * at, 4 * at + 4))
+        for num_tokens in (30, 20, 1):
+            batch = StepBatch([(seq, num_tokens) for seq in seqs], model.layout.block_size, model.device)
+            with torch.inference_mode():
+                logits.append(runner.run_step(batch).clone())
+            for seq in seqs:
+                seq.num_computed_tokens += num_tokens
+        found.append(logits)
+        monkeypatch.setattr(body, "_compute_stages", None)  # another way would take a call for each part
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", ["ids", "positions", "kept"])
 @pytest.mark.parametrize("value", [-1, 2**40])
 def test_a_row_that_there_is_not_is_refused_before_it_is_read(name: str, value: int) -> None:

@@ -426,6 +426,9 @@ def _check_workers(addresses: Addresses) -> Iterator[Finding]:
             yield Finding("note", kind, f"{name} is degraded: {worker['reason']}")
         if resident := worker.get("resident_bytes"):
             yield Finding("ok", kind, f"{name}: {resident / 2**20:,.0f} MiB of memory are resident")
+    if len(found_ways := sorted({worker["arithmetic"] for worker in workers if worker.get("arithmetic")})) > 1:
+        advice = "an answer's tokens depend on which of them goes on with it: let all compute in one way"
+        yield Finding("note", "arithmetic", f"workers compute in {'; in '.join(found_ways)}", advice)
 
 
 def _check_webhooks() -> Iterator[Finding]:

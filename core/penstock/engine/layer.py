@@ -275,24 +275,30 @@ class NativeModel(nn.Module):
         step = current_step.get()
         assert isinstance(step, NativeStep)
         kept = torch.arange(step.num_rows) if logits_to_keep is None else logits_to_keep
-        table = self._get_table(int(position_ids.max()))
-        if self._args is None or table is None:
+        if self._args is None:
             return Output(self._compute_stages(step, input_ids, position_ids, kept)[None])
+        table = self._rotary.get_table(self._like, int(position_ids.max()))
+        if table is None:
+            table, position_ids = self._compute_step_table(position_ids)
         addresses = (input_ids.data_ptr(), position_ids.data_ptr(), kept.data_ptr())
         return Output(self._compute_model(self._args, step, addresses, len(kept), table)[None])
 
     def compute_batch(self, step: NativeStep) -> Tensor:
         """Write K and V to the pool, and return the logits that the batch keeps: [rows, vocabulary]."""
         batch = step.batch
-        table = self._get_table(batch.last_position)
-        if self._args is None or table is None:
+        if self._args is None:
             return self._compute_stages(step, batch.input_ids, batch.position_ids, batch.logits_to_keep)
-        kept = batch.kept_values
-        addresses = (step.row_addresses[0], step.row_addresses[1], address_of(kept))
+        kept, table, positions = batch.kept_values, self._rotary.get_table(self._like, batch.last_position), None
+        if table is None:
+            table, positions = self._compute_step_table(batch.position_ids)
+        rows = step.row_addresses[1] if positions is None else positions.data_ptr()
+        addresses = (step.row_addresses[0], rows, address_of(kept))
         return self._compute_model(self._args, step, addresses, len(kept), table)
 
-    def _get_table(self, last_position: int) -> tuple[Tensor, Tensor] | None:
-        return None if self._args is None else self._rotary.get_table(self._like, last_position)
+    def _compute_step_table(self, position_ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return the cosines and sines of a step's rows, and which row of them each row of the step has."""
+        cos, sin = self._rotary.find_rows(self._like, position_ids)
+        return (cos[0].contiguous(), sin[0].contiguous()), torch.arange(position_ids.shape[1])
 
     def _compute_stages(self, step: NativeStep, ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
         """Compute the parts one after the other: ids and positions [1, T] to logits [rows to keep, vocabulary]."""
@@ -362,6 +368,15 @@ class NativeModel(nn.Module):
             self._memory = torch.empty(MAX_KEPT_LOGITS, self._args.num_logits, dtype=self._like.dtype)
         self._logits[num_rows] = found = (self._memory[:num_rows], self._memory.data_ptr())
         return found
+
+
+def has_common_layers(module: Any, is_linear: Callable[[nn.Module], bool]) -> bool:
+    """Return whether the module is built like a model that `make_native_model` takes, as far as names and sizes say."""
+    inner = getattr(module, "model", None)
+    if inner is None or not (_child_names(module) <= _MODEL_CHILDREN and _child_names(inner) <= _INNER_CHILDREN):
+        return False
+    found = [find_layer_parts(layer, is_linear) for layer in getattr(inner, "layers", [])]
+    return bool(found) and all(parts is not None and parts.attention.window is None for parts in found)
 
 
 def make_native_model(module: Any) -> NativeModel | None:

@@ -28,6 +28,7 @@ from penstock.config.settings import EngineSettings
 from penstock.cores import list_usable_cores
 from penstock.engine.accelerate import accelerate_model, can_pack
 from penstock.engine.device import describe_device
+from penstock.engine.dtype import PARTLY_NATIVE, ChosenDtype, choose_dtype
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
@@ -78,12 +79,14 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None, *, o
     an instruction set that this machine lacks.
     """
     model = load_stage_models(settings, progress, only_prompts=only_prompts)
-    settings, begun_s = choose_pool(model.layout, model.context_length, settings, model.device), time.perf_counter()
+    begun_s, pool = time.perf_counter(), choose_pool(model.layout, model.context_length, settings, model.device)
     log.info(
-        "%s computes in %s on %s with %d threads (%s)",
-        settings.model, str(model.dtype).removeprefix("torch."), model.device, settings.num_threads,
-        "PENSTOCK_ENGINE_THREADS" if settings.threads else "the cores that it may use",
+        "%s computes in %s (%s) on %s by %s (%s), with %d threads (%s) and a KV pool of %d MiB (%s)",
+        settings.model, str(model.dtype).removeprefix("torch."), model.dtype_reason, model.device, model.backend.name,
+        "the best here" if settings.isa == "auto" else "PENSTOCK_ENGINE_ISA", settings.num_threads,
+        "PENSTOCK_ENGINE_THREADS" if settings.threads else "the cores that it may use", *pool,
     )  # fmt: skip
+    settings = settings.model_copy(update={"pool_mb": pool.pool_mb})
     engine = Engine(model, settings)
     load_cache, about = LoadCache(settings.find_cache_directory()), describe_speed(model, settings)
     if speed := load_cache.read_finding("speed", about, max_age_s=MAX_SPEED_AGE_S):
@@ -145,7 +148,11 @@ def load_stage_models(
         )
     if only_prompts:
         return prompts
-    answers = open_model(settings, progress)
+    # Both write to one pool, in the dtype that was chosen for prompts.
+    dtype = str(prompts.dtype).removeprefix("torch.")
+    answers = replace(
+        open_model(settings.model_copy(update={"dtype": dtype}), progress), dtype_reason=prompts.dtype_reason
+    )
     if answers.content_fingerprint != prompts.content_fingerprint:
         raise ModelLoadError(f"{settings.model} was written to while it was loaded")
     return replace(answers, stage_forms=stage_forms, prompt_model=prompts)
@@ -198,8 +205,13 @@ class _Description:
     quantization: Quantization | None
     tokenizer: Any
     context_length: int
-    dtype: torch.dtype
+    chosen: ChosenDtype
     skeleton: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is computed."""
+        return self.chosen.dtype
 
     @property
     def form(self) -> str:
@@ -237,6 +249,7 @@ class _Description:
             context_length=self.context_length,
             eos_token_ids=find_eos_token_ids(generation, self.config, self.tokenizer),
             dtype=self.dtype,
+            dtype_reason=self.chosen.reason,
             device=self.device,
             content_fingerprint=name,
             module=module,
@@ -263,15 +276,17 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         context_length = find_context_length(config, tokenizer)
         _report_short_context(settings.model, config, context_length)
     with phases.measure("skeleton"):
-        dtype = choose_dtype(settings.dtype, config, device)
         native, forms = load_library(), {settings.weights, settings.prefill_weights, settings.kv_dtype}
+        isa = native.isa if native is not None and native.isa != TORCH else ""
+        chosen = choose_dtype(settings.dtype, config, device, isa, is_quantized=quantization is not None)
+        dtype = chosen.dtype
         if native is not None and settings.isa == "auto" and forms <= {"auto", "bf16", ""} and can_pack(device, dtype):
             choose_products(native, dtype)
         skeleton = build_skeleton(config, dtype)
     load_cache = LoadCache(settings.find_cache_directory())
     return _Description(
         settings, report, load_cache, directory, files, stats, device, config, quantization, tokenizer, context_length,
-        dtype, skeleton,
+        chosen, skeleton,
     )  # fmt: skip
 
 
@@ -325,8 +340,13 @@ def open_model(settings: EngineSettings, progress: Progress | None = None) -> Lo
             model = _load_checkpoint(found, phases)
             with phases.measure("proof"):
                 model = prove_once(model, settings, report, found.load_cache)
-        log.info("%s is loaded in %s", settings.model, phases)
-        return model
+    log.info("%s is loaded in %s", settings.model, phases)
+    if found.chosen.is_open and isinstance(model.backend, NativeBackend) and model.backend.body is None:
+        log.info("%s is loaded again in float32: %s", settings.model, PARTLY_NATIVE)
+        del model, found  # both hold its weights
+        model = open_model(settings.model_copy(update={"dtype": "float32"}), progress)
+        return replace(model, dtype_reason=PARTLY_NATIVE)
+    return model
 
 
 def _open_packed(found: _Description, phases: Phases) -> LoadedModel | None:
@@ -520,16 +540,6 @@ def _parse_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ModelLoadError(f"no device {name!r}: models run on cpu and cuda")
     return device
-
-
-def choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; for `auto` the model's own on a GPU, float32 on a CPU."""
-    if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    own = getattr(config.get_text_config(), "dtype", None)
-    return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
 def find_context_length(config: Any, tokenizer: Any) -> int:

@@ -1,11 +1,11 @@
 """Available memory, so that a model that does not fit is refused instead of killed later."""
 
 import ctypes
-import logging
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,6 @@ from penstock.config.settings import EngineSettings
 from penstock.cores import count_usable_cores
 from penstock.engine.storage import BlockLayout
 from penstock.errors import ModelLoadError
-
-log = logging.getLogger("penstock.engine")
 
 NUM_CONVERSATIONS = 8
 """Sequences as long as the model's context, for which the pool has room if it is chosen here."""
@@ -33,26 +31,29 @@ def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
         )
 
 
-def choose_pool(
-    layout: BlockLayout, context_length: int, settings: EngineSettings, device: torch.device
-) -> EngineSettings:
-    """Return the settings with a size of the KV pool, which `PENSTOCK_ENGINE_POOL_MB` says where it is not 0."""
+class ChosenPool(NamedTuple):
+    """A size of the KV pool, and why."""
+
+    pool_mb: int
+    reason: str
+
+
+def choose_pool(layout: BlockLayout, context_length: int, settings: EngineSettings, device: torch.device) -> ChosenPool:
+    """Return the size of the KV pool, which `PENSTOCK_ENGINE_POOL_MB` says where it is not 0."""
     if settings.pool_mb:
-        return settings
+        return ChosenPool(settings.pool_mb, "PENSTOCK_ENGINE_POOL_MB")
     num_blocks = NUM_CONVERSATIONS * -(-context_length // layout.block_size)
     wanted = max(MIN_POOL_MB, (num_blocks * layout.block_bytes + NUM_CONVERSATIONS * layout.state_bytes) // 2**20)
     available, share = count_free_bytes(device), 1.0
     if device.type == "cpu":
         share = min(1.0, count_usable_cores() / (os.cpu_count() or 1))
     most = wanted if available is None else int(available * POOL_SHARE * share) // 2**20
-    chosen = max(1, min(wanted, most))
-    log.info(
-        "%s: a KV pool of %d MiB, %s", settings.model, chosen,
-        f"which holds {NUM_CONVERSATIONS} sequences of {context_length:,} tokens" if chosen == wanted
-        else f"the most of available memory that one worker takes; {NUM_CONVERSATIONS} sequences of {context_length:,} "
-        f"tokens would take {wanted} MiB (PENSTOCK_ENGINE_POOL_MB)",
-    )  # fmt: skip
-    return settings.model_copy(update={"pool_mb": chosen})
+    sequences = f"{NUM_CONVERSATIONS} sequences of {context_length:,} tokens"
+    if wanted <= most:
+        return ChosenPool(wanted, f"it holds {sequences}")
+    return ChosenPool(
+        max(1, most), f"the most of available memory that one worker takes; {sequences} take {wanted} MiB"
+    )
 
 
 def count_free_bytes(device: torch.device) -> int | None:
@@ -82,12 +83,25 @@ def count_available_bytes(root: Path = Path("/")) -> int | None:
     File pages that can be dropped count as free, so weights that are only mapped are not counted twice. `None` where
     the system does not say (there is no /proc).
     """
+    machine = _read_memory_info(root, "MemAvailable")
+    return None if machine is None else min([machine, *(free for _, free in _iter_group_limits(root))])
+
+
+def count_total_bytes(root: Path = Path("/")) -> int | None:
+    """Return how many bytes this process could allocate if nothing else ran here; None where the system does not say.
+
+    It is the same on all machines of one size: that of the machine, or the limit of a control group if lower.
+    """
+    machine = _read_memory_info(root, "MemTotal")
+    return None if machine is None else min([machine, *(limit for limit, _ in _iter_group_limits(root))])
+
+
+def _read_memory_info(root: Path, name: str) -> int | None:
     try:
         meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        machine = int(meminfo["MemAvailable"].split()[0]) * 1024
+        return int(meminfo[name].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    return min([machine, *_iter_group_limits(root)])
 
 
 def count_resident_bytes() -> int | None:
@@ -101,8 +115,8 @@ def count_resident_bytes() -> int | None:
         return None
 
 
-def _iter_group_limits(root: Path) -> Iterator[int]:
-    """Yield what the limits of this process's control groups leave, for both versions of control groups."""
+def _iter_group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limits of this process's control groups and what each leaves, for both versions of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -116,8 +130,8 @@ def _iter_group_limits(root: Path) -> Iterator[int]:
             yield from _iter_free_bytes(root / "sys/fs/cgroup/memory", path, names, "total_")
 
 
-def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[int]:
-    """Yield limit minus usage of the group and its parents. A container may see only the top, which is its own."""
+def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[tuple[int, int]]:
+    """Yield limit, and limit minus usage, of the group and its parents. A container may see only its own as the top."""
     group = base / path.lstrip("/")
     for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(base))):
         try:
@@ -126,4 +140,4 @@ def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str)
         except (OSError, ValueError):
             continue  # no limit here ("max"), or not to be seen
         cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-        yield max(0, limit - used + cached)
+        yield limit, max(0, limit - used + cached)

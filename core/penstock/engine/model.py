@@ -76,6 +76,8 @@ class LoadedModel:
     """The attention implementation transformers would use."""
     backend: Backend = TorchBackend()
     """What computes the model."""
+    dtype_reason: str = ""
+    """Why it is computed in `dtype`."""
     weight_form: str = ""
     """`int8` or `int4` where the weights were made integers; empty: they are as they are stored."""
     stage_forms: tuple[str, str] | None = None
@@ -102,6 +104,18 @@ class LoadedModel:
         return bool(
             self.dtype != torch.float32 or self.layout.is_int8 or self.weight_form or self.stage_forms is not None
         )
+
+    @property
+    def arithmetic(self) -> str:
+        """How numbers are rounded, in words. Models of the same weights and words give the same tokens."""
+        words = [str(self.dtype).removeprefix("torch.")]
+        if self.stage_forms is not None:
+            prompts, answers = (form or "as they are stored" for form in self.stage_forms)
+            words.append(f"weights of prompts {prompts}, of answers {answers} (version {QUANTIZATION_VERSION})")
+        elif self.weight_form:
+            words.append(f"weights in {self.weight_form} (version {QUANTIZATION_VERSION})")
+        words += ["KV in int8"] if self.layout.is_int8 else []
+        return ", ".join(words) + (f" on {self.backend.name}" if self._is_rounded else "")
 
     @cached_property
     def fingerprint(self) -> str:

@@ -26,6 +26,10 @@ from penstock.names import CLASSES, PriorityClass
 class CoreModel(ModelCard, PooledModel, Protocol):
     """A core's model."""
 
+    @property
+    def arithmetic(self) -> str:
+        """How numbers are rounded, in words. Models of the same weights and words give the same tokens."""
+
 
 class EngineCore(Pool, Protocol):
     """What computes sequences, over a pool of KV blocks in this process. One thread calls it."""

@@ -41,6 +41,7 @@ class VllmModel:
     context_length: int
     vocab_size: int
     fingerprint: str
+    arithmetic: str
     layout: VllmLayout
     has_separate_answer_keys: bool = False
     """vLLM computes prompts and answers with the same weights."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.dtype import choose_dtype
 from penstock.engine.files import Progress, find_model, find_weight_files
 from penstock.engine.fingerprint import compute_fingerprint, hash_files
 from penstock.engine.load_cache import LoadCache
 from penstock.engine.loading import (
     as_load_errors,
-    choose_dtype,
     find_context_length,
     find_eos_token_ids,
     load_tokenizer,
@@ -142,7 +142,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)
     _check_rope(config, context_length)
-    dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda"))
+    dtype = choose_dtype(settings.dtype, config, torch.device("cpu" if is_cpu else "cuda")).dtype
     args = EngineArgs(
         model=str(directory),
         dtype=str(dtype).removeprefix("torch."),
@@ -170,7 +170,8 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
     num_heads = vllm_config.model_config.get_total_num_kv_heads()
     layout, slices = combine_ranks(call_ranks("penstock_describe_kv"), settings.block_size, num_heads)
     shaping = sorted((name, repr(value)) for name, value in given.items() if name not in PLACING_ARGUMENTS)
-    form = f"penstock kv layout of vllm {version}\n{current_platform.get_device_name()} {shaping}\n{layout}"
+    device_name = current_platform.get_device_name()
+    form = f"penstock kv layout of vllm {version}\n{device_name} {shaping}\n{layout}"
     load_cache = LoadCache(settings.find_cache_directory())
     model = VllmModel(
         settings.model,
@@ -180,6 +181,7 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         context_length,
         config.get_text_config().vocab_size,
         compute_fingerprint(directory, files, hash_files(files, report, load_cache), config, form),
+        " ".join([f"{args.dtype} in vLLM {version} on {device_name}", *(f"{name}={value}" for name, value in shaping)]),
         layout,
     )
     return VllmCore(model, settings, core, RankBlocks(core.model_executor, layout, slices))

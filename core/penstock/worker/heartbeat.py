@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 import redis
 
-from penstock.errors import NameTaken, PenstockError
+from penstock.errors import ArithmeticDiffers, NameTaken, PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
 from penstock.record import Session
 from penstock.redis.client import is_away, redis_client
@@ -46,11 +46,11 @@ class Heartbeat:
     The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
     id), model (the name by which callers ask for it), model_source (its directory or hub name, where its tokenizer is
     found), max_model_len (tokens of prompt and answer together), response_template (of the model's tokenizer, if it has
-    one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`,
-    `draining`), reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see
-    `load.py`), pool and kv (blocks), resident_bytes (of a process with a model), recent (see
-    `penstock.telemetry.recent`), since (seconds since the epoch by the clock of Redis, as hosts' clocks may be
-    changed).
+    one), kafka (the brokers it reads from, empty on Redis Streams), state (`loading`, `ready`, `degraded`, `draining`),
+    reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
+    arithmetic (how a worker with a model of its own rounds, see `declare_arithmetic`), pool and kv (blocks),
+    resident_bytes (of a process with a model), recent (see `penstock.telemetry.recent`), since (seconds since the epoch
+    by the clock of Redis, as hosts' clocks may be changed).
     """
 
     def __init__(
@@ -82,6 +82,10 @@ class Heartbeat:
         self._session: Session | None = None
         self._ended = self._is_written = False
         self._failure: NameTaken | None = None
+        self._is_mix_accepted = False
+        self._declared, self._answered = False, threading.Event()
+        """Whether the arithmetic is in the heartbeat, and whether Redis has said if it may be."""
+        self._different: _Different | None = None
         self._set_name(name)
         self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
 
@@ -148,6 +152,40 @@ class Heartbeat:
             holder = self._try_name()
         return self.name
 
+    def declare_arithmetic(self, arithmetic: str, *, is_mix_accepted: bool = False) -> None:
+        """Say in the heartbeat by which arithmetic this worker computes, once a beat has compared it with the others'.
+
+            1  a beat with the words is written where no living worker of the pipeline has others, or one has the same
+            2  else the one that has others is waited for, until its lease ends (its process was killed) or is renewed
+            3  where it lives, this worker must not serve, unless the mix is accepted: then 1 is done, and logged
+
+        A crash after any of them costs a lease: then the words are gone. Of two workers that start at once, the first
+        beat decides. Heartbeats without words are of workers without a model, or of an older version: they differ from
+        none. Raises `ArithmeticDiffers`, and `NameTaken` where another process has this worker's name by now.
+        """
+        self._is_mix_accepted = is_mix_accepted
+        other = self._try_arithmetic(arithmetic)  # 1
+        while other is not None:
+            last = other
+            time.sleep(min(last.lease_ms / 1000 + 0.001, TAKE_PAUSE_S))
+            other = self._try_arithmetic(arithmetic)  # 2
+            if other is not None and (other.token != last.token or other.lease_ms > last.lease_ms):
+                raise ArithmeticDiffers(  # 3
+                    f"{self.name} computes in {arithmetic}, and {other.name} of pipeline {self._pipeline.name} in "
+                    f"{other.arithmetic}: an answer's tokens would depend on which of them goes on with it. Give both "
+                    "the same PENSTOCK_ENGINE_DTYPE, …_WEIGHTS, …_PREFILL_WEIGHTS and …_KV_DTYPE; where processors "
+                    "differ also a PENSTOCK_ENGINE_ISA that all have, or float32, whose tokens agree everywhere; or "
+                    "accept it with PENSTOCK_ENGINE_MIXED=1"
+                )
+
+    def _try_arithmetic(self, arithmetic: str) -> "_Different | None":
+        """Have a beat with the words written, and return None; return a worker that has others if that was refused."""
+        self._answered.clear()
+        self.update_status(now=True, arithmetic=arithmetic)
+        self._answered.wait()
+        self.raise_failure()
+        return None if self._declared else self._different
+
     def _wait_for_redis(self) -> None:
         """Return when Redis answers: a worker may be started before its servers."""
         is_told = False
@@ -195,17 +233,37 @@ class Heartbeat:
             status["state"] = "degraded"
         self.state = str(status["state"])
         counted = [self._pipeline.worker_key(kind, "") for kind in ("decode", "auto")] if self._stage == "auto" else []
-        lease_ms = int(self._interval_s * 4000)
-        return ScriptCall(BEAT, self._keys, [self._token, json.dumps(status), lease_ms, *counted])
+        compared = self._pipeline.worker_prefix if "arithmetic" in status and not self._declared else ""
+        lease_ms, is_accepted = int(self._interval_s * 4000), int(self._is_mix_accepted)
+        args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
+        return ScriptCall(BEAT, self._keys, args)
 
     def _read_holder(self, beat: ScriptCall) -> "_Holder | None":
         """Return the name's holder if a beat was refused. Raises `redis.RedisError` if it was not written."""
         reply = beat.read_reply()
-        self._is_written = len(reply) == 1
+        is_compared = beat.args[3] != ""
+        if len(reply) == 3:
+            other: dict[str, Any] = json.loads(reply[0])
+            self._different = _Different(str(other["token"]), other["name"], other["arithmetic"], int(reply[1]))
+            del self._status["arithmetic"]
+            self._due_s = 0.0  # this beat was not written
+            self._answered.set()
+            return None
+        self._is_written = isinstance(reply[0], int)
         if self._is_written:
             self.num_decoding = int(reply[0])
+            if len(reply) > 1:
+                other = json.loads(reply[1])
+                log.warning(
+                    "%s computes in %s, and %s in %s (PENSTOCK_ENGINE_MIXED): neither reads the other's KV, and an "
+                    "answer's tokens depend on which of them goes on with it",
+                    self.name, self._status["arithmetic"], other["name"], other["arithmetic"],
+                )  # fmt: skip
+            if is_compared:
+                self._declared = True
+                self._answered.set()
             return None
-        other: dict[str, Any] = json.loads(reply[0])
+        other = json.loads(reply[0])
         return _Holder(str(other.get("token")), str(other.get("host")), int(other.get("pid", 0)), int(reply[1]))
 
     def _build_name_error(self, holder: "_Holder") -> NameTaken:
@@ -232,7 +290,7 @@ class Heartbeat:
             self._wake.wait(min(self.watch.look_interval_s, max(0.0, due_s - time.monotonic())))
         if self._is_written:
             with suppress(redis.RedisError):  # else it runs out
-                BEAT.run(self._redis, self._keys, [self._token, "", int(GOODBYE_TTL_S * 1000)])
+                BEAT.run(self._redis, self._keys, [self._token, "", int(GOODBYE_TTL_S * 1000), ""])
 
     def _keep_alive(self, session: Session | None, *, is_beat_due: bool) -> None:
         """Renew the session, if one is given, and write a beat, if one is due: both in one round trip."""
@@ -261,6 +319,7 @@ class Heartbeat:
             self._is_written = False
         except NameTaken as error:  # `raise_failure` raises it in the loop
             self._failure = error
+            self._answered.set()
         except Exception:  # a bug in a figure: without heartbeats a worker that works would look lost
             log.exception("a heartbeat could not be made; the next one is tried")
 
@@ -271,6 +330,15 @@ class _Holder(NamedTuple):
     token: str
     host: str
     pid: int
+    lease_ms: int
+
+
+class _Different(NamedTuple):
+    """A worker that computes by another arithmetic, and for how long its lease still lasts."""
+
+    token: str
+    name: str
+    arithmetic: str
     lease_ms: int
 
 

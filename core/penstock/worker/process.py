@@ -126,7 +126,8 @@ class WorkerProcess:
     def open_engine(self, *, only_prompts: bool = False) -> "ServingEngine":
         """Load the model, of which a stage may need the prompts' part only, and open the KV store.
 
-        Raise `DependencyMissing` where the libraries are not installed.
+        Raise `DependencyMissing` where the libraries are not installed, and `ArithmeticDiffers` beside workers that
+        compute otherwise.
         """
         settings = self.settings
         library = "vLLM" if settings.engine.kind == "vllm" else "torch"
@@ -136,6 +137,7 @@ class WorkerProcess:
             from penstock.engine.serving import open_serving_engine
         self.beat.update_status(now=True, doing="loading the model")
         core = open_core(settings.engine, self.beat.report_progress)
+        self.beat.declare_arithmetic(core.model.arithmetic, is_mix_accepted=settings.engine.mixed)
         self.beat.update_status(now=True, doing="opening the KV store")
         kv_urls = self.addresses.kv_url or self.addresses.stream_url
         return self.exits.enter_context(open_serving_engine(core, settings.kv, kv_urls, self.pipeline.name))
