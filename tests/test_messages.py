@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import messages
@@ -288,6 +288,13 @@ def test_who_says_falsely_that_a_message_is_canonical_gets_no_other_bodys_answer
     bodies = [f'{{"v":1,"id":"r", "prompt":"{prompt}"}}'.encode() for prompt in ("one", "two")]
     hashes = {compute_body_hash(decode_message(Request, body), body, said) for body in bodies}
     assert len(hashes) == 2
+
+
+@given(text=st.text())
+@example("".join(map(chr, range(0x100))) + "\u2028\u2029\ufeff\uffff😀")
+def test_an_event_is_written_as_pydantic_writes_it(text: str) -> None:
+    event = TokenEvent.at_position(7, START_HASH, 5, text)
+    assert event.encode() == Wire.encode(event)
 
 
 @given(st.one_of(TOKEN_EVENTS, END_EVENTS))

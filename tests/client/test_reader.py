@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.core import MIN_KEPT_HASHES, Event, StreamReader
+from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, StreamReader, TakeLive, read_stream
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll_hash
@@ -109,3 +109,22 @@ def test_the_last_part_of_a_long_stream_is_still_known() -> None:
     other = TokenEvent.at_position(5 * MIN_KEPT_HASHES - 1, "0" * 16, 1, "")
     with pytest.raises(StreamDiverged):
         reader.feed_live(other)
+
+
+def test_nobody_listens_to_a_stream_whose_log_has_its_end() -> None:
+    events = stream_of([1, 2, 3])
+    steps = read_stream("r1", StreamReader(), 5.0, begins_with_log=True)
+    assert next(steps) == ReadLog(-1)
+    assert steps.send(events) == events
+    assert list(steps) == []
+
+
+def test_what_the_log_lacks_is_listened_for_and_the_log_read_again() -> None:
+    events = stream_of([1, 2, 3])
+    steps = read_stream("r1", StreamReader(), 5.0, begins_with_log=True)
+    assert next(steps) == ReadLog(-1)
+    assert steps.send(events[:2]) == events[:2]
+    assert isinstance(next(steps), TakeLive)
+    assert steps.send(([], True)) == ReadLog(0)
+    assert steps.send(events[1:]) == events[2:]
+    assert list(steps) == [[]]

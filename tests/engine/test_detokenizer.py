@@ -76,6 +76,18 @@ def test_any_tokens_come_out_as_they_decode_at_once(tokenizer: Any, tokens: list
     assert state.take_rest() == ""
 
 
+@given(tokens=st.lists(st.integers(0, 1023), min_size=1, max_size=40))
+@example(tokens=[0xE4 + 3] * 5)
+def test_each_token_adds_what_cannot_change_any_more(tokenizer: Any, tokens: list[int]) -> None:
+    texts, _, _ = _push_all(tokenizer, tokens, ignore_eos=True)
+    so_far = ""
+    for number, text in enumerate(texts, 1):
+        so_far += text
+        whole = tokenizer.decode(tokens[:number], skip_special_tokens=True)
+        num_open = len(whole) - len(whole.rstrip("\ufffd"))
+        assert so_far == whole[: max(len(so_far) - len(text), len(whole) - min(num_open, 3))]
+
+
 def test_the_stop_string_that_ended_the_output_is_known(tokenizer: Any) -> None:
     tokens = tokenizer.encode("In the beginning", add_special_tokens=False)
     assert _push_all(tokenizer, tokens, stop=["ginn", "the b", "In  "])[2].stop == "the b"

@@ -387,12 +387,14 @@ StreamStep = TakeLive | ReadLog | ReadStatus | list[Event]
 
 
 def read_stream(
-    request_id: str, reader: StreamReader, timeout_s: float, body: str = ""
+    request_id: str, reader: StreamReader, timeout_s: float, body: str = "", *, begins_with_log: bool = False
 ) -> Generator[StreamStep, Any, None]:
     """Read a stream: yield what is to be done, which is sent its reply, and the events that come of it.
 
-    The caller listens to the live channel already. The log is read first, again at a gap, and after a silence. Into a
-    read that fails because Redis is away `BusUnavailable` is to be thrown; it is done again after the next silence.
+    The caller listens to the live channel from the first `TakeLive` on, whose reply says that events may be missing:
+    the log is read then, again at a gap, and after a silence. With `begins_with_log` it is read before that, so that
+    nobody listens to a stream that has ended. Into a read that fails because Redis is away `BusUnavailable` is to be
+    thrown; it is done again after the next silence.
 
     Events come in lists of those that came together; an empty list comes after each wait without any. An end with an
     error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first
@@ -401,8 +403,9 @@ def read_stream(
     is_body_checked = not body
     events: list[Event] = []  # kept until the body is checked
     deadline = StreamDeadline(request_id, timeout_s)
+    is_listening = not begins_with_log
     while reader.end is None or events:
-        payloads, has_more = yield TakeLive(deadline.live_wait_s)
+        payloads, has_more = (yield TakeLive(deadline.live_wait_s)) if is_listening else ([], True)
         events += [event for payload in payloads for event in reader.feed_payload(payload)]
         has_more = has_more or reader.is_behind
         while events or has_more:
@@ -417,8 +420,9 @@ def read_stream(
             events, has_more = (yield from _read_log(request_id, reader, is_last=is_last)) if has_more else ([], False)
         if reader.end is None or events:
             deadline.check()
-        if not payloads:
+        if is_listening and not payloads:
             yield []
+        is_listening = True
 
 
 def _check_body(request_id: str, body: str) -> Generator[StreamStep, Any, bool]:

@@ -9,7 +9,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -85,13 +85,13 @@ class Client(BaseClient):
         A log that vanishes while it is read was lost with its server, and is remade where the bus still has the
         request. The stream waits for that.
         """
-        return self._read_stream(request_id, StreamReader(after), timeout_s)
+        return self._read_stream(request_id, StreamReader(after), timeout_s, begins_with_log=True)
 
     def generate(
         self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]
     ) -> Iterator[Event]:
         """Submit a request and stream its answer."""
-        return self.stream(self.submit(prompt, **fields), timeout_s=timeout_s)
+        return self._read_stream(self.submit(prompt, **fields), StreamReader(), timeout_s, begins_with_log=False)
 
     def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
         """Return the whole answer once it is complete. Raises as `stream` does."""
@@ -135,21 +135,23 @@ class Client(BaseClient):
     ) -> None:
         self.close()
 
-    def _read_stream(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
+    def _read_stream(
+        self, request_id: str, reader: StreamReader, timeout_s: float, *, begins_with_log: bool
+    ) -> Iterator[Event]:
         with self._lock:
             if self._live is None:
                 self._live = Sharded.from_urls(self._addresses.stream_url, LiveThread)
-        steps = read_stream(request_id, reader, timeout_s)
-        with (
-            self._live[request_id].open_mailbox(self._pipeline.live_channel(request_id)) as mailbox,
-            suppress(StopIteration),
-        ):
+        live, mailbox = self._live[request_id], None
+        steps = read_stream(request_id, reader, timeout_s, begins_with_log=begins_with_log)
+        with ExitStack() as listening, suppress(StopIteration):
             step = next(steps)
             while True:
                 if isinstance(step, list):
                     yield from raise_on_error(step)
                     step = next(steps)
                     continue
+                if mailbox is None and isinstance(step, TakeLive):
+                    mailbox = listening.enter_context(live.open_mailbox(self._pipeline.live_channel(request_id)))
                 try:
                     with translate_outages():
                         reply = self._run_step(step, request_id, mailbox)
@@ -158,10 +160,11 @@ class Client(BaseClient):
                 else:
                     step = steps.send(reply)
 
-    def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: Mailbox) -> object:
+    def _run_step(self, step: TakeLive | ReadLog | ReadStatus, request_id: str, mailbox: Mailbox | None) -> object:
         """Do what `read_stream` asks for, and return the reply."""
         match step:
             case TakeLive():
+                assert mailbox is not None, "whoever takes live events listens to them"
                 return mailbox.take_events(step.timeout_s)
             case ReadLog():
                 return self._logs[request_id].read_events(request_id, step.after, MAX_LOG_READ_EVENTS)

@@ -13,10 +13,10 @@ as a whole: one wrong byte makes all of it unreadable. The text of a run is ther
 from functools import lru_cache
 from typing import Any
 
+from penstock.engine.token_text import REPLACEMENT, get_token_texts
 from penstock.grammar.tools import ConstrainedCalls
 from penstock.messages import FinishReason, Sampling
 
-_REPLACEMENT = "\ufffd"
 _MAX_INCOMPLETE_BYTES = 3  # bytes of an incomplete UTF-8 character, each at most one replacement character
 _MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the older ones are left behind
 
@@ -33,7 +33,7 @@ class Detokenizer:
         start: str = "",
     ) -> None:
         """`start` goes before the first token's text, and is no part of what stop strings are looked for in."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._token_texts = tokenizer, get_token_texts(tokenizer)
         self._stop = sampling.stop
         self.stop: str | None = None
         """The stop string that ended the output."""
@@ -81,14 +81,14 @@ class Detokenizer:
         self._held += self._take_text(everything=is_last)
         if is_in_call or self._num_tokens <= self._min_tokens:
             self._num_exempt = len(self._held)
-        found = _find_stop(self._held, self._stop, self._num_exempt)
+        found = _find_stop(self._held, self._stop, self._num_exempt) if self._stop else None
         if found is not None:
             place, self.stop = found
             text, self._held = self._held[:place], ""
             return text, "stop"
         if is_last:
             return self.take_rest(), "stop" if ends or is_grammar_ended else "length"
-        keep = 0 if is_in_call else _count_stop_prefix(self._held, self._stop)
+        keep = 0 if is_in_call or not self._stop else _count_stop_prefix(self._held, self._stop)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(text) :]
         self._num_exempt = max(0, self._num_exempt - len(text))
@@ -102,16 +102,23 @@ class Detokenizer:
 
     def _take_text(self, *, everything: bool) -> str:
         """Return the window's new text; without `everything`, only characters that cannot change any more."""
-        if not everything and self._window and self._window[-1] in self._byte_ids:
+        if not self._window:
+            return ""
+        if len(self._window) == 1 and (whole := self._token_texts.find_whole_text(self._window[0])) is not None:
+            self._window = []
+            return whole
+        if not everything and self._window[-1] in self._byte_ids:
             return ""
         text = self._decode(self._window)
         end = len(text)
         if not everything:
-            while end > max(self._num_out, len(text) - _MAX_INCOMPLETE_BYTES) and text[end - 1] == _REPLACEMENT:
+            while end > max(self._num_out, len(text) - _MAX_INCOMPLETE_BYTES) and text[end - 1] == REPLACEMENT:
                 end -= 1
         new = text[self._num_out : end]
         self._num_out = max(self._num_out, end)
-        if end == len(text) and len(self._window) >= _MAX_WINDOW_TOKENS:
+        if self._token_texts.is_joining_bytes and end == len(text) and not text.endswith(REPLACEMENT):
+            self._window, self._num_old, self._num_out = [], 0, 0
+        elif end == len(text) and len(self._window) >= _MAX_WINDOW_TOKENS:
             # Some tokenizers write a token differently at the beginning of a text: the last ones stay.
             self._window = self._window[self._num_old or len(self._window) // 2 :]
             self._num_old = len(self._window)

@@ -12,6 +12,8 @@ from typing import Any
 
 from penstock.messages import MAX_TOKEN_BYTES, Logprobs, PromptToken, TokenLogprob
 
+REPLACEMENT = "\ufffd"
+"""What stands in a text for bytes that are no character."""
 TextAndBytes = tuple[str | None, list[int] | None]
 """Text and bytes, as `TokenLogprob` has them."""
 
@@ -22,12 +24,16 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self._bytes = _map_byte_letters() if _is_byte_level(tokenizer) else {}
+        decoder = _describe_decoder(tokenizer)
+        self._bytes = _map_byte_letters() if '"ByteLevel"' in json.dumps(decoder) else {}
+        self.is_joining_bytes = decoder.get("type") == "ByteLevel"
+        """Whether a text is its tokens' bytes one after the other: no token is written in another way beside others."""
         anchors = tokenizer.encode("a", add_special_tokens=False)
         self._anchor = anchors[-1:]
         """A token to decode before others, because some tokenizers write the first token of a text differently."""
         self._anchor_text = self._decode_tokens(self._anchor)
         self._known: dict[int, TextAndBytes] = {}
+        self._whole: dict[int, str | None] = {}
 
     def add_texts(self, told: Logprobs | None, token_id: int) -> Logprobs | None:
         """`told` of the chosen token `token_id`, with the texts of all its tokens."""
@@ -52,6 +58,14 @@ class TokenTexts:
         if token_id not in self._known:
             self._known[token_id] = self._find_text(token_id)
         return self._known[token_id]
+
+    def find_whole_text(self, token_id: int) -> str | None:
+        """Return what a token adds to any text; None where that depends on the tokens around it."""
+        if token_id not in self._whole:
+            text, spelling = self.get_text(token_id)
+            is_whole = self.is_joining_bytes and token_id not in self._added and spelling is None
+            self._whole[token_id] = text if is_whole and text is not None and REPLACEMENT not in text else None
+        return self._whole[token_id]
 
     def _make_fields(self, token_id: int) -> dict[str, Any]:
         text, spelling = self.get_text(token_id)
@@ -92,9 +106,10 @@ def get_token_texts(tokenizer: Any) -> TokenTexts:
     return TokenTexts(tokenizer)
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _describe_decoder(tokenizer: Any) -> dict[str, Any]:
+    """Return a tokenizer's decoder as its file has it; empty where it has none."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and '"ByteLevel"' in json.dumps(json.loads(decoder.__getstate__()))
+    return {} if decoder is None else dict(json.loads(decoder.__getstate__()))
 
 
 def _map_byte_letters() -> dict[str, int]:

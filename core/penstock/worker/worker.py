@@ -107,6 +107,10 @@ BUSY_POLL_S = 0.01
 """How long an idle worker polls for messages while loads, stores or settlements are under way."""
 
 
+MAX_CAPACITY_TURNS = 8
+"""The capacities are counted anew after so many turns in which no request came or went, as answers grow meanwhile."""
+
+
 @dataclass(frozen=True)
 class Settling:
     """A settlement under way: the ticket that the settler returns with its outcome."""
@@ -163,6 +167,10 @@ class Worker:
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
         """All claimed requests that are not through with this stage, by request id."""
+        self._counted_ids: list[str] = []
+        """The requests that ran when the capacities were counted last, and those that were being read."""
+        self._num_capacity_turns = 0
+        """For how many more turns these capacities hold if no request comes or goes."""
         self._handing_off: set[Task] = set()
         """Requests whose hand-off is being settled."""
         self._tasks_in_flight: list[Task] = []
@@ -244,7 +252,7 @@ class Worker:
 
     def _poll_messages(self, *, is_idle: bool) -> list[Delivery]:
         """Return the deliveries to begin. An idle worker waits for the first one: it has nothing to claim or to run."""
-        capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
+        capacities = self._count_capacities()
         is_waited_for = len(self.settler) > 0 or self.engine.is_moving_blocks()
         deliveries = self.queue.poll(
             capacities["batch"],
@@ -255,6 +263,18 @@ class Worker:
         for _ in deliveries:
             stage_failpoint(self.role.kind, "prefill.1.polled", "decode.6.polled", "endpoint.1.polled")
         return deliveries
+
+    def _count_capacities(self) -> Mapping[PriorityClass, int]:
+        """Return how many more requests of each class to take. It is counted as requests come and go, where a class has
+        no capacity, and every few turns: the engine looks at all its sequences for it.
+        """
+        ids = [*self.running, *(delivery.position for delivery in self.reader.pending_deliveries())]
+        if self._num_capacity_turns and ids == self._counted_ids and all(self.load.capacities.values()):
+            self._num_capacity_turns -= 1
+        else:
+            self._counted_ids, self._num_capacity_turns = ids, MAX_CAPACITY_TURNS
+            self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
+        return self.load.capacities
 
     def _find_role(self, delivery: Delivery) -> Role:
         """Return what treats a message: that of its topic."""

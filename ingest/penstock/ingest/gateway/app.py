@@ -50,6 +50,8 @@ def create_app(settings: GatewayProcessSettings, addresses: Addresses, meters: M
         description="OpenAI's API and Anthropic's messages over a durable pipeline: what is accepted is answered, "
         "every stream can be resumed.",
         lifespan=lifespan,
+        # Its spans are of no request of a pipeline, and nobody reads them.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         exception_handlers=error_handlers([route for part in ROUTE_MODULES for route in part.router.routes]),
     )
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))

@@ -22,6 +22,70 @@ LINGER_S = 1.0
 """How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""
 
 
+MAX_JOINED_BYTES = 32 * 1024
+"""What a connection holds back at most until the end of a turn of the event loop."""
+
+
+class JoiningTransport(asyncio.Transport):
+    """Sends what is written within a turn of the event loop in one call, as each call of the system costs as much as
+    all else that is done for an event. The wrapped transport limits what waits for a client, as before.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._waiting: list[bytes | bytearray | memoryview] = []
+        self._num_waiting_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send bytes by the end of this turn."""
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+        self._num_waiting_bytes += len(data)
+        if self._num_waiting_bytes >= MAX_JOINED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._num_waiting_bytes = self._waiting, [], 0
+        if waiting and not self._transport.is_closing():
+            self._transport.write(b"".join(waiting))
+
+    def write_eof(self) -> None:
+        """Send what waits, and that nothing follows."""
+        self._flush()
+        self._transport.write_eof()
+
+    def can_write_eof(self) -> bool:
+        """Return whether `write_eof` is possible."""
+        return self._transport.can_write_eof()
+
+    def close(self) -> None:
+        """Send what waits, and close the connection."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once; what waits is dropped."""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closed or about to be."""
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        """Receive nothing for now."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive again."""
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return what the wrapped transport says of the connection."""
+        return self._transport.get_extra_info(name, default)
+
+
 class _Refused(Exception):
     """Ends the parser's work."""
 
@@ -51,7 +115,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Limit the time until a client's first request, and the number of connections."""
-        super().connection_made(transport)
+        super().connection_made(JoiningTransport(transport, self.loop))
         self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
         if len(self.connections) > self.guard.max_connections:
             self._refuse_connection(
