@@ -246,13 +246,6 @@ def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest
         check_model_here("org/absent")
 
 
-def test_a_gguf_file(copy: Path) -> None:
-    message = "GGUF files are not read: use a checkpoint of the model in safetensors"
-    _refused(copy / "model.Q4_K_M.gguf", message)
-    (copy / WEIGHTS).rename(copy / "model.Q4_K_M.gguf")
-    _refused(copy, message)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text"])
 def test_no_tokenizer(copy: Path, model_type: str) -> None:
     """For some types transformers makes one up, without a vocabulary."""

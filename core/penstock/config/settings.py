@@ -212,7 +212,7 @@ class EngineSettings(BaseSettings):
     def find_served_name(self) -> str:
         """Return the name by which callers ask for the model."""
         # Links are not followed: a name that an operator gave by a link stays.
-        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).is_dir()
+        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).exists()
         if self.served_name or self.model == "demo" or not is_directory:
             return self.served_name or self.model
         return Path(os.path.abspath(Path(self.model).expanduser())).name or self.model

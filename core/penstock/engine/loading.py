@@ -251,7 +251,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         prepare_transformers()
         torch.set_num_threads(settings.num_threads)
         _select_isa(settings.isa)
-        directory = find_model(settings.model, report)
+        directory = find_model(settings.model, report, settings.find_cache_directory())
         files = find_weight_files(directory)
         stats = stat_files([directory / "config.json", *files])
         device = _parse_device(settings.device)
