@@ -129,8 +129,8 @@ class EngineSettings(BaseSettings):
     the same workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
     (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
-    """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
-    the endpoints' name."""
+    """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model; if
+    it is not set, the endpoints' name."""
     served_name: str = Field(default="", max_length=256)
     """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
     or a directory's own name, without the path to it. Who asks by the path is answered, too."""

@@ -29,16 +29,11 @@ _KINDS = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 """By its number in the file: the name of a tensor's type."""
-_SCALARS = {
-    0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h"),
-    4: struct.Struct("<I"), 5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<?"),
-    10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d"),
-}  # fmt: skip
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """By its number in the file: the type of a key's value."""
-_UINT32, _FLOAT32, _STRING, _ARRAY, _UINT64 = _SCALARS[4], 6, 8, 9, _SCALARS[10]
+_UINT32, _STRING, _ARRAY, _UINT64 = _SCALARS[4], 8, 9, _SCALARS[10]
 _MAX_HEADER_BYTES = 2**28
 _MAX_VALUES = 2**23  # the largest vocabularies have some 300,000 tokens, and as many merges
-_MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -98,15 +93,13 @@ class _HeaderReader:
 
     def __init__(self, content: mmap.mmap, name: str, file_bytes: int) -> None:
         self._content, self._name, self._file_bytes = content, name, file_bytes
-        self._place = 0
-        self._num_values = 0
+        self._place = self._num_values = 0
 
     def read_header(self) -> GgufHeader:
         """Return the header. Raises `ModelLoadError`."""
         if self._take(4) != b"GGUF":
             raise self._damage("it does not begin with GGUF")
-        version = self._read_number(_UINT32)
-        if version not in (2, 3):
+        if (version := self._read_number(_UINT32)) not in (2, 3):
             raise ModelLoadError(f"{self._name} has version {version} of GGUF, little-endian 2 and 3 are read")
         num_tensors, num_keys = self._read_number(_UINT64), self._read_number(_UINT64)
         metadata: dict[str, Any] = {}
@@ -114,25 +107,20 @@ class _HeaderReader:
             key = self._read_string()
             if key in metadata:
                 raise self._damage(f"it has {key[:60]!r} twice")
-            kind = self._read_number(_UINT32)
-            value = self._read_value(kind)
-            metadata[key] = _shorten_float(value) if kind == _FLOAT32 else value
+            metadata[key] = self._read_value(self._read_number(_UINT32))
         stored = [self._read_tensor() for _ in range(self._count(num_tensors))]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 8 or alignment % 8 or alignment > 2**20:
             raise self._damage(f"its alignment is {str(alignment)[:60]!r}")
-        start = -(-self._place // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in sorted(stored, key=lambda one: one[3]):
             if name in tensors:
                 raise self._damage(f"it has the tensor {name[:60]!r} twice")
-            tensors[name] = self._place_tensor(name, kind, shape, offset, start, alignment)
+            tensors[name] = self._check_tensor(name, kind, shape, offset, alignment)
         return GgufHeader(metadata, tensors, self._content[: self._place])
 
-    def _place_tensor(
-        self, name: str, kind: str, shape: list[int], offset: int, start: int, alignment: int
-    ) -> GgufTensor:
-        """Return the tensor, whose data begin `offset` bytes behind `start`. Raises `ModelLoadError`."""
+    def _check_tensor(self, name: str, kind: str, shape: list[int], offset: int, alignment: int) -> GgufTensor:
+        """Return the tensor, whose data begin `offset` bytes behind the header. Raises `ModelLoadError`."""
         if kind not in BLOCKS:
             raise ModelLoadError(
                 f"{name[:60]} in {self._name} is stored as {kind}, which cannot be unpacked: use a file of the model "
@@ -142,15 +130,16 @@ class _HeaderReader:
         if min(shape) < 1 or shape[-1] % block:
             raise self._damage(f"{name[:60]} is {shape} in blocks of {block}")
         num_bytes = math.prod(shape) // block * block_bytes
-        if offset % alignment or start + offset + num_bytes > self._file_bytes:
+        first = -(-self._place // alignment) * alignment + offset
+        if offset % alignment or first + num_bytes > self._file_bytes:
             raise self._damage(f"{name[:60]} is not within its {self._file_bytes:,} bytes")
-        return GgufTensor(kind, shape, start + offset, num_bytes)
+        return GgufTensor(kind, shape, first, num_bytes)
 
     def _read_tensor(self) -> tuple[str, str, list[int], int]:
         """Return a tensor's name, type, shape and offset."""
         name = self._read_string()
         num_dimensions = self._read_number(_UINT32)
-        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        if not 1 <= num_dimensions <= 4:
             raise self._damage(f"{name[:60]} has {num_dimensions} dimensions")
         shape = [self._read_number(_UINT64) for _ in range(num_dimensions)][::-1]
         number, offset = self._read_number(_UINT32), self._read_number(_UINT64)
@@ -177,15 +166,14 @@ class _HeaderReader:
         except UnicodeDecodeError as error:
             raise self._damage(f"it has text that is not UTF-8 ({error})") from None
 
-    def _read_number(self, form: struct.Struct) -> Any:
-        return form.unpack(self._take(form.size))[0]
+    def _read_number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _take(self, length: int) -> bytes:
-        first, end = self._place, self._place + length
-        if end > len(self._content):
+        self._place += length
+        if self._place > len(self._content):
             raise self._damage("its header ends before it is complete")
-        self._place = end
-        return self._content[first:end]
+        return self._content[self._place - length : self._place]
 
     def _count(self, number: int) -> int:
         """Return the number of values that follow. Raises `ModelLoadError` if a header never has so many."""
@@ -196,16 +184,3 @@ class _HeaderReader:
 
     def _damage(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self._name} is damaged or cut off: {what}")
-
-
-def _shorten_float(value: float) -> float:
-    """Return the shortest decimal number that is this one in float32: 1e-06 and not 9.999999974752427e-07."""
-    form = _SCALARS[_FLOAT32]
-    for digits in range(1, 9):
-        short = float(f"{value:.{digits}g}")
-        try:
-            if form.unpack(form.pack(short))[0] == value:
-                return short
-        except OverflowError:
-            continue
-    return value

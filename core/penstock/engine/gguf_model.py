@@ -94,7 +94,7 @@ def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": header.read(f"{architecture}.attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": _read_float(header, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _find_rope(path, header, head_dim),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -158,11 +158,19 @@ def _read_size(header: GgufHeader, key: str, default: int | None = None) -> int:
     return size
 
 
+def _read_float(header: GgufHeader, key: str, default: float | None = None) -> float:
+    """Return a positive number of the architecture: the shortest that is the stored one in float32, such as 1e-06."""
+    import numpy as np
+
+    number = header.read(f"{header.metadata['general.architecture']}.{key}", float, default)
+    if not 0 < number < 3e38:
+        raise ModelLoadError(f"the GGUF file has {key} {number}")
+    return float(str(np.float32(number)))
+
+
 def _find_rope(path: Path, header: GgufHeader, head_dim: int) -> dict[str, Any]:
     """Return the parameters of the rotary embedding. Raises `ModelLoadError` for frequencies of another scaling."""
-    base: float = header.read(f"{header.metadata['general.architecture']}.rope.freq_base", float, 10000.0)
-    if not 0 < base < math.inf:
-        raise ModelLoadError(f"the GGUF file has rope.freq_base {base}")
+    base = _read_float(header, "rope.freq_base", 10000.0)
     tensor = header.tensors.get(_ROPE_FACTORS)
     if tensor is None:
         return {"rope_type": "default", "rope_theta": base}
@@ -171,7 +179,7 @@ def _find_rope(path: Path, header: GgufHeader, head_dim: int) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
-    right = _list_llama3_factors(base, head_dim, max(factors))
+    right = _list_llama3_factors(base, head_dim, max(1.0, *factors))
     if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(factors, right, strict=True)):
         raise _refuse(path, f"{_ROPE_FACTORS} that are not those of Llama 3.1", "those, or none")
     return {"rope_type": "llama3", "rope_theta": base, "factor": max(factors), **_LLAMA3_ROPE}
@@ -180,12 +188,9 @@ def _find_rope(path: Path, header: GgufHeader, head_dim: int) -> dict[str, Any]:
 def _list_llama3_factors(base: float, head_dim: int, factor: float) -> list[float]:
     """Return by what the frequency of each pair is divided in Llama 3.1, by the factor of the longest waves."""
     low, high, context = _LLAMA3_ROPE.values()
-    found = []
-    for pair in range(head_dim // 2):
-        waves = context / (2 * math.pi * base ** (2 * pair / head_dim))  # within the original context
-        smooth = min(1.0, max(0.0, (waves - low) / (high - low)))
-        found.append(1 / ((1 - smooth) / factor + smooth))
-    return found
+    waves = (context / (2 * math.pi * base ** (first / head_dim)) for first in range(0, head_dim, 2))
+    kept = (min(1.0, max(0.0, (number - low) / (high - low))) for number in waves)
+    return [1 / ((1 - one) / factor + one) for one in kept]
 
 
 def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
@@ -195,13 +200,10 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     except ImportError as error:
         raise ModelLoadError(f"a GGUF file's tokenizer needs transformers 5.23 or a later 5: {error}") from None
+    keys = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
     found, given = (
-        {
-            name: header.metadata[f"tokenizer.{key}"]
-            for key, name in names.items()
-            if f"tokenizer.{key}" in header.metadata
-        }
-        for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+        {name: keys[key] for key, name in GGUF_TOKENIZER_MAPPING[part].items() if key in keys}
+        for part in ("tokenizer", "tokenizer_config")
     )
     if found["tokenizer_type"] == "llama":
         # Older files do not say it, and llama.cpp begins with this token where a file of this type is silent.

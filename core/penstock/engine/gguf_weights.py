@@ -16,8 +16,7 @@ from torch import Tensor
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS, GgufTensor, read_gguf_header
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 2**18
-"""How many numbers are unpacked at a time: few enough to stay in the processor's cache."""
+_CHUNK = 2**18  # numbers that are unpacked at a time: few enough to stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class GgufSlice:
         """Return a view of the file: floats as they are, blocks as bytes with one row for each row of values."""
         tensor = self._tensor
         content = self._content[tensor.offset : tensor.offset + tensor.num_bytes]
-        if tensor.kind in _DTYPES:
-            return content.view(_DTYPES[tensor.kind]).view(tensor.shape)
-        return content.view(*tensor.shape[:-1], -1)
+        return content.view(_DTYPES.get(tensor.kind, torch.uint8)).view(*tensor.shape[:-1], -1)
 
 
 def map_gguf_tensors(path: Path) -> dict[str, GgufSlice]:
