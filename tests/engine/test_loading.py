@@ -255,6 +255,14 @@ def test_no_tokenizer(copy: Path, model_type: str) -> None:
     _refused(copy, "no usable tokenizer")
 
 
+def test_a_tokenizer_at_which_its_library_panics(copy: Path) -> None:
+    """A panic is no `Exception` in Python."""
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["model"]["continuing_subword_prefix"] = "longer than any token"
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _refused(copy, "no usable tokenizer")
+
+
 # Memory that is not there
 
 

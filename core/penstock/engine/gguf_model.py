@@ -9,6 +9,7 @@ translated here is refused by name.
 """
 
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.gguf_file import GgufHeader, GgufTensor, read_gguf_header
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, is_failure
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DESCRIPTION_VERSION = 1
@@ -197,12 +198,14 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
     """Return the tokenizer as transformers makes it. Raises `ModelLoadError` if there is none that can be made."""
     try:
         from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
-    except ImportError as error:
+
+        tables: Any = importlib.import_module("transformers.integrations.gguf")
+        mapping, convert = tables.GGUF_TOKENIZER_MAPPING, tables.convert_gguf_tokenizer
+    except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"a GGUF file's tokenizer needs transformers 5.23 or a later 5: {error}") from None
     keys = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
     found, given = (
-        {name: keys[key] for key, name in GGUF_TOKENIZER_MAPPING[part].items() if key in keys}
+        {name: keys[key] for key, name in mapping[part].items() if key in keys}
         for part in ("tokenizer", "tokenizer_config")
     )
     if found["tokenizer_type"] == "llama":
@@ -212,11 +215,11 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
         for name in ("bos", "eos", "unk", "pad"):
             number = found.get(f"{name}_token_id")
             given[f"{name}_token"] = None if number is None else found["tokens"][number]
-        backend, more = convert_gguf_tokenizer(header.metadata["general.architecture"], found)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **given, **more)
+        backend, more = convert(header.metadata["general.architecture"], found)
+        make: Any = PreTrainedTokenizerFast
+        return make(tokenizer_object=backend, **given, **more)
     except BaseException as error:
-        # A panic of the library that makes it, as for some damaged merges, is no `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
         raise ModelLoadError(f"{path.name} has no usable tokenizer ({type(error).__name__}: {error})") from error
 
