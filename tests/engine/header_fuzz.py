@@ -11,6 +11,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,7 +32,7 @@ def make_small_gguf(path: Path) -> Path:
     shape = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 32,
              "attention.head_count": 2, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-6,
              "rope.freq_base": 1e4}  # fmt: skip
-    metadata = {f"llama.{key}": value for key, value in shape.items()}
+    metadata: dict[str, Any] = {f"llama.{key}": value for key, value in shape.items()}
     tokens = [chr(number) for number in range(33, 127)] + ["ab", "<|end|>"]
     metadata |= {"general.architecture": "llama", "general.alignment": 32, "tokenizer.ggml.model": "gpt2",
                  "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [float(i) for i in range(len(tokens))],

@@ -167,7 +167,10 @@ def _list_factors(head_dim: int, base: float, factor: float) -> list[float]:
     return found
 
 
-async def test_a_gateway_has_the_tokenizer_of_a_file(plain: Path, content: GgufContent) -> None:
+async def test_a_gateway_has_the_tokenizer_of_a_file(
+    plain: Path, content: GgufContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(plain.parent))
     file = content.save(plain.parent / "model.gguf")
     tokenizers = ModelTokenizers()
     try:

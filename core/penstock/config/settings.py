@@ -34,6 +34,8 @@ from penstock.config.sources import (
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
 
+DEFAULT_CACHE_DIR = "~/.cache/penstock/engine"
+
 
 class BusSettings(BaseSettings):
     """The bus: Kafka, or Redis Streams."""
@@ -219,7 +221,7 @@ class EngineSettings(BaseSettings):
 
     def find_cache_directory(self) -> Path:
         """Return the directory of notes and packed weights, with the default and `~` resolved."""
-        return Path(self.cache_dir or "~/.cache/penstock/engine").expanduser()
+        return Path(self.cache_dir or DEFAULT_CACHE_DIR).expanduser()
 
 
 class EndpointSettings(BaseSettings):

@@ -63,14 +63,24 @@ def fill_gguf_weight(out: Tensor, stored: Tensor, kind: str, rotary_heads: int) 
         if rows % (2 * rotary_heads):
             raise ValueError(f"its {rows} rows are not those of {rotary_heads} heads")
         places = places.view(rotary_heads, 2, -1).transpose(1, 2).reshape(-1)
-    step = max(1, _CHUNK // columns)
-    for first in range(0, rows, step):
-        some = stored[first : first + step]
-        values = some if kind in FLOAT_KINDS else unpack_blocks(some, kind).view(len(some), columns)
-        values = values.to(out.dtype)
-        if kind not in FLOAT_KINDS and not bool(values.isfinite().all()):
-            raise ValueError("it has values that are not finite, so its scales are damaged")
-        out[places[first : first + step]] = values
+    num_threads = torch.get_num_threads()
+    # Operators this short are slower on several threads, and far slower where others use the cores too.
+    torch.set_num_threads(1)
+    try:
+        for first in range(0, rows, max(1, _CHUNK // columns)):
+            some = slice(first, first + max(1, _CHUNK // columns))
+            out[places[some]] = _read_rows(stored[some], kind, columns, out.dtype)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _read_rows(stored: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:
+    if kind in FLOAT_KINDS:
+        return stored.to(dtype)
+    values = unpack_blocks(stored, kind).view(len(stored), columns).to(dtype)
+    if not bool(values.isfinite().all()):
+        raise ValueError("it has values that are not finite, so its scales are damaged")
+    return values
 
 
 def unpack_blocks(stored: Tensor, kind: str) -> Tensor:

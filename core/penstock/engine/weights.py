@@ -41,7 +41,7 @@ class MappedWeights:
                 if file.suffix == ".gguf":
                     self._add_slices(map_gguf_tensors(file))
                     continue
-                opened = safe_open(file, framework="pt", backend="mmap")
+                opened: Any = safe_open(file, framework="pt", backend="mmap")
                 self._add_slices({name: opened.get_slice(name) for name in opened.offset_keys()})
             except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
                 raise ModelLoadError(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error

@@ -12,12 +12,13 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from penstock.config.settings import EngineSettings, load_settings
+from penstock.config.settings import DEFAULT_CACHE_DIR
 from penstock.engine.chat_template import render_chat
 from penstock.engine.files import find_model
-from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, SettingsError
+from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
 
@@ -142,14 +143,12 @@ def _load_tokenizer(name: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelLoadError(f"it needs pip install transformers jinja2 ({error})") from None
-    try:
-        cache = load_settings(EngineSettings).find_cache_directory()
-    except SettingsError as error:
-        raise ModelLoadError(str(error)) from error
-    directory = find_model(name, lambda *_: None, cache)
+    directory = find_model(name, lambda *_: None, Path(DEFAULT_CACHE_DIR).expanduser())
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ModelLoadError(f"there is no usable tokenizer in {directory}: {error}") from error
 
 
