@@ -111,9 +111,9 @@ format says; the sizes in memory are those of the plain model. No form of the ke
 `PENSTOCK_ENGINE_WEIGHTS` `int8` and `int4` round these values a second time ([precision](precision.md)).
 
 What the header says is written as a configuration and a tokenizer, once, to `gguf` in the
-[cache directory](settings.md), by a gateway that tokenizes to the default one; the tokenizer is what transformers (5.23 or a later 5) makes of it. The factors of the
-rotary embedding of Llama 3.1 to 3.3 are found again. A file on the hub is downloaded first, by hand. vLLM as the engine
-is not given such files.
+[cache directory](settings.md) (a gateway that tokenizes: in the default one). The tokenizer is what transformers, 5.23
+or a later 5, makes of it. The factors of the rotary embedding of Llama 3.1 to 3.3 are found again. A file on the hub is
+downloaded first, by hand. vLLM as the engine is not given such files.
 
 Refused by name: other architectures and types (Q2_K, Q3_K, IQ…, MXFP4), files in parts (`llama-gguf-split --merge`
 joins them), a directory with several files, files without a tokenizer, scaled positions (YaRN), sliding windows,
