@@ -98,9 +98,27 @@ checkpoint has for them are left out. The tokens are those of `generate()` with 
 how many tensors were unpacked. Its fingerprint differs
 from that of the model before it was quantised: the two exchange no KV blocks.
 
-Refused by name, before weights are read: other formats (AQLM, HQQ and more), other numbers of bits, inputs that a
-layer scales first (`pre_quant_scale`), and GGUF files. A tensor that is missing, that has another shape or type than
-the format says, or whose values are not finite, is refused with its name.
+Refused by name, before weights are read: other formats (AQLM, HQQ and more), other numbers of bits, and inputs that a
+layer scales first (`pre_quant_scale`). A tensor that is missing, that has another shape or type than the format says,
+or whose values are not finite, is refused with its name.
+
+### GGUF files
+
+`PENSTOCK_ENGINE_MODEL` may be a `.gguf` file, or a directory with one, of the architectures `llama` (Llama, Mistral),
+`qwen2` and `qwen3`. Tensors may be F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q5_1, Q5_0, Q4_1 and Q4_0, as in the files
+that are called Q8_0, Q6_K, Q5_K_M, Q4_K_M and the like. Each is unpacked as above, bit by bit to the values that the
+format says; the sizes in memory are those of the plain model. No form of the kernels has GGUF's groups, so
+`PENSTOCK_ENGINE_WEIGHTS` `int8` and `int4` round these values a second time ([precision](precision.md)).
+
+What the header says is written as a configuration and a tokenizer, once, to `gguf` in the
+[cache directory](settings.md) (a gateway that tokenizes: in the default one). The tokenizer is what transformers, 5.23
+or a later 5, makes of it. The factors of the rotary embedding of Llama 3.1 to 3.3 are found again. A file on the hub is
+downloaded first, by hand. vLLM as the engine is not given such files.
+
+Refused by name: other architectures and types (Q2_K, Q3_K, IQ…, MXFP4), files in parts (`llama-gguf-split --merge`
+joins them), a directory with several files, files without a tokenizer, scaled positions (YaRN), sliding windows,
+experts, and tensors that the architecture does not have. A file is checked before it is read: each length in its header
+must be within the file.
 """
 """The page's section about quantised weights."""
 

@@ -297,3 +297,11 @@ class InvalidName(PenstockError):
 
 class DependencyMissing(PenstockError):
     """Something is not installed."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an exception is a failure of what was called, as a panic of a library in Rust is, too.
+
+    Such a panic is no `Exception`, as little as what ends a process.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -246,19 +246,20 @@ def test_a_name_of_the_hub_is_refused_where_it_cannot_be_had(monkeypatch: pytest
         check_model_here("org/absent")
 
 
-def test_a_gguf_file(copy: Path) -> None:
-    message = "GGUF files are not read: use a checkpoint of the model in safetensors"
-    _refused(copy / "model.Q4_K_M.gguf", message)
-    (copy / WEIGHTS).rename(copy / "model.Q4_K_M.gguf")
-    _refused(copy, message)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text"])
 def test_no_tokenizer(copy: Path, model_type: str) -> None:
     """For some types transformers makes one up, without a vocabulary."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink()
     _configure(copy, model_type=model_type)
+    _refused(copy, "no usable tokenizer")
+
+
+def test_a_tokenizer_at_which_its_library_panics(copy: Path) -> None:
+    """A panic is no `Exception` in Python."""
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["model"]["continuing_subword_prefix"] = "longer than any token"
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     _refused(copy, "no usable tokenizer")
 
 

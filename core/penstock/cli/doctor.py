@@ -234,7 +234,7 @@ def _check_model() -> Iterator[Finding]:
 def _check_packed_weights() -> Iterator[Finding]:
     """Say whether a worker would map packed weights, and what a file of them saves."""
     settings = load_settings(EngineSettings)
-    is_here = settings.model == "demo" or Path(settings.model).is_dir()
+    is_here = settings.model == "demo" or Path(settings.model).exists()
     if settings.kind != "own" or not is_here or importlib.util.find_spec("torch") is None:
         return
     from penstock.engine.loading import find_packed_file

@@ -34,6 +34,8 @@ from penstock.config.sources import (
 from penstock.cores import count_usable_cores
 from penstock.errors import SettingsError, reword_validation
 
+DEFAULT_CACHE_DIR = "~/.cache/penstock/engine"
+
 
 class BusSettings(BaseSettings):
     """The bus: Kafka, or Redis Streams."""
@@ -129,8 +131,8 @@ class EngineSettings(BaseSettings):
     the same workers, where it is installed; `openai`, servers with OpenAI's API, which endpoint workers ask
     (`PENSTOCK_ENDPOINT_URLS`)."""
     model: str = "demo"
-    """`demo`, a directory, or a hub name. With `openai`: the name by which callers ask for the model; if it is not set,
-    the endpoints' name."""
+    """`demo`, a directory, a GGUF file, or a hub name. With `openai`: the name by which callers ask for the model; if
+    it is not set, the endpoints' name."""
     served_name: str = Field(default="", max_length=256)
     """The name by which callers ask for the model; the same on all workers of a pipeline. Empty: the name of the hub,
     or a directory's own name, without the path to it. Who asks by the path is answered, too."""
@@ -218,14 +220,14 @@ class EngineSettings(BaseSettings):
     def find_served_name(self) -> str:
         """Return the name by which callers ask for the model."""
         # Links are not followed: a name that an operator gave by a link stays.
-        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).is_dir()
+        is_directory = self.model.startswith(("/", "./", "../", "~")) or Path(self.model).exists()
         if self.served_name or self.model == "demo" or not is_directory:
             return self.served_name or self.model
         return Path(os.path.abspath(Path(self.model).expanduser())).name or self.model
 
     def find_cache_directory(self) -> Path:
         """Return the directory of notes and packed weights, with the default and `~` resolved."""
-        return Path(self.cache_dir or "~/.cache/penstock/engine").expanduser()
+        return Path(self.cache_dir or DEFAULT_CACHE_DIR).expanduser()
 
 
 class EndpointSettings(BaseSettings):

@@ -8,12 +8,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from penstock.engine.gguf_model import check_gguf, describe_gguf
 from penstock.errors import ModelLoadError
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 MODEL_ADVICE = (
-    "set PENSTOCK_ENGINE_MODEL to `demo`, a directory with config.json, a tokenizer and *.safetensors, or a name of "
-    "the hub"
+    "set PENSTOCK_ENGINE_MODEL to `demo`, a directory with config.json, a tokenizer and *.safetensors, a .gguf "
+    "file, or a name of the hub"
 )
 HUB_TIMEOUT_S = 2.0
 """How long the hub may take to take a connection, where it is only asked whether it is there."""
@@ -22,8 +23,13 @@ Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
 
 
-def find_model(name: str, report: Progress) -> Path:
-    """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`."""
+def find_model(name: str, report: Progress, cache: Path) -> Path:
+    """Return the model's directory, downloaded from the hub if there is none on disk. Raises `ModelLoadError`.
+
+    That of a GGUF file is in the directory `cache`, and is written if need be.
+    """
+    if (file := _find_gguf(name)) is not None:
+        return describe_gguf(file, cache)
     directory = _find_directory(name) or _download_model(name, report)
     _check_config(directory)
     return directory
@@ -31,6 +37,9 @@ def find_model(name: str, report: Progress) -> Path:
 
 def check_model_here(name: str) -> None:
     """Raise `ModelLoadError` if it can be seen that the model cannot be loaded, without loading or downloading it."""
+    if (file := _find_gguf(name)) is not None:
+        check_gguf(file)
+        return
     if (directory := _find_directory(name)) is None:
         _check_hub(name)
         return
@@ -45,11 +54,25 @@ def check_model_here(name: str) -> None:
         raise ModelLoadError(f"transformers knows no model_type {model_type!r}, which {directory / 'config.json'} has")
 
 
+def _find_gguf(name: str) -> Path | None:
+    """Return the GGUF file that a name is of, or the one in its directory; None for a model in another form.
+
+    Raises `ModelLoadError` if there is no such file, or if there are several in the directory.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {path}")
+        return path
+    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelLoadError(f"{path} has {len(files)} GGUF files: name one, such as {files[0]}")
+    return files[0] if files else None
+
+
 def _find_directory(name: str) -> Path | None:
     """Return the model's directory on disk; None for a name of the hub. Raises `ModelLoadError`."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
-    if directory.suffix == ".gguf" or (any(directory.glob("*.gguf")) and not any(directory.glob("*.safetensors"))):
-        raise ModelLoadError("GGUF files are not read: use a checkpoint of the model in safetensors")
     if directory.is_dir():
         return directory
     if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
@@ -115,6 +138,8 @@ def find_weight_files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
         if not single.is_file():
+            if gguf := list(directory.glob("*.gguf")):
+                return gguf  # one, as `describe_gguf` wrote the directory
             raise ModelLoadError(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
         return [single]
     try:

@@ -59,7 +59,7 @@ from penstock.engine.response_template import find_response_template
 from penstock.engine.storage import BlockLayout
 from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
-from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError
+from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
 
 log = logging.getLogger("penstock.engine")
 
@@ -264,7 +264,7 @@ def _read_description(settings: EngineSettings, report: Progress, phases: Phases
         prepare_transformers()
         torch.set_num_threads(settings.num_threads)
         _select_isa(settings.isa)
-        directory = find_model(settings.model, report)
+        directory = find_model(settings.model, report, settings.find_cache_directory())
         files = find_weight_files(directory)
         stats = stat_files([directory / "config.json", *files])
         device = _parse_device(settings.device)
@@ -520,7 +520,9 @@ def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in a directory. Raises `ModelLoadError` where there is none that can be used."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ModelLoadError(f"no usable tokenizer in {directory}: {to_one_line(error)}") from error
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}

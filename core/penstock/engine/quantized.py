@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.gguf_file import FLOAT_KINDS
+from penstock.engine.gguf_model import rename_tensor
+from penstock.engine.gguf_weights import fill_gguf_weight
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.weights import MappedWeights, PackedTensor
 from penstock.errors import ModelLoadError
@@ -572,6 +575,25 @@ def _take_blocks_of_4_bits(stored: _Stored, name: str) -> None:
     stored.add_weight(weight_name, [rows, columns], [pairs, most, values, *nested], fill_weight)
 
 
+def _unpack_gguf(stored: _Stored, settings: Settings) -> None:
+    """GGUF: blocks with scales of their own, under llama.cpp's names."""
+    for name in list(stored.left):
+        part = stored.left.pop(name)
+        plain, heads = (
+            rename_tensor(name, settings["architecture"]),
+            settings["rotary_heads"].get(name.split(".")[-2], 0),
+        )
+        kind, shape = part.get_dtype(), part.get_shape()
+        if plain is None:
+            continue  # factors of the rotary embedding, which the configuration has
+        if kind in FLOAT_KINDS and not heads:
+            stored.left[plain] = part
+            continue
+        if len(shape) != 2:
+            raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
+        stored.add_weight(plain, shape, [part], partial(fill_gguf_weight, kind=kind, rotary_heads=heads))
+
+
 _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
     "compressed-tensors": _unpack_compressed_tensors,
     "gptq": _unpack_gptq,
@@ -580,6 +602,7 @@ _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {
     "mxfp4": _unpack_mxfp4,
     "modelopt": _unpack_modelopt,
     "bitsandbytes": _unpack_bitsandbytes,
+    "gguf": _unpack_gguf,
 }
 
 

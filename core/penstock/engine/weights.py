@@ -1,4 +1,4 @@
-"""The tensors of a model's safetensors files, mapped into memory and not read before they are used.
+"""The tensors of a model's safetensors or GGUF files, mapped into memory and not read before they are used.
 
 A tensor that is wanted in the file's own dtype is a view of the mapping: it costs no memory but the page cache,
 which all workers of a host share. One that is converted or merged with others is a copy; the pages it was made from
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.files import Progress, to_one_line
+from penstock.engine.gguf_weights import map_gguf_tensors
 from penstock.errors import ModelLoadError
 
 log = logging.getLogger("penstock.engine")
@@ -26,7 +27,7 @@ _DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
 
 
 class MappedWeights:
-    """All tensors of some safetensors files. Raises `ModelLoadError` if a file is damaged."""
+    """All tensors of some safetensors or GGUF files. Raises `ModelLoadError` if a file is damaged."""
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, Any] = {}
@@ -37,12 +38,16 @@ class MappedWeights:
         self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
             try:
-                self._map_file(safe_open(file, framework="pt", backend="mmap"))
+                if file.suffix == ".gguf":
+                    self._add_slices(map_gguf_tensors(file))
+                    continue
+                opened: Any = safe_open(file, framework="pt", backend="mmap")
+                self._add_slices({name: opened.get_slice(name) for name in opened.offset_keys()})
             except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
                 raise ModelLoadError(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error
 
-    def _map_file(self, file: Any) -> None:
-        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    def _add_slices(self, slices: dict[str, Any]) -> None:
+        """Add the tensors of a file, in the order in which they are in it."""
         views = [view for view in (part[...] for part in slices.values()) if view.nbytes]
         if views:
             self._mappings.append((views[0].data_ptr(), views[-1].data_ptr() + views[-1].nbytes))

@@ -136,8 +136,10 @@ def _open_core(settings: EngineSettings, report: Progress, version: str) -> "Vll
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={settings.weights}: give vLLM's own --quantization in its place")
     given = parse_vllm_arguments(settings.vllm_args)
     prepare_transformers()
-    directory = find_model(settings.model, report)
+    directory = find_model(settings.model, report, settings.find_cache_directory())
     files = find_weight_files(directory)
+    if files[0].suffix == ".gguf":
+        raise ModelLoadError("vLLM is not given GGUF files here: use the model in safetensors")
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     tokenizer = load_tokenizer(directory)
     context_length = find_context_length(config, tokenizer)

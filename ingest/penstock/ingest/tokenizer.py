@@ -2,7 +2,8 @@
 
 A gateway knows no model and imports no model library. The child loads what a worker loads as well, transformers'
 tokenizer, so both give the same tokens; it does so without torch. It needs the model's tokenizer files under the name
-that the workers report: `demo`, a directory, or a name of the hub whose files are in the hub's cache on this machine.
+that the workers report: `demo`, a directory, a GGUF file, or a name of the hub whose files are in the hub's cache on
+this machine.
 """
 
 import asyncio
@@ -11,11 +12,13 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from penstock.config.settings import DEFAULT_CACHE_DIR
 from penstock.engine.chat_template import render_chat
 from penstock.engine.files import find_model
-from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge
+from penstock.errors import InvalidRequest, ModelLoadError, RequestError, RequestTooLarge, is_failure
 from penstock.ingest.errors import ApiError
 from penstock.messages import ChatMessage
 
@@ -140,10 +143,12 @@ def _load_tokenizer(name: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelLoadError(f"it needs pip install transformers jinja2 ({error})") from None
-    directory = find_model(name, lambda *_: None)
+    directory = find_model(name, lambda *_: None, Path(DEFAULT_CACHE_DIR).expanduser())
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ModelLoadError(f"there is no usable tokenizer in {directory}: {error}") from error
 
 

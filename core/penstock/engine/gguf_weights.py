@@ -1,0 +1,136 @@
+"""The tensors of a GGUF file, mapped into memory, and the numbers that its blocks stand for.
+
+A block has one or two scales in float16 and whole numbers of a few bits; in a "K" block of 256, each 16 or 32 numbers
+have a scale of their own in 6 or 8 bits, which those in float16 multiply. A value is scale * number - minimum. The
+product is exact in float32, whatever the order in which it is computed (at most 11 + 8 + 5 bits, 17 + 5 with a
+minimum), so there is one rounding where there is a minimum and none elsewhere, and one more to the engine's dtype.
+"""
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS, GgufTensor, read_gguf_header
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK = 2**18  # numbers that are unpacked at a time: few enough to stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class GgufSlice:
+    """A tensor of a mapped file, as safetensors has its slices."""
+
+    _content: Tensor
+    _tensor: GgufTensor
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of its values."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return GGUF's name of its type, which for floats is safetensors' own."""
+        return self._tensor.kind
+
+    def __getitem__(self, key: object) -> Tensor:
+        """Return a view of the file: floats as they are, blocks as bytes with one row for each row of values."""
+        tensor = self._tensor
+        content = self._content[tensor.offset : tensor.offset + tensor.num_bytes]
+        return content.view(_DTYPES.get(tensor.kind, torch.uint8)).view(*tensor.shape[:-1], -1)
+
+
+def map_gguf_tensors(path: Path) -> dict[str, GgufSlice]:
+    """Return the tensors of a file by its own names. Raises `ModelLoadError` if the file is damaged."""
+    header = read_gguf_header(path)
+    with path.open("rb") as file:
+        # Private and writable, as safetensors maps: what somebody writes to a tensor does not go to the file.
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    return {name: GgufSlice(content, tensor) for name, tensor in header.tensors.items()}
+
+
+def fill_gguf_weight(out: Tensor, stored: Tensor, kind: str, rotary_heads: int) -> None:
+    """Fill a weight [rows, columns] with the values of what is stored, some rows at a time.
+
+    With `rotary_heads` the rows of each of so many heads are put back into the order that transformers has: in the
+    file the two halves lie pair by pair. Raises `ValueError` if values of blocks are not finite numbers.
+    """
+    rows, columns = out.shape
+    places = torch.arange(rows)
+    if rotary_heads:
+        if rows % (2 * rotary_heads):
+            raise ValueError(f"its {rows} rows are not those of {rotary_heads} heads")
+        places = places.view(rotary_heads, 2, -1).transpose(1, 2).reshape(-1)
+    num_threads = torch.get_num_threads()
+    # Operators this short are slower on several threads, and far slower where others use the cores too.
+    torch.set_num_threads(1)
+    try:
+        for first in range(0, rows, max(1, _CHUNK // columns)):
+            some = slice(first, first + max(1, _CHUNK // columns))
+            out[places[some]] = _read_rows(stored[some], kind, columns, out.dtype)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _read_rows(stored: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:
+    if kind in FLOAT_KINDS:
+        return stored.to(dtype)
+    values = unpack_blocks(stored, kind).view(len(stored), columns).to(dtype)
+    if not bool(values.isfinite().all()):
+        raise ValueError("it has values that are not finite, so its scales are damaged")
+    return values
+
+
+def unpack_blocks(stored: Tensor, kind: str) -> Tensor:
+    """Return the values of blocks in float32, [blocks, values], of bytes whose number is that of whole blocks."""
+    blocks = stored.reshape(-1, BLOCKS[kind][1])
+    match kind:
+        case "Q8_0":
+            return blocks[:, 2:].view(torch.int8) * _read_halves(blocks, 0)
+        case "Q4_K" | "Q5_K":
+            return _unpack_with_minimums(blocks)
+        case "Q6_K":
+            return _unpack_q6_k(blocks)
+        case _:
+            return _unpack_small(blocks, kind)
+
+
+def _unpack_small(blocks: Tensor, kind: str) -> Tensor:
+    """Q4_0 to Q5_1: a scale, a minimum (_1) or half the range (_0), fifth bits (Q5), and 16 bytes of two numbers."""
+    numbers = torch.cat([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], dim=1)
+    if kind.startswith("Q5"):
+        bits = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        numbers |= bits.flatten(1) << 4
+    if kind.endswith("_1"):
+        return numbers * _read_halves(blocks, 0) + _read_halves(blocks, 2)
+    return (numbers.float() - (16 if kind.startswith("Q5") else 8)) * _read_halves(blocks, 0)
+
+
+def _unpack_with_minimums(blocks: Tensor) -> Tensor:
+    """Q4_K and Q5_K: for 8 groups of 32 a scale and a minimum of 6 bits each in 12 bytes; fifth bits; 128 bytes."""
+    packed = blocks[:, 4:16]
+    upper = packed[:, :8] >> 6 << 4
+    low = torch.cat([packed[:, :4] & 63, packed[:, 8:] & 15 | upper[:, :4]], dim=1)
+    minimums = torch.cat([packed[:, 4:8] & 63, packed[:, 8:] >> 4 | upper[:, 4:]], dim=1)
+    pairs = blocks[:, -128:].view(-1, 4, 1, 32)
+    numbers = torch.cat([pairs & 15, pairs >> 4], dim=2).view(-1, 8, 32)
+    if blocks.shape[1] > 144:
+        numbers |= (blocks[:, 16:48].view(-1, 1, 32) >> torch.arange(8, dtype=torch.uint8)[:, None] & 1) << 4
+    values = numbers * (low * _read_halves(blocks, 0)).unsqueeze(-1)
+    return (values - (minimums * _read_halves(blocks, 2)).unsqueeze(-1)).flatten(1)
+
+
+def _unpack_q6_k(blocks: Tensor) -> Tensor:
+    """Q6_K: two halves of 64 bytes with the lower 4 bits, 32 bytes with the upper 2; 16 scales of 8 bits; the scale."""
+    lower = blocks[:, :128].view(-1, 2, 64)
+    upper = blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    numbers = torch.cat([lower & 15, lower >> 4], dim=2) | upper.flatten(2) << 4
+    scales = blocks[:, 192:208].view(torch.int8) * _read_halves(blocks, 208)
+    return ((numbers.view(-1, 16, 16).float() - 32) * scales.unsqueeze(-1)).flatten(1)
+
+
+def _read_halves(blocks: Tensor, first: int) -> Tensor:
+    """Return the float16 at a place of each block, in float32: [blocks, 1]."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()

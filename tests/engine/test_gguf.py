@@ -1,0 +1,303 @@
+"""GGUF files: their blocks are unpacked bit by bit as the format says, the model is that of the same safetensors."""
+
+import math
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.files import check_model_here
+from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
+from penstock.engine.gguf_weights import unpack_blocks
+from penstock.engine.loading import load_model, open_engine
+from penstock.errors import ModelLoadError
+from penstock.ingest.tokenizer import ModelTokenizers
+from tests.engine.gguf_files import NUMBERS, GgufContent, convert_model, make_blocks, read_blocks
+from tests.engine.header_fuzz import FORMS, fuzz_headers
+from tests.engine.helpers import run_sequences, save_model, sequence
+
+oracle = pytest.importorskip("transformers.integrations.gguf.dequant")  # transformers before 5.23 has none
+KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q5_0", "BF16", "Q4_0", "F16", "Q5_1", "Q4_1", "F32"]
+PROMPTS = [[5, 9, 200, 31, 7] * 5, [77, 78, 3]]
+
+
+def save_plain(directory: Path, architecture: str = "llama", **given: Any) -> Path:
+    """Write a random model that is large enough for blocks of 256."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512,
+             "bos_token_id": 0, "eos_token_id": 1, "rms_norm_eps": 1e-6}  # fmt: skip
+    return save_model(directory, transformers.CONFIG_MAPPING[architecture](**{**sizes, **given}))
+
+
+def load(model: Path, **given: Any) -> Any:
+    return load_model(EngineSettings.model_validate({"model": str(model), "pool_mb": 64, **given}))
+
+
+def refuse(model: Path, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(model)
+    assert str(caught.value).startswith(f"cannot load model '{model}': ")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GgufContent]:
+    """A model with values of blocks, and what its file has."""
+    directory = save_plain(tmp_path_factory.mktemp("made"))
+    return directory, convert_model(directory, KINDS)
+
+
+@pytest.fixture
+def plain(made: tuple[Path, GgufContent], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made[0], tmp_path / "plain"))
+
+
+@pytest.fixture
+def content(made: tuple[Path, GgufContent]) -> GgufContent:
+    return GgufContent(dict(made[1].metadata), dict(made[1].tensors))
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind not in FLOAT_KINDS])
+def test_blocks_are_what_the_format_says(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    content = make_blocks(kind, 60, rng)
+    size = BLOCKS[kind][1]
+    content += b"\xff" * 4 + bytes(size - 4) if kind == "Q6_K" else bytes(size)
+    largest, place = bytearray(b"\xff" * size), 208 if kind == "Q6_K" else 0
+    for first in range(place, place + 2 * (1 + (kind.endswith("_1") or kind in ("Q4_K", "Q5_K"))), 2):
+        struct.pack_into("<e", largest, first, 65504.0)
+    content += bytes(largest)
+    stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    mine, right = unpack_blocks(stored, kind).flatten(), read_blocks(kind, content)
+    assert mine.dtype == torch.float32
+    assert mine.numpy().tobytes() == right.tobytes()
+    if NUMBERS[kind] in oracle.GGML_BLOCK:
+        assert torch.equal(mine, oracle.dequantize(stored, NUMBERS[kind]))
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "given"),
+    [
+        ("llama", "float32", {}),
+        ("llama", "bfloat16", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("qwen2", "float32", {"head_dim": 64}),
+        ("qwen2", "bfloat16", {"head_dim": 64, "tie_word_embeddings": True}),
+        ("qwen3", "float32", {"tie_word_embeddings": True}),
+        ("qwen3", "bfloat16", {}),
+    ],
+)
+def test_a_file_is_the_model_that_its_values_are(
+    architecture: str, dtype: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = save_plain(tmp_path / "plain", architecture, **given)
+    folder = tmp_path / "file"
+    folder.mkdir()
+    file = convert_model(plain, KINDS).save(folder / "model-Q4_K_M.gguf", version=2 if given else 3)
+    first, second = load(plain, dtype=dtype), load(folder if given else file, dtype=dtype)
+    right, mine = first.module.state_dict(), second.module.state_dict()
+    assert right.keys() == mine.keys()
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in right.items())
+    assert first.context_length == second.context_length
+    assert first.vocab_size == second.vocab_size
+    text = "The King  of 12,345 \n\tships; é 船"
+    assert first.tokenizer(text).input_ids == second.tokenizer(text).input_ids
+    assert second.tokenizer.decode(second.tokenizer(text).input_ids) == text
+    assert second.tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+    assert 1 in second.eos_token_ids
+    assert first.content_fingerprint != second.content_fingerprint
+    assert second.content_fingerprint == load(file, dtype=dtype).content_fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_are_those_of_the_same_safetensors(dtype: str, plain: Path, content: GgufContent) -> None:
+    file = content.save(plain.parent / "model.gguf")
+    answers = []
+    for model in (plain, file):
+        engine = open_engine(EngineSettings.model_validate({"model": str(model), "dtype": dtype, "pool_mb": 64}))
+        answers.append(run_sequences(engine, [sequence(prompt, 20, name=str(prompt)) for prompt in PROMPTS]))
+    assert answers[0] == answers[1]
+
+
+def test_the_rotary_embedding_of_llama_3(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    plain = save_plain(tmp_path / "plain", rope_parameters=scaling, head_dim=64, max_position_embeddings=131072)
+    content = convert_model(plain, ["F32"])
+    factors = _list_factors(64, 500000.0, 32.0)
+    content.tensors["rope_freqs.weight"] = ("F32", [32], struct.pack("<32f", *factors))
+    first, second = load(plain), load(content.save(tmp_path / "model.gguf"))
+    assert second.config.rope_parameters == scaling
+    assert torch.equal(first.module.model.rotary_emb.inv_freq, second.module.model.rotary_emb.inv_freq)
+    factors[3] = 2.0
+    content.tensors["rope_freqs.weight"] = ("F32", [32], struct.pack("<32f", *factors))
+    refuse(content.save(tmp_path / "other.gguf"), "rope_freqs.weight that are not those of Llama 3.1")
+    content.tensors["rope_freqs.weight"] = ("F32", [16], bytes(64))
+    refuse(content.save(tmp_path / "short.gguf"), r"rope_freqs.weight is \[16\] of F32")
+
+
+def _list_factors(head_dim: int, base: float, factor: float) -> list[float]:
+    """The factors, as those who convert a model write them."""
+    found = []
+    for place in range(0, head_dim, 2):
+        wave = 2 * math.pi * base ** (place / head_dim)
+        if wave < 8192 / 4:
+            found.append(1.0)
+        elif wave > 8192:
+            found.append(factor)
+        else:
+            smooth = (8192 / wave - 1) / 3
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return found
+
+
+async def test_a_gateway_has_the_tokenizer_of_a_file(
+    plain: Path, content: GgufContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(plain.parent))
+    file = content.save(plain.parent / "model.gguf")
+    tokenizers = ModelTokenizers()
+    try:
+        answers = [
+            await tokenizers.encode_text(str(model), "To be, or not", special=True, with_strs=False)
+            for model in (plain, file)
+        ]
+    finally:
+        await tokenizers.close()
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_a_description_is_written_once_for_each_header(plain: Path, content: GgufContent) -> None:
+    file = content.save(plain.parent / "model.gguf")
+    for _ in range(2):
+        load(file)
+    assert len(list((plain.parent / "cache" / "gguf").iterdir())) == 1
+    content.metadata["llama.context_length"] = 256
+    content.save(file)
+    assert load(file).context_length == 256
+
+
+def test_a_cache_that_cannot_be_written(plain: Path, content: GgufContent) -> None:
+    (plain.parent / "cache").write_text("no directory")
+    refuse(content.save(plain.parent / "model.gguf"), "for model.gguf cannot be written")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "the architecture 'gemma3'.*with one of llama, qwen2, qwen3, or"),
+        ({"general.architecture": 5}, "general.architecture '5', which is no str"),
+        ({"split.count": 3}, "a part of the tensors.*llama-gguf-split"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn'"),
+        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window 4096"),
+        ({"llama.expert_count": 8}, "llama.expert_count 8"),
+        ({"llama.rope.dimension_count": 16}, "llama.rope.dimension_count 16 beside heads of 32"),
+        ({"llama.block_count": 3}, "tensors of 2 layers"),
+        ({"llama.block_count": 0}, "llama.block_count 0"),
+        ({"llama.block_count": True}, "llama.block_count 'True', which is no int"),
+        ({"llama.embedding_length": 512}, r"is \[\d+, 256\] in the weights, and \[\d+, 512\] by config.json"),
+        ({"llama.context_length": None}, "has no llama.context_length"),
+        ({"llama.rope.freq_base": math.inf}, "rope.freq_base inf"),
+        ({"general.alignment": 12}, "its alignment is '12'"),
+        ({"tokenizer.ggml.model": "none"}, "has no tokenizer"),
+        ({"tokenizer.ggml.model": "bert"}, "has no usable tokenizer .*bert"),
+        ({"tokenizer.ggml.merges": ["a b", "ab c"]}, "has no usable tokenizer"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "has no usable tokenizer"),
+    ],
+)  # fmt: skip
+def test_what_a_header_says_that_cannot_be_served(
+    changes: dict[str, Any], message: str, plain: Path, content: GgufContent
+) -> None:
+    for key, value in changes.items():
+        content.metadata[key] = value
+        if value is None:
+            del content.metadata[key]
+    refuse(content.save(plain.parent / "model.gguf"), message)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("blk.0.attn_q.weight", ("Q3_K", [128, 256], bytes(99)), "stored as type 99, which.*Q4_K_M or Q8_0"),
+        ("blk.0.attn_q.bias", ("F32", [128], bytes(512)), "the tensor 'blk.0.attn_q.bias'"),
+        ("blk.0.attn_q.weight", ("F32", [128], bytes(512)), r"blk.0.attn_q.weight is \[128\].*no matrix"),
+        ("blk.0.attn_q.weight", ("Q8_0", [128, 250], bytes(32000)), r"is \[128, 250\] in blocks of 32"),
+        ("blk.0.attn_q.weight", ("F32", [126, 256], bytes(129024)), r"is \[126, 256\] in the weights"),
+        ("token_embd.weight", None, "no matrix token_embd.weight"),
+        ("blk.1.ffn_up.weight", None, "lack 1 tensors, model.layers.1.mlp.up_proj.weight"),
+        ("blk.0.ffn_up.weight", ("Q8_0", [512, 256], b"\x00\x7c" * 69632), "up_proj.weight cannot be.*not finite"),
+    ],
+)  # fmt: skip
+def test_tensors_that_cannot_be_served(
+    name: str, tensor: tuple[str, list[int], bytes] | None, message: str, plain: Path, content: GgufContent
+) -> None:
+    if tensor is None:
+        del content.tensors[name]
+    else:
+        content.tensors[name] = tensor
+    refuse(content.save(plain.parent / "model.gguf"), message)
+
+
+def test_what_is_no_gguf_file_is_seen_before_anything_is_loaded(plain: Path, content: GgufContent) -> None:
+    folder = plain.parent / "files"
+    folder.mkdir()
+    file = content.save(folder / "one.gguf")
+    check_model_here(str(file))
+    check_model_here(str(folder))
+    content.save(folder / "two.gguf")
+    whole = file.read_bytes()
+    for name, damaged, message in (
+        ("absent.gguf", None, "there is no file"),
+        ("empty.gguf", b"", "damaged or cut off: it has 0 bytes"),
+        ("cut.gguf", whole[:-64], "damaged or cut off: .* is not within"),
+        ("half.gguf", whole[:2000], "header ends before it is complete"),
+        ("other.gguf", b"PK" + whole[2:], "does not begin with GGUF"),
+        ("big.gguf", whole[:4] + struct.pack(">I", 3) + whole[8:], "version 50331648 of GGUF"),
+    ):
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        with pytest.raises(ModelLoadError, match=message):
+            check_model_here(str(folder / name))
+    with pytest.raises(ModelLoadError, match=r"has 7 GGUF files: name one, such as .*big.gguf"):
+        check_model_here(str(folder))
+    shutil.copy(plain / "model.safetensors", folder)
+    shutil.copy(plain / "config.json", folder)
+    check_model_here(str(folder))  # weights in safetensors come first
+
+
+def test_nan_among_plain_values_is_as_in_safetensors(plain: Path, content: GgufContent) -> None:
+    """Plain values of either form are not looked at."""
+    kind, shape, raw = content.tensors["output_norm.weight"]
+    content.tensors["output_norm.weight"] = (kind, shape, struct.pack("<f", math.nan) + raw[4:])
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    for model in (plain, content.save(plain.parent / "model.gguf")):
+        assert load(model).module.model.norm.weight[0].isnan()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_headers_are_read_or_refused(form: str, seed: int, tmp_path: Path) -> None:
+    seen = fuzz_headers(tmp_path, form, 250, seed)
+    assert seen["read"] >= 1
+    assert seen["refused"] >= 100
