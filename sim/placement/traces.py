@@ -74,10 +74,33 @@ SHAPES: Mapping[str, Shape] = {
         "37% of the blocks are found",
         10.0, Lengths(4700, 1.25), Lengths(1800, 1.1), Lengths(290, 0.6), 0.38, CHAT_GAP, 1, 512,
     ),
+    "mooncake_toolagent": Shape(
+        "Mooncake FAST'25 toolagent_trace: 23,608 requests an hour, prompts 8,596 and answers 182 at the mean, 59% of "
+        "the blocks found; how many tools' descriptions there are is not published",
+        10.0, Lengths(2500, 0.9), Lengths(1200, 1.0), Lengths(130, 0.8), 0.24, CHAT_GAP, 24, 4000, 1.0,
+    ),
     "azure_conversation": Shape(
         "Azure LLM inference 2023, conversation: prompts 1,020 and answers 129 at the median, 1,155 and 211 at the "
         "mean (Splitwise, figure 3); the trace names no beginnings",
         2.0, Lengths(1020, 0.5), Lengths(1, 0.1), Lengths(129, 1.0), 0.0, CHAT_GAP,
+    ),
+    "skewed": Shape(
+        "made up: a hundred products, of which the largest has a quarter of the requests",
+        4.0, Lengths(400, 0.8), Lengths(200, 0.8), Lengths(150, 0.7), 0.5, Lengths(30, 1.2), 100, 3000, 1.1,
+    ),
+    "bursty": Shape(
+        "made up: chats with named sessions, six times as many in ten seconds of each minute",
+        4.0, Lengths(1500, 0.9), Lengths(300, 0.8), Lengths(200, 0.7), 0.8, Lengths(30, 1.2), names_sessions=True,
+        burst=6.0,
+    ),
+    "one_system_prompt": Shape(
+        "made up: chats of one product, with a system prompt of 2,000 characters and no sessions",
+        4.0, Lengths(1500, 0.9), Lengths(300, 0.8), Lengths(200, 0.7), 0.8, Lengths(30, 1.2), 1, 500,
+    ),
+    "adversary": Shape(
+        "made up: chats with named sessions, a third of which name another session with each request",
+        4.0, Lengths(1500, 0.9), Lengths(300, 0.8), Lengths(200, 0.7), 0.8, Lengths(30, 1.2), names_sessions=True,
+        changed_share=1 / 3,
     ),
 }  # fmt: skip
 

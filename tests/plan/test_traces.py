@@ -28,6 +28,7 @@ def count_found(requests: list[PlacedRequest]) -> float:
     ("name", "prompt", "answer", "found"),
     [
         ("mooncake_conversation", 12_035, 343, 0.37),
+        ("mooncake_toolagent", 8596, 182, 0.59),
         ("azure_conversation", 1155, 211, 0.0),
     ],
 )
@@ -40,15 +41,28 @@ def test_lengths_and_hits_are_those_published(name: str, prompt: float, answer: 
 
 
 def test_the_same_seed_makes_the_same_trace() -> None:
-    made = [make_requests(SHAPES["azure_conversation"], 2.0, 30.0, SIZE, seed) for seed in (1, 1, 2)]
+    made = [make_requests(SHAPES["skewed"], 2.0, 30.0, SIZE, seed) for seed in (1, 1, 2)]
     first, again, other = [[(one.at_s, one.keys, one.affinity) for one in requests] for requests in made]
     assert first == again != other
 
 
 def test_chats_with_one_system_prompt_have_one_affinity_and_homes_of_their_own() -> None:
-    requests = make_requests(SHAPES["mooncake_conversation"], 4.0, 60.0, SIZE)
+    requests = make_requests(SHAPES["one_system_prompt"], 4.0, 60.0, SIZE)
     assert len({one.affinity for one in requests}) == 1
     assert len({one.home for one in requests}) > 20
+
+
+def test_an_adversary_names_another_session_each_time() -> None:
+    requests = make_requests(SHAPES["adversary"], 4.0, 300.0, SIZE)
+    chats = [one.id.rpartition(".")[0] for one in requests]
+    assert 0.2 < sum(one.home == one.id for one in requests) / len(requests) < 0.45
+    assert len({one.affinity for one in requests}) > len(set(chats))
+
+
+def test_bursts_are_ten_seconds_of_each_minute() -> None:
+    requests = make_requests(SHAPES["bursty"], 4.0, 1200.0, SIZE)
+    begun = [one for one in requests if one.id.endswith(".0")]
+    assert sum(one.at_s % 60 < 10 for one in begun) / len(begun) == pytest.approx(6 / 11, abs=0.1), "six against five"
 
 
 def test_names_of_blocks_are_those_of_all_before_them() -> None:
