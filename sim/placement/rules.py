@@ -8,8 +8,9 @@ import math
 import random
 from collections.abc import Callable, Mapping
 
-from penstock.bus.affinity import AffinityPartitioner
+from penstock.bus.affinity import AffinityPartitioner, rank_partitions
 from penstock.plan.placing import PlacedRequest, RoundRobin, Rule, View
+from penstock.running_mean import RunningMean
 
 FOREVER_S = math.inf
 
@@ -156,6 +157,51 @@ class Mooncake:
         return min(range(view.num_workers), key=ttft_s)
 
 
+class Soonest:
+    """The candidate: where the first token is soonest, by seconds of queue, fetch and computation.
+
+    A request stays at home, with the longest match, unless that costs more than it saves; without a match home follows
+    from its chat. Of workers that are about as good, the better one of two is taken at random, so that placers that do
+    not talk do not all choose the same.
+    """
+
+    memory_s = 120.0
+    MIN_GAIN_S, NEAR, STALE_S = 0.02, 1.1, 3.0
+
+    def __init__(self) -> None:
+        self._random, self._hash = random.Random(0), Hash()
+        self._error_s = RunningMean(64)
+        """How far the estimates of queues were off, as the next heartbeats showed."""
+        self._estimates: dict[int, tuple[float, float, float]] = {}
+        """By worker: the time of a heartbeat, the queue estimated last under it, and when that was."""
+
+    def choose(self, request: PlacedRequest, view: View) -> int:
+        """Return home, or the worker with the least cost."""
+        workers = range(view.num_workers)
+        if any(view.now_s - view.beats[worker].at_s > self.STALE_S for worker in workers):
+            return self._hash.choose(request, view)
+        best_hit = max(view.hits)
+        fetched_s = estimate_fetch_s(view, best_hit) + estimate_work_s(request, view, best_hit)
+        work = [estimate_work_s(request, view, hit) for hit in view.hits]
+        work = [min(here_s, fetched_s) for here_s in work]
+        cost = [self._estimate_queue_s(view, worker) + work[worker] for worker in workers]
+        home = view.hits.index(best_hit) if best_hit else rank_partitions(request.home, view.num_workers)[0]
+        best = min(workers, key=cost.__getitem__)
+        gain_s = max(self.MIN_GAIN_S, self._error_s.value or 0.0)
+        if cost[home] - cost[best] <= max(work[best] - work[home], 0.0) + gain_s:
+            return home
+        near = [worker for worker in workers if cost[worker] <= self.NEAR * cost[best]]
+        return min(self._random.sample(near, min(2, len(near))), key=cost.__getitem__)
+
+    def _estimate_queue_s(self, view: View, worker: int) -> float:
+        beat, queue_s = view.beats[worker], estimate_queue_s(view, worker)
+        at_s, last_s, then_s = self._estimates.get(worker, (beat.at_s, 0.0, 0.0))
+        if at_s < beat.at_s:
+            self._error_s.add(abs(max(0.0, last_s - (view.now_s - then_s)) - queue_s))
+        self._estimates[worker] = beat.at_s, queue_s, view.now_s
+        return queue_s
+
+
 RULES: Mapping[str, Callable[[], Rule]] = {
     "round_robin": RoundRobin,
     "hash": Hash,
@@ -164,4 +210,5 @@ RULES: Mapping[str, Callable[[], Rule]] = {
     "cache_aware": CacheAware,
     "least_work_left": LeastWorkLeft,
     "mooncake": Mooncake,
+    "ours": Soonest,
 }

@@ -5,7 +5,7 @@ import pytest
 from penstock.bus.affinity import rank_partitions
 from penstock.engine.cost import StepCost
 from penstock.plan.placing import Beat, OwnLoad, PlacedRequest, RoundRobin, Rule, Tier, View, WorkerSpec
-from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake
+from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake, Soonest
 
 SPEC = WorkerSpec(
     StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=0.001), num_blocks=1000, max_step_tokens=1000
@@ -88,6 +88,31 @@ def test_mooncake_fetches_where_the_match_is_much_shorter(waiting: list[int], ch
     assert Mooncake().choose(PROMPT, make_view([128, 80, 0], waiting=waiting, tier=tier)) == chosen
 
 
-@pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake()])
+@pytest.mark.parametrize(
+    ("waiting", "chosen"),
+    [
+        # Home has 128 of 160 tokens: its queue + 32 ms. The other fetches them in 80 ms, and computes the rest: 112 ms.
+        # It has to be better by more than what it computes more, 80 ms, and 20 ms.
+        ([0, 0], 0),
+        ([180, 0], 0),  # 212 - 112 = 100 ms
+        ([181, 0], 1),
+    ],
+)
+def test_ours_leaves_home_for_what_it_gains(waiting: list[int], chosen: int) -> None:
+    tier = Tier(bytes_per_s=100.0, fixed_s=0.0, block_bytes=1, num_blocks=0)
+    assert Soonest().choose(PROMPT, make_view([128, 0], waiting=waiting, tier=tier)) == chosen
+
+
+def test_ours_begins_at_the_home_of_the_chat_and_falls_back_to_hash() -> None:
+    view = make_view([0] * 8)
+    assert Soonest().choose(PROMPT, view) == rank_partitions("chat", 8)[0]
+    view.now_s = 3.1
+    assert Soonest().choose(PROMPT, view) == rank_partitions("a", 8)[0], "its heartbeats are too old"
+    view.beats = [Beat(3.0, 9000)] * 8
+    view.beats[5] = Beat(3.0)
+    assert Soonest().choose(PROMPT, view) == 5
+
+
+@pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake(), Soonest()])
 def test_all_go_to_an_idle_worker_that_has_the_prompt(rule: Rule) -> None:
     assert rule.choose(PROMPT, make_view([0, 144, 0])) == 1
