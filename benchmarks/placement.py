@@ -131,16 +131,6 @@ class Search:
         return self.play_rate(round(math.log(rate / self._first_rate, RATE_STEP)))
 
 
-def find_goodput(made: Search) -> Search:
-    """Return the search when it has found the goodput."""
-    return made.find_goodput()
-
-
-def play_near(made: Search, rate: float) -> Played:
-    """Play the trace of a search at about this rate."""
-    return made.play_near(rate)
-
-
 def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -> tuple[list[Search], dict[str, float]]:
     """Return the searches, and the figures."""
     jobs = [Search(trace, rule, extent) for trace in traces for rule in rules]
@@ -148,9 +138,9 @@ def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -
         run: Callable[..., Iterable[Any]] = map
         if extent.num_processes > 1:
             run = exits.enter_context(ProcessPoolExecutor(extent.num_processes)).map
-        found: list[Search] = list(run(find_goodput, jobs))
+        found: list[Search] = list(run(Search.find_goodput, jobs))
         hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
-        details: list[Played] = list(run(play_near, found, [hash_goodput[one.trace] for one in found]))
+        details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
     figures = {}
     for one, played in zip(found, details, strict=True):
         name = f"{one.trace}_{one.rule}"
@@ -196,8 +186,8 @@ def main() -> None:
     print(describe_machine())
     extent = given.choose_size(FULL, QUICK, SMOKE)
     extent = replace(extent, num_workers=num_workers or extent.num_workers)
-    rules = [rule for rule in RULES if rule in only or only_misses(only, RULES) or rule == "hash"]
-    traces = [trace for trace in SHAPES if trace in only or only_misses(only, SHAPES)]
+    rules = [rule for rule in RULES if rule in {"hash", *only}] if set(only) & set(RULES) else list(RULES)
+    traces = [trace for trace in SHAPES if trace in only] or list(SHAPES)
     if file is not None:
         report_figures(play_file(file, rules, extent), given)
         return
@@ -205,11 +195,6 @@ def main() -> None:
     if given.is_full:
         draw_plot(found)
     report_figures(figures, given)
-
-
-def only_misses(only: Sequence[str], names: Iterable[str]) -> bool:
-    """Return whether none of the names is asked for, so that all are played."""
-    return not set(only) & set(names)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ SHAPES: Mapping[str, Shape] = {
     ),
     "azure_conversation": Shape(
         "Azure LLM inference 2023, conversation: prompts 1,020 and answers 129 at the median, 1,155 and 211 at the "
-        "mean (Splitwise, figure 3); the trace names no beginnings",
+        "mean (the Splitwise paper); the trace names no beginnings",
         2.0, Lengths(1020, 0.5), Lengths(1, 0.1), Lengths(129, 1.0), 0.0, CHAT_GAP,
     ),
     "skewed": Shape(
