@@ -86,7 +86,11 @@ def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -
 
 
 def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> None:
-    assert read_trace(Path(trace)) == [Arrival(0.0, 200, 100), Arrival(0.5, 800, 100), Arrival(20.0, 1, 1)]
+    assert read_trace(Path(trace)) == [
+        Arrival(0.0, 200, 100),
+        Arrival(0.5, 800, 100, (1, 2)),
+        Arrival(20.0, 1, 1),
+    ]
 
 
 @pytest.mark.parametrize(

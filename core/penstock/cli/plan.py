@@ -11,9 +11,8 @@ from rich.markup import escape
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings, load_settings
+from penstock.errors import DependencyMissing
 from penstock.ops.status import read_worker_status
-from penstock.plan.plan import Goals, make_plan, render_plan
-from penstock.plan.rates import average_rates
 from penstock.plan.trace import compute_quantile, read_trace
 
 
@@ -28,6 +27,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
+    try:
+        from penstock.plan.plan import Goals, make_plan, render_plan
+        from penstock.plan.rates import average_rates
+    except ImportError as error:  # the scheduler's own needs
+        raise DependencyMissing(f"`penstock plan` needs pip install 'penstock[worker]' ({error})") from None
     arrivals = read_trace(trace)
     goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))

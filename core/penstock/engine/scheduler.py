@@ -33,15 +33,18 @@ from bisect import insort
 from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from penstock.engine.batch_budget import FORCED_BATCH_PERIOD_STEPS, BatchBudget
 from penstock.engine.cost import StepCost
 from penstock.engine.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.state_rows import StateRows
 from penstock.engine.tables import BlockTables
 from penstock.names import CLASSES, PriorityClass
+
+if TYPE_CHECKING:  # it imports torch, which is not needed to schedule
+    from penstock.engine.state_rows import StateRows
 
 Plan = list[tuple[Sequence, int]]
 """The sequences of one step, with the number of tokens that each computes in it."""
@@ -102,7 +105,7 @@ class _StepPlan:
 class Scheduler:
     """The waiting and the running sequences of one pool."""
 
-    def __init__(self, pool: BlockPool, states: StateRows | None = None) -> None:
+    def __init__(self, pool: BlockPool, states: "StateRows | None" = None) -> None:
         self.pool = pool
         self._states = states
         """The rows of what layers without KV keep of each running sequence; None if there are no such layers."""

@@ -4,17 +4,20 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from penstock.engine.growth import GrowthEstimate
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence
-from penstock.engine.state_rows import StateRows
+
+if TYPE_CHECKING:  # it imports torch
+    from penstock.engine.state_rows import StateRows
 
 
 class BlockTables:
     """The block tables of the running sequences."""
 
-    def __init__(self, pool: BlockPool, states: StateRows | None = None) -> None:
+    def __init__(self, pool: BlockPool, states: "StateRows | None" = None) -> None:
         self.pool, self._states = pool, states
         self.growth = GrowthEstimate()
         self._computing: dict[bytes, Sequence] = {}

@@ -1,16 +1,22 @@
 """From a trace and measured rates to numbers of workers: each calculation, and the line that shows it."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
+from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.rates import DecodeBatch, WorkerRates
-from penstock.plan.simulate import NOT_SIMULATED, Waits, simulate_waits
+from penstock.plan.simulator import LEFT_OUT, Simulation
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
+NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
+STEPS_TO_DOUBLE = 8
+"""In about so many steps the number of prefill workers that are tried doubles; few workers are tried one by one."""
+MAX_POOL_BLOCKS = 2**16
+"""The pool of a simulated worker whose own is not known."""
 LOG_REQUEST_BYTES, LOG_TOKEN_BYTES = 6_000, 80
 """Bytes of an ended request in the stream Redis, and of each of its tokens: measured, and rounded up."""
 
@@ -29,6 +35,17 @@ class Goals:
     """The peak rate is the highest over a window of this length."""
     keep_s: float = 3600.0
     """How long ended streams can be read."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Quantiles of all requests of the trace, in seconds, as simulated."""
+
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    """Of the mean time between the tokens of an answer."""
+    itl_p99_s: float
 
 
 @dataclass(frozen=True)
@@ -87,16 +104,14 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else 1
     num_decode = max(decode, by_blocks)
 
-    def played(workers: int) -> Waits:
-        return simulate_waits(trace, rates.prefill_tokens_per_s, batch, workers, num_decode)
-
     def is_met(workers: int) -> bool:
-        return goals.ttft_s is None or played(workers).ttft_p99_s <= goals.ttft_s
+        return goals.ttft_s is None or simulate_waits(trace, rates, batch, workers, 0).ttft_p99_s <= goals.ttft_s
 
-    meets = is_met(max(prefill, len(trace)))  # nobody would wait then
+    alone_s = [one.prompt_tokens / rates.prefill_tokens_per_s for one in trace]
+    meets = goals.ttft_s is None or compute_quantile(alone_s, 0.99) <= goals.ttft_s
     num_prefill = prefill
-    if meets and prefill < len(trace):
-        num_prefill = bisect_left(range(len(trace) + 1), True, lo=prefill, key=is_met)
+    while meets and num_prefill < len(trace) and not is_met(num_prefill):
+        num_prefill += 1 + num_prefill // STEPS_TO_DOUBLE
     return Plan(
         requests=len(trace),
         seconds=trace[-1].at_s - trace[0].at_s,
@@ -111,11 +126,37 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
         decode_by_blocks=by_blocks,
         prefill=num_prefill,
         decode=num_decode,
-        waits=played(num_prefill),
+        waits=simulate_waits(trace, rates, batch, num_prefill, num_decode),
         goals=goals,
         rates=rates,
         meets_ttft=meets,
     )
+
+
+def simulate_waits(
+    trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
+) -> Waits:
+    """Return how long requests wait with these numbers of workers, to which they go in turn.
+
+    Without decode workers all answers have one token.
+    """
+    token_s = 1 / rates.prefill_tokens_per_s
+    prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s))
+    decode = _make_spec(rates, batch, rates.fit_cost())
+    requests = [
+        PlacedRequest(str(number), one.at_s, one.prompt_tokens, one.output_tokens if num_decode else 1)
+        for number, one in enumerate(trace)
+    ]
+    played = Simulation(
+        {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)},
+        [RoundRobin()],
+    ).run(requests)
+    firsts, tokens = [one.ttft_s for one in played], [one.itl_s for one in played]
+    return Waits(*(compute_quantile(values, share) for values in (firsts, tokens) for share in (0.5, 0.99)))
+
+
+def _make_spec(rates: WorkerRates, batch: DecodeBatch, cost: StepCost) -> WorkerSpec:
+    return WorkerSpec(cost, rates.pool_blocks or MAX_POOL_BLOCKS, rates.block_size, batch.size)
 
 
 def count_workers(load: float, rate: float, utilisation: float) -> int:
@@ -186,9 +227,8 @@ def _format_extra(plan: Plan) -> str:
 
 def _render_simulation(plan: Plan) -> Iterator[tuple[str, str]]:
     waits = plan.waits
-    yield "simulated", f"wait for prefill {waits.prefill_p50_s:,.2f} s (p50), {waits.prefill_p99_s:,.2f} s (p99)"
-    yield "", f"wait for decode {waits.decode_p50_s:,.2f} s (p50), {waits.decode_p99_s:,.2f} s (p99)"
-    yield "", f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
+    yield "simulated", f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
+    yield "", f"between tokens {waits.itl_p50_s * 1e3:,.0f} ms (p50), {waits.itl_p99_s * 1e3:,.0f} ms (p99)"
     if not plan.meets_ttft:
         yield (
             "",

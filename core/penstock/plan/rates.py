@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
 from penstock.names import STAGES, find_stages
 from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
@@ -47,6 +48,12 @@ class WorkerRates:
                 "more workers do not change that; a faster device, more threads or a smaller model do"
             )
         return max(within, key=lambda one: one.tokens_per_s)
+
+    def fit_cost(self) -> StepCost:
+        """Return the cost of steps that follows from the rates: of decode from the smallest and the largest batch."""
+        few, many = self.batches[0], self.batches[-1]
+        row_s = max(0.0, many.step_s - few.step_s) / max(1, many.size - few.size)
+        return StepCost(max(0.0, few.step_s - few.size * row_s), row_s, 0.0, 0.0, 1 / self.prefill_tokens_per_s)
 
 
 def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> WorkerRates:

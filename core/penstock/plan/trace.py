@@ -19,6 +19,8 @@ class Arrival(NamedTuple):
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -43,7 +45,8 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             row = json.loads(line)
             unit = next(TIME_FIELDS[name] for name in TIME_FIELDS if name in row)
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
-            arrival = Arrival(at_s, int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
+            lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
+            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None

@@ -1,0 +1,201 @@
+"""Rules of placement against each other: which worker a request should go to.
+
+python -m benchmarks.placement [--quick | --smoke] [--json FILE] [--only NAME…] [--file TRACE] [--workers N]
+
+Workers around the engine's real scheduler in virtual time, of kind `auto`, and two placers that do not talk. Steps cost
+what an H200 was measured to take for 0.6B weights in bfloat16 (docs/figures/gpu.json); the pool has room for 500,000
+tokens, and behind it is a tier that all read, at a GB a second each. Goodput is DistServe's: the highest rate at which
+90% of the requests have their first token in time, and their tokens in time on the mean.
+
+    goodput_{trace}_{rule}          requests a second
+    goodput_vs_hash_{trace}_{rule}  that to today's rule
+    hit_share_…                     prompt tokens found in the worker's own pool; this and the rest at hash's goodput
+    load_max_over_mean_…            seconds in steps of the busiest worker to the mean
+    ttft_p50_s_…, ttft_p99_s_…      time to the first token
+
+`--only` names traces and rules. `--file` plays a recorded trace at the rate that it has: no goodput then.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.common import Arguments, describe_machine, make_parser, report_figures, save_plot
+from penstock.engine.cost import StepCost
+from penstock.plan.placing import PlacedRequest, Tier, WorkerSpec
+from penstock.plan.simulator import Simulation, compute_imbalance
+from penstock.plan.trace import compute_quantile
+from sim.placement.rules import RULES
+from sim.placement.traces import SHAPES, make_requests, read_requests
+
+BLOCK_TOKENS, POOL_TOKENS, TIER_TOKENS = 128, 500_000, 20_000_000
+TOKEN_BYTES = 114_688
+"""KV of a token of Qwen3-0.6B in bfloat16."""
+COST = StepCost(fixed_s=0.0267, row_s=0.00094, context_s=2.35e-9, chunk_s=0.0, token_s=9.6e-5)
+SPEC = WorkerSpec(COST, POOL_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch=64, max_step_tokens=1024)
+ITL_S = 0.2
+"""How long a token may take, on the mean of an answer."""
+RECORDED_TTFT_S = 10.0
+MET_SHARE = 0.9
+NUM_PLACERS = 2
+RATE_STEP = 1.08
+"""Goodput is looked for between rates that differ by this factor, and interpolated there."""
+DETAILS = ("hit_share", "load_max_over_mean", "ttft_p50_s", "ttft_p99_s")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is played."""
+
+    num_workers: int
+    length_s: float
+    warm_s: float
+    """Requests of so long do not count: the caches fill."""
+    num_rates: int
+    """How many rates goodput may lie between, half of them above what is estimated."""
+    num_processes: int = len(os.sched_getaffinity(0))
+
+
+FULL, QUICK, SMOKE = Extent(4, 300.0, 100.0, 32), Extent(4, 90.0, 30.0, 16), Extent(2, 12.0, 4.0, 2, 1)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of one trace at one rate under one rule."""
+
+    rate: float
+    met_share: float
+    hit_share: float
+    load_max_over_mean: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+
+
+def play(rule: str, requests: Sequence[PlacedRequest], num_workers: int, ttft_s: float, warm_s: float) -> Played:
+    """Play requests under a rule."""
+    tier = Tier(1e9, 0.005, TOKEN_BYTES * BLOCK_TOKENS, TIER_TOKENS // BLOCK_TOKENS)
+    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], tier)
+    counted = [one for one in simulation.run(requests) if one.request.at_s >= warm_s]
+    firsts = [one.ttft_s for one in counted]
+    num_tokens = sum(one.request.prompt_tokens for one in counted)
+    return Played(
+        rate=len(counted) / (requests[-1].at_s - warm_s),
+        met_share=sum(one.ttft_s <= ttft_s and one.itl_s <= ITL_S for one in counted) / len(counted),
+        hit_share=sum(one.pool_tokens for one in counted) / num_tokens,
+        load_max_over_mean=compute_imbalance(simulation.readers),
+        ttft_p50_s=compute_quantile(firsts, 0.5),
+        ttft_p99_s=compute_quantile(firsts, 0.99),
+    )
+
+
+class Search:
+    """The rates at which one trace was played under one rule. Rate number 0 is what the workers carry about."""
+
+    def __init__(self, trace: str, rule: str, extent: Extent) -> None:
+        self.trace, self.rule, self._extent = trace, rule, extent
+        self.played: dict[int, Played] = {}
+        self.goodput = 0.0
+        sample = make_requests(SHAPES[trace], 1.0, 300.0, BLOCK_TOKENS, seed=1)
+        seconds = [SPEC.prompt_seconds(one.prompt_tokens) + one.output_tokens * 2 * COST.row_s for one in sample]
+        self._first_rate = extent.num_workers * len(seconds) / sum(seconds)
+
+    def play_rate(self, number: int) -> Played:
+        """Play the trace at the rate of that number, once."""
+        if number not in self.played:
+            shape, extent, rate = SHAPES[self.trace], self._extent, self._first_rate * RATE_STEP**number
+            requests = make_requests(shape, rate, extent.length_s, BLOCK_TOKENS)
+            self.played[number] = play(self.rule, requests, extent.num_workers, shape.ttft_s, extent.warm_s)
+        return self.played[number]
+
+    def find_goodput(self) -> "Search":
+        """Find the goodput by bisection, as fewer requests are in time at higher rates; return the search itself."""
+        high = self._extent.num_rates // 2
+        low = -high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.play_rate(middle).met_share >= MET_SHARE else (low, middle)
+        under, over = self.play_rate(low), self.play_rate(high)
+        part = (under.met_share - MET_SHARE) / max(under.met_share - over.met_share, 1e-9)
+        self.goodput = under.rate + min(1.0, max(0.0, part)) * (over.rate - under.rate)
+        return self
+
+    def play_near(self, rate: float) -> Played:
+        """Play the trace at the rate that is nearest to this one."""
+        return self.play_rate(round(math.log(rate / self._first_rate, RATE_STEP)))
+
+
+def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -> tuple[list[Search], dict[str, float]]:
+    """Return the searches, and the figures."""
+    jobs = [Search(trace, rule, extent) for trace in traces for rule in rules]
+    with ExitStack() as exits:
+        run: Callable[..., Iterable[Any]] = map
+        if extent.num_processes > 1:
+            run = exits.enter_context(ProcessPoolExecutor(extent.num_processes)).map
+        found: list[Search] = list(run(Search.find_goodput, jobs))
+        hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
+        details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
+    figures = {}
+    for one, played in zip(found, details, strict=True):
+        name = f"{one.trace}_{one.rule}"
+        figures[f"goodput_{name}"] = one.goodput
+        figures[f"goodput_vs_hash_{name}"] = one.goodput / hash_goodput[one.trace]
+        figures |= {f"{detail}_{name}": getattr(played, detail) for detail in DETAILS}
+    return found, figures
+
+
+def draw_plot(found: Sequence[Search]) -> None:
+    """Draw the 99th percentile of the time to the first token by load, a line for each rule."""
+    traces = list(dict.fromkeys(one.trace for one in found))
+    figure = Figure(figsize=(11, 2.6 * -(-len(traces) // 2)))
+    axes = figure.subplots(-(-len(traces) // 2), 2, squeeze=False).flat
+    for axis, trace in zip(axes, traces, strict=False):
+        for one in (one for one in found if one.trace == trace):
+            points = [one.played[number] for number in sorted(one.played)]
+            axis.plot([at.rate for at in points], [at.ttft_p99_s for at in points], marker=".", label=one.rule)
+        axis.set(title=trace, yscale="log", xlabel="requests/s", ylabel="first token, p99, s")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    save_plot(figure, "placement", "svg")
+
+
+def play_file(file: Path, rules: Sequence[str], extent: Extent) -> dict[str, float]:
+    """Play a recorded trace under each rule; return the figures."""
+    requests, figures = read_requests(file, BLOCK_TOKENS), dict[str, float]()
+    for rule in rules:
+        played = play(rule, requests, extent.num_workers, RECORDED_TTFT_S, extent.warm_s)
+        figures |= {f"{detail}_recorded_{rule}": getattr(played, detail) for detail in ("met_share", *DETAILS)}
+    return figures
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*SHAPES, *RULES], help="these traces and rules")
+    parser.add_argument("--file", type=Path, help="play this recorded trace instead")
+    parser.add_argument("--workers", type=int, help="how many workers there are")
+    parsed = vars(parser.parse_args())
+    only, file, num_workers = parsed.pop("only"), parsed.pop("file"), parsed.pop("workers")
+    given = Arguments(**parsed)
+    print(describe_machine())
+    extent = given.choose_size(FULL, QUICK, SMOKE)
+    extent = replace(extent, num_workers=num_workers or extent.num_workers)
+    rules = [rule for rule in RULES if rule in {"hash", *only}] if set(only) & set(RULES) else list(RULES)
+    traces = [trace for trace in SHAPES if trace in only] or list(SHAPES)
+    if file is not None:
+        report_figures(play_file(file, rules, extent), given)
+        return
+    found, figures = compare_rules(traces, rules, extent)
+    if given.is_full:
+        draw_plot(found)
+    report_figures(figures, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What rules of placement are compared on: `traces`, and the `rules`."""
