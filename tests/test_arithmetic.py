@@ -16,7 +16,7 @@ import redis
 
 from penstock.cli import doctor
 from penstock.config.addresses import Addresses
-from penstock.errors import ArithmeticDiffers
+from penstock.errors import ArithmeticDiffers, NameTaken
 from penstock.names import Pipeline
 from penstock.ops.status import read_heartbeats
 from penstock.redis.client import redis_client
@@ -99,6 +99,20 @@ def test_one_that_died_is_waited_for_no_longer_than_its_lease(start: Start, clie
     killed._status["arithmetic"] = FLOAT
     killed.write_beat()
     start("next").declare_arithmetic(HALF)
+
+
+def test_one_whose_name_was_taken_while_it_loaded_is_told(
+    start: Start, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    late = start("name", is_alive=False)
+    with late:
+        client.set(
+            pipeline.worker_key("decode", "name"), json.dumps({"token": "other", "host": "h", "pid": 1}), px=60_000
+        )
+        late.update_status(now=True)
+        wait_for(lambda: late._failure is not None, "it hears that its name is taken")
+        with pytest.raises(NameTaken):
+            late.declare_arithmetic(FLOAT)
 
 
 def test_a_server_that_forgot_all_is_told_again(start: Start, client: "redis.Redis", pipeline: Pipeline) -> None:

@@ -237,7 +237,7 @@ FLAWS = (
     Flaw(
         "an end behind another claim binds the request's own message", f"{RECORD}/claim.py",
         "self.num_found_tokens > 0 or self.attempts > 1", "False", "kafka",
-        ("autos=1", "crash=0.01", "pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
+        ("autos=0.5", "crash=0.02", "pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
     ),
     Flaw(
         "a claim behind the end binds the request's own message", f"{RECORD}/lua/claim.lua",

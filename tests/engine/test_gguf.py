@@ -145,6 +145,8 @@ def test_the_rotary_embedding_of_llama_3(tmp_path: Path) -> None:
     first, second = load(plain), load(content.save(tmp_path / "model.gguf"))
     assert second.config.rope_parameters == scaling
     assert torch.equal(first.module.model.rotary_emb.inv_freq, second.module.model.rotary_emb.inv_freq)
+    content.tensors["rope_freqs.weight"] = ("F32", [32], struct.pack("<32f", *factors[:31], math.inf))
+    refuse(content.save(tmp_path / "infinite.gguf"), "rope_freqs.weight in .* a factor that is no number")
     factors[3] = 2.0
     content.tensors["rope_freqs.weight"] = ("F32", [32], struct.pack("<32f", *factors))
     refuse(content.save(tmp_path / "other.gguf"), "rope_freqs.weight that are not those of Llama 3.1")
@@ -193,6 +195,16 @@ def test_a_description_is_written_once_for_each_header(plain: Path, content: Ggu
     assert load(file).context_length == 256
 
 
+def test_where_llama_cpp_begins_a_text_with_a_token_the_tokenizer_does(plain: Path, content: GgufContent) -> None:
+    content.metadata |= {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": 7}
+    content.metadata.pop("tokenizer.ggml.add_bos_token", None)
+    tokenizer = load(content.save(plain.parent / "silent.gguf")).tokenizer
+    assert tokenizer("In")["input_ids"][0] == 7
+    content.metadata["tokenizer.ggml.add_bos_token"] = False
+    tokenizer = load(content.save(plain.parent / "without.gguf")).tokenizer
+    assert tokenizer("In")["input_ids"][0] != 7
+
+
 def test_a_cache_that_cannot_be_written(plain: Path, content: GgufContent) -> None:
     (plain.parent / "cache").write_text("no directory")
     refuse(content.save(plain.parent / "model.gguf"), "for model.gguf cannot be written")
@@ -217,6 +229,9 @@ def test_a_cache_that_cannot_be_written(plain: Path, content: GgufContent) -> No
         ({"llama.embedding_length": 512}, r"is \[\d+, 256\] in the weights, and \[\d+, 512\] by config.json"),
         ({"llama.context_length": None}, "has no llama.context_length"),
         ({"llama.rope.freq_base": math.inf}, "rope.freq_base inf"),
+        ({"llama.rope.freq_base": 1e-60}, "rope.freq_base"),
+        ({"llama.attention.key_length": 33}, "heads of 33"),
+        ({"tokenizer.ggml.pre": "smollm"}, "tokenizer.ggml.pre 'smollm'.*a known way of splitting texts"),
         ({"general.alignment": 12}, "its alignment is '12'"),
         ({"tokenizer.ggml.model": "none"}, "has no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "has no usable tokenizer .*bert"),

@@ -202,13 +202,14 @@ class Exits:
         key: str,
         act: Callable[[Worker], object] = run_until_idle,
         settings: StaySettings | None = None,
+        num_failed: int = 0,
         **fields: Any,
     ) -> None:
         """Let a worker of both stages have a request beside another that decodes; check how it leaves that.
 
         It is given no jobs: it could take its own.
         """
-        self._line.send_requests(ask(key, **fields))
+        self._send("prefill", key, num_failed=num_failed, **fields)
         stays = StayPolicy(settings or StaySettings(), has_others=lambda: True)
         with closing(self._line.make_auto(f"auto-{key}", stays)) as worker:
             assert isinstance(worker.member, JoinedMember)
@@ -226,6 +227,9 @@ class Exits:
     def answered_where_it_was_read(self) -> None:
         self._check_stays("here")
         self._check_stays("short", sampling=Sampling(max_tokens=1))
+
+    def answered_behind_another_claim(self) -> None:
+        self._check_stays("again", num_failed=1)
 
     def ended_with_an_error(self) -> None:
         """It is too late, cancelled before it hears of that or after, or invalid."""

@@ -138,8 +138,8 @@ class EngineSettings(BaseSettings):
     or a directory's own name, without the path to it. Who asks by the path is answered, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the model's own on a GPU. On a CPU bfloat16 where it is the model's own, the processor has AMX, which
-    is faster in it, and the kernels compute all of the model, or where float32 does not fit the machine's memory; else
-    float32, whose tokens are the same on all processors."""
+    is faster in it, and the kernels compute all of the model, or where float32 does not fit the machine's memory; else,
+    and always where the weights are quantised or a GGUF file, float32, whose tokens are the same on all processors."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one. On a GPU torch computes, rightly and slowly: there
     `kind=vllm` is the engine to choose."""
@@ -163,7 +163,8 @@ class EngineSettings(BaseSettings):
     mixed: bool = False
     """Whether a worker starts beside workers of its pipeline that compute in another way (dtype, form of weights or KV,
     instruction set), for a change of these one worker after the other, or a GPU beside CPUs: an answer's tokens then
-    depend on which of them goes on with it. Where all compute in float32, whose tokens agree, nothing is refused."""
+    depend on which of them goes on with it. Workers of Penstock's own engine that all compute in float32, with weights
+    and KV in no smaller form, have the same tokens, and nothing is refused."""
     packed: str = ""
     """A file of packed weights (`penstock weights pack`) in the form of `PENSTOCK_ENGINE_WEIGHTS`, which is mapped. A
     worker refuses to start where it does not fit. Empty: one is looked for beside the model and in the cache; where

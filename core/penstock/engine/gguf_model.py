@@ -12,10 +12,10 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
 import shutil
 import struct
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ _OF_ARCHITECTURE = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _UNKNOWN_KEYS = ("rope.scaling.factor", "rope.scale_linear", "attention.sliding_window", "expert_count")
 """Keys that change what a model computes, and are not translated."""
+_PLAIN_SPLITS = ("default", "gpt-2")
+"""Values of `tokenizer.ggml.pre` with which texts are split as for GPT-2."""
+_BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+"""Those with which llama.cpp begins a text with the token for that, unless the file says otherwise."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all published models have whose frequencies are scaled as in Llama 3.1; a file has the factors alone."""
 
@@ -60,9 +64,10 @@ def describe_gguf(path: Path, cache: Path) -> Path:
     directory = cache / "gguf" / digest[:32]
     if directory.is_dir():
         return directory
-    scratch = directory.with_name(f"{directory.name}.{os.getpid()}.unfinished")
+    scratch = None
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
         (scratch / "config.json").write_text(json.dumps(config, indent=1))
         (scratch / path.name).symlink_to(path)
         _make_tokenizer(path, header).save_pretrained(scratch)
@@ -71,7 +76,8 @@ def describe_gguf(path: Path, cache: Path) -> Path:
         if not directory.is_dir():  # else another process wrote it
             raise ModelLoadError(f"{directory} for {path.name} cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
@@ -81,6 +87,8 @@ def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:
     heads = _read_size(header, "attention.head_count")
     kv_heads = _read_size(header, "attention.head_count_kv", heads)
     head_dim = _read_size(header, "attention.key_length", _read_size(header, "embedding_length") // heads)
+    if head_dim % 2:
+        raise ModelLoadError(f"{path.name} has heads of {head_dim}, which rotary positions cannot halve")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (size := _read_size(header, key, head_dim)) != head_dim:
             raise _refuse(path, f"{architecture}.{key} {size} beside heads of {head_dim}", "equal ones")
@@ -164,7 +172,7 @@ def _read_float(header: GgufHeader, key: str, default: float | None = None) -> f
     import numpy as np
 
     number = header.read(f"{header.metadata['general.architecture']}.{key}", float, default)
-    if not 0 < number < 3e38:
+    if not 0 < np.float32(number) < 3e38:
         raise ModelLoadError(f"the GGUF file has {key} {number}")
     return float(str(np.float32(number)))
 
@@ -180,6 +188,8 @@ def _find_rope(path: Path, header: GgufHeader, head_dim: int) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
+    if not all(map(math.isfinite, factors)):
+        raise ModelLoadError(f"{_ROPE_FACTORS} in {path.name} has a factor that is no number")
     right = _list_llama3_factors(base, head_dim, max(1.0, *factors))
     if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(factors, right, strict=True)):
         raise _refuse(path, f"{_ROPE_FACTORS} that are not those of Llama 3.1", "those, or none")
@@ -199,7 +209,7 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
     try:
         from transformers import PreTrainedTokenizerFast
 
-        tables: Any = importlib.import_module("transformers.integrations.gguf")
+        tables: Any = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
         mapping, convert = tables.GGUF_TOKENIZER_MAPPING, tables.convert_gguf_tokenizer
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"a GGUF file's tokenizer needs transformers 5.23 or a later 5: {error}") from None
@@ -208,8 +218,11 @@ def _make_tokenizer(path: Path, header: GgufHeader) -> Any:
         {name: keys[key] for key, name in mapping[part].items() if key in keys}
         for part in ("tokenizer", "tokenizer_config")
     )
-    if found["tokenizer_type"] == "llama":
-        # Older files do not say it, and llama.cpp begins with this token where a file of this type is silent.
+    splits = found.get("pre_tokenizer_type", _PLAIN_SPLITS[0])
+    if found["tokenizer_type"] == "gpt2" and splits not in {*tables.GGUF_PRE_TOKENIZER_SPLITS, *_PLAIN_SPLITS}:
+        raise _refuse(path, f"tokenizer.ggml.pre {str(splits)[:60]!r}", "a known way of splitting texts")
+    if found["tokenizer_type"] == "llama" or splits in _BEGIN_WITH_BOS:
+        # Older files do not say it, and llama.cpp begins with this token where such a file is silent.
         given.setdefault("add_bos_token", True)
     try:
         for name in ("bos", "eos", "unk", "pad"):

@@ -344,7 +344,7 @@ def open_model(settings: EngineSettings, progress: Progress | None = None) -> Lo
     if found.chosen.is_open and isinstance(model.backend, NativeBackend) and model.backend.body is None:
         log.info("%s is loaded again in float32: %s", settings.model, PARTLY_NATIVE)
         del model, found  # both hold its weights
-        model = open_model(settings.model_copy(update={"dtype": "float32"}), progress)
+        model = open_model(settings.model_copy(update={"dtype": "float32", "packed": ""}), progress)
         return replace(model, dtype_reason=PARTLY_NATIVE)
     return model
 

@@ -182,6 +182,7 @@ class Heartbeat:
         """Have a beat with the words written, and return None; return a worker that has others if that was refused."""
         self._answered.clear()
         self.update_status(now=True, arithmetic=arithmetic)
+        self.raise_failure()  # without a name there are no more beats, and no answer comes
         self._answered.wait()
         self.raise_failure()
         return None if self._declared else self._different

@@ -144,7 +144,8 @@ class Task:
     def find_cause_to_leave(self) -> str:
         """Return why the request is handed off now that it ends; empty where this worker settles its result.
 
-        Its own message is not bound behind another claim, which may have sent it on: the first job is that comes.
+        Behind another claim, which may have sent the request on, its own message is not bound, but the first job that
+        comes.
         """
         is_own = self.claim.stage == "prefill"
         return self.role.hands_off_for or ("ended" if is_own and self.claim.may_be_sent_on else "")

@@ -265,11 +265,14 @@ class Worker:
         return deliveries
 
     def _count_capacities(self) -> Mapping[PriorityClass, int]:
-        """Return how many more requests of each class to take. It is counted as requests come and go, where a class has
-        no capacity, and every few turns: the engine looks at all its sequences for it.
+        """Return how many more requests of each class to take.
+
+        It is counted as requests come and go, where a class has no capacity, and every few turns: the engine looks at
+        all its sequences for it. That of endpoints changes with their health too, and is counted each turn.
         """
         ids = [*self.running, *(delivery.position for delivery in self.reader.pending_deliveries())]
-        if self._num_capacity_turns and ids == self._counted_ids and all(self.load.capacities.values()):
+        is_current = self._num_capacity_turns and ids == self._counted_ids and self.role.kind != "endpoint"
+        if is_current and all(self.load.capacities.values()):
             self._num_capacity_turns -= 1
         else:
             self._counted_ids, self._num_capacity_turns = ids, MAX_CAPACITY_TURNS

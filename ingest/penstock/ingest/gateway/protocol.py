@@ -40,20 +40,21 @@ class JoiningTransport(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send bytes by the end of this turn."""
         if not self._waiting:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._waiting.append(data)
         self._num_waiting_bytes += len(data)
         if self._num_waiting_bytes >= MAX_JOINED_BYTES:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what waits now."""
         waiting, self._waiting, self._num_waiting_bytes = self._waiting, [], 0
         if waiting and not self._transport.is_closing():
             self._transport.write(b"".join(waiting))
 
     def write_eof(self) -> None:
         """Send what waits, and that nothing follows."""
-        self._flush()
+        self.flush()
         self._transport.write_eof()
 
     def can_write_eof(self) -> bool:
@@ -62,7 +63,7 @@ class JoiningTransport(asyncio.Transport):
 
     def close(self) -> None:
         """Send what waits, and close the connection."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def abort(self) -> None:
@@ -128,6 +129,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_cut_timer()
         self._end_cycles()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Send what waits for the end of this turn: the wrapped transport closes itself behind this."""
+        if isinstance(self.transport, JoiningTransport):
+            self.transport.flush()
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and refuse headers that are too large."""
