@@ -183,8 +183,10 @@ class Simulation:
         worker = self.readers[outcome.worker]
         seq = self._make_sequence(outcome, worker, view)
         cached = worker.scheduler.pool.count_cached_prefix(seq.block_keys)
-        found = self._tier.count_prefix(request.keys[: len(seq.block_keys)]) if self._tier else 0
+        # The last token is computed in any case: its logits are needed.
         size = worker.spec.block_size
+        wanted = request.keys[: (request.prompt_tokens - 1) // size]
+        found = self._tier.count_prefix(wanted) if self._tier else 0
         fetch_s = max(0.0, worker.link_free_s - self._now_s)
         fetch_s += self._tier.fetch_seconds(found - cached) if self._tier else 0.0
         if found <= cached or fetch_s >= worker.spec.prompt_seconds((found - cached) * size, cached * size):
