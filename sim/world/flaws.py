@@ -235,11 +235,6 @@ FLAWS = (
         ("pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
     ),
     Flaw(
-        "an end behind another claim binds the request's own message", f"{RECORD}/claim.py",
-        "self.num_found_tokens > 0 or self.attempts > 1", "False", "kafka",
-        ("autos=0.5", "crash=0.02", "pause_s=3", "rebalance_s=1", "gateways=0", "endpoint=0"),
-    ),
-    Flaw(
         "a claim behind the end binds the request's own message", f"{RECORD}/lua/claim.lua",
         "if not prefill then redis.call('HSET', KEYS[1], 'bound', name) end\n"
         "  return {'claim', epoch, tokens, hash, prefill and bound == '' and 2 or 1,",
