@@ -78,7 +78,9 @@ class Played:
     ttft_p99_s: float
 
 
-def play(rule: str, requests: Sequence[PlacedRequest], num_workers: int, ttft_s: float, warm_s: float) -> Played:
+def play_requests(
+    rule: str, requests: Sequence[PlacedRequest], num_workers: int, ttft_s: float, warm_s: float
+) -> Played:
     """Play requests under a rule."""
     tier = Tier(1e9, 0.005, TOKEN_BYTES * BLOCK_TOKENS, TIER_TOKENS // BLOCK_TOKENS)
     simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], tier)
@@ -111,7 +113,7 @@ class Search:
         if number not in self.played:
             shape, extent, rate = SHAPES[self.trace], self._extent, self._first_rate * RATE_STEP**number
             requests = make_requests(shape, rate, extent.length_s, BLOCK_TOKENS)
-            self.played[number] = play(self.rule, requests, extent.num_workers, shape.ttft_s, extent.warm_s)
+            self.played[number] = play_requests(self.rule, requests, extent.num_workers, shape.ttft_s, extent.warm_s)
         return self.played[number]
 
     def find_goodput(self) -> "Search":
@@ -170,7 +172,7 @@ def play_file(file: Path, rules: Sequence[str], extent: Extent) -> dict[str, flo
     """Play a recorded trace under each rule; return the figures."""
     requests, figures = read_requests(file, BLOCK_TOKENS), dict[str, float]()
     for rule in rules:
-        played = play(rule, requests, extent.num_workers, RECORDED_TTFT_S, extent.warm_s)
+        played = play_requests(rule, requests, extent.num_workers, RECORDED_TTFT_S, extent.warm_s)
         figures |= {f"{detail}_recorded_{rule}": getattr(played, detail) for detail in ("met_share", *DETAILS)}
     return figures
 

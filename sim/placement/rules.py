@@ -23,7 +23,7 @@ class Hash:
     def __init__(self) -> None:
         self._partitioner = AffinityPartitioner()
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the number of the worker that reads the partition."""
         return self._partitioner.choose_partition(request.affinity, view.num_workers, view.now_s)
 
@@ -37,16 +37,16 @@ class Dynamo:
 
     memory_s = 120.0
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the worker of the least cost, the first one of several."""
         size = view.spec.block_size
 
-        def cost(worker: int) -> float:
+        def compute_cost(worker: int) -> float:
             own = view.own[worker]
             prompt_blocks = (own.prompt_tokens + request.prompt_tokens - view.hits[worker]) / size
             return max(0.0, prompt_blocks) + own.num_blocks
 
-        return min(range(view.num_workers), key=cost)
+        return min(range(view.num_workers), key=compute_cost)
 
 
 class LlmD:
@@ -60,18 +60,21 @@ class LlmD:
     memory_s = FOREVER_S
     MATCHED_SHARE, MAX_PENALTY_S = 0.8, 18.0
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the worker with the fewest tokens under way among those that the filter leaves."""
         tokens_per_s = view.spec.max_step_tokens / view.spec.prompt_seconds(view.spec.max_step_tokens)
 
-        def load(worker: int) -> int:
+        def count_tokens(worker: int) -> int:
             return view.own[worker].prompt_tokens
 
         workers = range(view.num_workers)
         sticky = [one for one in workers if view.hits[one] >= self.MATCHED_SHARE * request.prompt_tokens]
-        best = min(workers, key=load)
-        if sticky and (load(min(sticky, key=load)) - load(best)) / tokens_per_s <= self.MAX_PENALTY_S:
-            return min(sticky, key=load)
+        best = min(workers, key=count_tokens)
+        if (
+            sticky
+            and (count_tokens(min(sticky, key=count_tokens)) - count_tokens(best)) / tokens_per_s <= self.MAX_PENALTY_S
+        ):
+            return min(sticky, key=count_tokens)
         return best
 
 
@@ -88,7 +91,7 @@ class CacheAware:
     def __init__(self) -> None:
         self._random = random.Random(0)
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the worker of the longest match or of the fewest requests, one at random of several."""
         loads = [own.num_requests for own in view.own]
         is_apart = max(loads) - min(loads) > self.MAX_DIFFERENCE and max(loads) > self.MAX_RATIO * min(loads)
@@ -105,14 +108,14 @@ class LeastWorkLeft:
 
     memory_s = FOREVER_S
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the worker with the least work left."""
 
-        def work(worker: int) -> tuple[int, int]:
+        def count_work(worker: int) -> tuple[int, int]:
             own = view.own[worker]
             return own.prompt_tokens + max(0, request.prompt_tokens - view.hits[worker]), own.num_requests
 
-        return min(range(view.num_workers), key=work)
+        return min(range(view.num_workers), key=count_work)
 
 
 def estimate_queue_s(view: View, worker: int) -> float:
@@ -144,7 +147,7 @@ class Mooncake:
     memory_s = FOREVER_S
     BALANCE = 2.0
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the worker with the least time."""
         best = max(view.hits)
 
@@ -175,11 +178,11 @@ class Soonest:
         self._estimates: dict[int, tuple[float, float, float]] = {}
         """By worker: the time of a heartbeat, the queue estimated last under it, and when that was."""
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return home, or the worker with the least cost."""
         workers = range(view.num_workers)
         if any(view.now_s - view.beats[worker].at_s > self.STALE_S for worker in workers):
-            return self._hash.choose(request, view)
+            return self._hash.choose_worker(request, view)
         best_hit = max(view.hits)
         fetched_s = estimate_fetch_s(view, best_hit) + estimate_work_s(request, view, best_hit)
         work = [estimate_work_s(request, view, hit) for hit in view.hits]

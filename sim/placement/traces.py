@@ -35,7 +35,7 @@ class Lengths:
     median: float
     sigma: float
 
-    def draw(self, rng: random.Random) -> float:
+    def draw_number(self, rng: random.Random) -> float:
         """Return a number."""
         return self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
 
@@ -137,15 +137,15 @@ def _make_chat(
         segments.append((f"system {system}", shape.system_tokens))
     is_adversary, message, turn = rng.random() < shape.changed_share, shape.first_message, 0
     while True:
-        segments.append((f"user {name}.{turn}", max(8, round(message.draw(rng)))))
-        answer = (f"answer {name}.{turn}", max(1, round(shape.answer.draw(rng))))
+        segments.append((f"user {name}.{turn}", max(8, round(message.draw_number(rng)))))
+        answer = (f"answer {name}.{turn}", max(1, round(shape.answer.draw_number(rng))))
         if sum(length for _, length in segments) > MAX_PROMPT_TOKENS:
             return
         if at_s >= 0:
             session = f"{name}.{turn}" if is_adversary else name if shape.names_sessions else None
             yield _make_request(f"{name}.{turn}", at_s, segments, answer, session, name, block_size)
         segments.append(answer)
-        at_s += min(600.0, max(1.0, shape.gap.draw(rng)))
+        at_s += min(600.0, max(1.0, shape.gap.draw_number(rng)))
         message, turn = shape.later_message, turn + 1
         if rng.random() >= shape.continued_share or at_s >= length_s:
             return

@@ -26,27 +26,27 @@ def make_view(
 
 def test_round_robin_takes_each_in_turn() -> None:
     rule = RoundRobin()
-    assert [rule.choose(PROMPT, make_view([0] * 3)) for _ in range(4)] == [0, 1, 2, 0]
+    assert [rule.choose_worker(PROMPT, make_view([0] * 3)) for _ in range(4)] == [0, 1, 2, 0]
 
 
 def test_hash_is_that_of_the_product() -> None:
     rule, first = Hash(), rank_partitions("a", 3)[0]
-    assert [rule.choose(PROMPT, make_view([0] * 3)) for _ in range(8)] == [first] * 8
+    assert [rule.choose_worker(PROMPT, make_view([0] * 3)) for _ in range(8)] == [first] * 8
 
 
 def test_dynamo_adds_blocks_to_compute_and_blocks_of_requests() -> None:
     # Its page "Routing Concepts": 2, 5 and 8 blocks cached of ten, 10, 5 and 9 to decode. 18, 10 and 11: the second.
     own = [OwnLoad(num_blocks=blocks) for blocks in (10, 5, 9)]
-    assert Dynamo().choose(PROMPT, make_view([32, 80, 128], own)) == 1
+    assert Dynamo().choose_worker(PROMPT, make_view([32, 80, 128], own)) == 1
     own[1].prompt_tokens = 32  # two blocks more wait there: 12
-    assert Dynamo().choose(PROMPT, make_view([32, 80, 128], own)) == 2
+    assert Dynamo().choose_worker(PROMPT, make_view([32, 80, 128], own)) == 2
 
 
 def test_llm_d_leaves_who_has_the_prompt_for_eighteen_seconds_alone() -> None:
     # 128 of 160 are the threshold of 0.8. A thousand tokens a second: 18,000 are the penalty of 18 s.
-    assert LlmD().choose(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_000)])) == 1
-    assert LlmD().choose(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_001)])) == 0
-    assert LlmD().choose(PROMPT, make_view([0, 127], [OwnLoad(), OwnLoad(prompt_tokens=1)])) == 0
+    assert LlmD().choose_worker(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_000)])) == 1
+    assert LlmD().choose_worker(PROMPT, make_view([0, 128], [OwnLoad(), OwnLoad(prompt_tokens=18_001)])) == 0
+    assert LlmD().choose_worker(PROMPT, make_view([0, 127], [OwnLoad(), OwnLoad(prompt_tokens=1)])) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_llm_d_leaves_who_has_the_prompt_for_eighteen_seconds_alone() -> None:
     ],
 )
 def test_cache_aware_balances_what_is_far_apart(hits: list[int], loads: tuple[int, int], chosen: int) -> None:
-    assert CacheAware().choose(PROMPT, make_view(hits, [OwnLoad(number) for number in loads])) == chosen
+    assert CacheAware().choose_worker(PROMPT, make_view(hits, [OwnLoad(number) for number in loads])) == chosen
 
 
 def test_least_work_left_adds_what_is_uncached() -> None:
     own = [OwnLoad(prompt_tokens=100), OwnLoad(prompt_tokens=20)]
-    assert LeastWorkLeft().choose(PROMPT, make_view([96, 0], own)) == 0, "100 + 64 against 20 + 160"
-    assert LeastWorkLeft().choose(PROMPT, make_view([64, 0], own)) == 1, "100 + 96 against 20 + 160"
+    assert LeastWorkLeft().choose_worker(PROMPT, make_view([96, 0], own)) == 0, "100 + 64 against 20 + 160"
+    assert LeastWorkLeft().choose_worker(PROMPT, make_view([64, 0], own)) == 1, "100 + 96 against 20 + 160"
     own = [OwnLoad(2, prompt_tokens=64), OwnLoad(1)]
-    assert LeastWorkLeft().choose(PROMPT, make_view([64, 0], own)) == 1, "the same work, fewer requests"
+    assert LeastWorkLeft().choose_worker(PROMPT, make_view([64, 0], own)) == 1, "the same work, fewer requests"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_least_work_left_adds_what_is_uncached() -> None:
 )
 def test_mooncake_fetches_where_the_match_is_much_shorter(waiting: list[int], chosen: int) -> None:
     tier = Tier(bytes_per_s=100.0, fixed_s=0.0, block_bytes=1, num_blocks=0)
-    assert Mooncake().choose(PROMPT, make_view([128, 80, 0], waiting=waiting, tier=tier)) == chosen
+    assert Mooncake().choose_worker(PROMPT, make_view([128, 80, 0], waiting=waiting, tier=tier)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_mooncake_fetches_where_the_match_is_much_shorter(waiting: list[int], ch
 )
 def test_ours_leaves_home_for_what_it_gains(waiting: list[int], chosen: int) -> None:
     tier = Tier(bytes_per_s=100.0, fixed_s=0.0, block_bytes=1, num_blocks=0)
-    assert Soonest().choose(PROMPT, make_view([128, 0], waiting=waiting, tier=tier)) == chosen
+    assert Soonest().choose_worker(PROMPT, make_view([128, 0], waiting=waiting, tier=tier)) == chosen
 
 
 def test_ours_begins_at_the_home_of_the_chat_and_falls_back_to_hash() -> None:
     view = make_view([0] * 8)
-    assert Soonest().choose(PROMPT, view) == rank_partitions("chat", 8)[0]
+    assert Soonest().choose_worker(PROMPT, view) == rank_partitions("chat", 8)[0]
     view.now_s = 3.1
-    assert Soonest().choose(PROMPT, view) == rank_partitions("a", 8)[0], "its heartbeats are too old"
+    assert Soonest().choose_worker(PROMPT, view) == rank_partitions("a", 8)[0], "its heartbeats are too old"
     view.beats = [Beat(3.0, 9000)] * 8
     view.beats[5] = Beat(3.0)
-    assert Soonest().choose(PROMPT, view) == 5
+    assert Soonest().choose_worker(PROMPT, view) == 5
 
 
 @pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake(), Soonest()])
 def test_all_go_to_an_idle_worker_that_has_the_prompt(rule: Rule) -> None:
-    assert rule.choose(PROMPT, make_view([0, 144, 0])) == 1
+    assert rule.choose_worker(PROMPT, make_view([0, 144, 0])) == 1

@@ -30,7 +30,7 @@ class Always:
         self._workers = list(workers)
         self.views: list[View] = []
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         self.views.append(view)
         return self._workers.pop(0)
 
@@ -83,7 +83,7 @@ def test_a_placer_sees_heartbeats_late_and_its_own_requests_at_once() -> None:
     class Watching(RoundRobin):
         memory_s = 60.0
 
-        def choose(self, request: PlacedRequest, view: View) -> int:
+        def choose_worker(self, request: PlacedRequest, view: View) -> int:
             own = view.own[0]
             seen.append((view.beats[0], own.num_requests, own.prompt_tokens, view.count_sent_tokens(0)))
             return 0

@@ -60,7 +60,7 @@ class GgufHeader:
     content: bytes
     """The bytes of the header itself."""
 
-    def read(self, key: str, kind: type, default: Any = None) -> Any:
+    def read_value(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the value of a key. Raises `ModelLoadError` if it is of another kind, or is missing without a default.
 
         A whole number is a float, too; True is no number.

@@ -122,12 +122,12 @@ def make_config(path: Path, header: GgufHeader) -> dict[str, Any]:
 def check_gguf(path: Path, header: GgufHeader | None = None) -> str:
     """Return the architecture. Raises `ModelLoadError` if the header shows that the file cannot be served."""
     header = header or read_gguf_header(path)
-    architecture: str = header.read("general.architecture", str)
+    architecture: str = header.read_value("general.architecture", str)
     if architecture not in ARCHITECTURES:
         raise _refuse(path, f"the architecture {architecture[:60]!r}", f"one of {', '.join(ARCHITECTURES)}")
-    if header.read("split.count", int, 1) > 1:
+    if header.read_value("split.count", int, 1) > 1:
         raise _refuse(path, "a part of the tensors", "all of them (`llama-gguf-split --merge`)")
-    if (scaling := header.read(f"{architecture}.rope.scaling.type", str, "none")) != "none":
+    if (scaling := header.read_value(f"{architecture}.rope.scaling.type", str, "none")) != "none":
         raise _refuse(path, f"rope.scaling.type {scaling[:60]!r}", "no scaled positions")
     for key in _UNKNOWN_KEYS:
         if value := header.metadata.get(f"{architecture}.{key}"):
@@ -161,7 +161,7 @@ def rename_tensor(name: str, architecture: str) -> str | None:
 def _read_size(header: GgufHeader, key: str, default: int | None = None) -> int:
     """Return a number of the architecture. Raises `ModelLoadError` if it is missing, or is no size of a model."""
     key = f"{header.metadata['general.architecture']}.{key}"
-    size: int = header.read(key, int, default)
+    size: int = header.read_value(key, int, default)
     if not 0 < size < 2**31:
         raise ModelLoadError(f"the GGUF file has {key} {size}")
     return size
@@ -171,7 +171,7 @@ def _read_float(header: GgufHeader, key: str, default: float | None = None) -> f
     """Return a positive number of the architecture: the shortest that is the stored one in float32, such as 1e-06."""
     import numpy as np
 
-    number = header.read(f"{header.metadata['general.architecture']}.{key}", float, default)
+    number = header.read_value(f"{header.metadata['general.architecture']}.{key}", float, default)
     if not 0 < np.float32(number) < 3e38:
         raise ModelLoadError(f"the GGUF file has {key} {number}")
     return float(str(np.float32(number)))

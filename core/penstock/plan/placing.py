@@ -175,7 +175,7 @@ class Rule(Protocol):
     memory_s: float
     """For how long it counts on what was sent to a worker; 0 if it does not look at that."""
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the number of the worker for a request."""
 
 
@@ -187,7 +187,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, request: PlacedRequest, view: View) -> int:
+    def choose_worker(self, request: PlacedRequest, view: View) -> int:
         """Return the number of the next worker."""
         self._turn += 1
         return self._turn % view.num_workers

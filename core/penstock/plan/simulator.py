@@ -178,7 +178,7 @@ class Simulation:
         request, placer = outcome.request, self._random.randrange(len(self._rules))
         rule, view = self._rules[placer], self._views[placer]
         view.begin_request(request, self._now_s)
-        outcome.worker = rule.choose(request, view)
+        outcome.worker = rule.choose_worker(request, view)
         view.record_sent(request, outcome.worker)
         worker = self.readers[outcome.worker]
         seq = self._make_sequence(outcome, worker, view)
