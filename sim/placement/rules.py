@@ -70,11 +70,10 @@ class LlmD:
         workers = range(view.num_workers)
         sticky = [one for one in workers if view.hits[one] >= self.MATCHED_SHARE * request.prompt_tokens]
         best = min(workers, key=count_tokens)
-        if (
-            sticky
-            and (count_tokens(min(sticky, key=count_tokens)) - count_tokens(best)) / tokens_per_s <= self.MAX_PENALTY_S
-        ):
-            return min(sticky, key=count_tokens)
+        if sticky:
+            kept = min(sticky, key=count_tokens)
+            if (count_tokens(kept) - count_tokens(best)) / tokens_per_s <= self.MAX_PENALTY_S:
+                return kept
         return best
 
 
