@@ -218,7 +218,7 @@ class Gateways:
         async with app.router.lifespan_context(app):
             self.running[place] = running = RunningGateway(app, loop, process)
             await stopped.wait()
-            app.state.gateway.is_stopping = True
+            app.state.gateway.begin_stop()
             await asyncio.sleep(STOP_S)
             del self.running[place]
             self.break_connections(running)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.client import core
 from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, StreamReader, TakeLive, read_stream
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -128,3 +129,32 @@ def test_what_the_log_lacks_is_listened_for_and_the_log_read_again() -> None:
     assert steps.send(([], True)) == ReadLog(0)
     assert steps.send(events[1:]) == events[2:]
     assert list(steps) == [[]]
+
+
+def test_each_silence_is_twice_as_long_until_something_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits_s = 100.0, list[float]()
+    monkeypatch.setattr(core.time, "monotonic", lambda: now_s)
+    steps = read_stream("r1", StreamReader(), 100.0)
+    step = next(steps)
+
+    def pass_silence(log: list[Event], *, is_cut_short: bool = False) -> None:
+        nonlocal now_s, step
+        assert isinstance(step, TakeLive)
+        waits_s.append(step.timeout_s)
+        now_s += 0.0 if is_cut_short else step.timeout_s
+        assert isinstance(steps.send(([], True)), ReadLog)
+        found = steps.send(log)
+        while isinstance(found, list):
+            found = next(steps)
+        step = found
+
+    pass_silence([], is_cut_short=True)  # the subscription has begun
+    for _ in range(6):
+        pass_silence([])
+    assert waits_s == pytest.approx([1, 1, 2, 4, 8, 15, 15])
+    pass_silence(stream_of([1, 2, 3])[:1])
+    pass_silence([])
+    assert waits_s[-2:] == pytest.approx([15, 1])
+    now_s += 90.0  # what is left of the patience
+    pass_silence([])
+    assert waits_s[-1] == pytest.approx(2)

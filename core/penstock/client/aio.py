@@ -16,6 +16,7 @@ from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
 from penstock.client.core import (
     MAX_LOG_READ_EVENTS,
+    MAX_SILENCE_S,
     Answer,
     BaseClient,
     Event,
@@ -53,6 +54,8 @@ class AsyncClient(BaseClient):
         self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
         self._sending: asyncio.Task[None] | None = None
         self._live: Sharded[LiveFeed] | None = None
+        self._mailboxes = set[AsyncMailbox]()
+        """Of those who read streams now."""
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request and return its id once it is durable. Raises as `Client.submit`."""
@@ -85,9 +88,18 @@ class AsyncClient(BaseClient):
                     yield event
 
     async def stream_batches(
-        self, request_id: str, after: str | None = None, timeout_s: float = 60.0, body: str = ""
+        self,
+        request_id: str,
+        after: str | None = None,
+        timeout_s: float = 60.0,
+        body: str = "",
+        *,
+        max_silence_s: float = MAX_SILENCE_S,
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield events as `stream`, in lists of those that came together; an empty list after each second without any.
+        """Yield events as `stream`, in lists of those that came together, and an empty list after a silence.
+
+        The first silence is a fifteenth of `max_silence_s`, each next one is twice as long, so four of them take as
+        long as the longest one.
 
         An end with an error is yielded as any other event. With `body`, the hash of a request's body
         (`EncodedRequest.body_hash`), `IdConflict` is raised before the first event if the id's record names another.
@@ -95,8 +107,9 @@ class AsyncClient(BaseClient):
         if self._live is None:
             self._live = Sharded.from_urls(self._addresses.stream_url, LiveFeed)
         live, channel, mailbox = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
-        steps = read_stream(request_id, StreamReader(after), timeout_s, body)
+        steps = read_stream(request_id, StreamReader(after), timeout_s, body, max_silence_s=max_silence_s)
         live.add_listener(channel, mailbox.put_event)
+        self._mailboxes.add(mailbox)
         try:
             with suppress(StopIteration):
                 step = next(steps)
@@ -113,8 +126,14 @@ class AsyncClient(BaseClient):
                     else:
                         step = steps.send(reply)
         finally:
+            self._mailboxes.remove(mailbox)
             live.remove_listener(channel, mailbox.put_event)
             mailbox.close()
+
+    def wake_readers(self) -> None:
+        """Let all who read streams look at the logs now; who finds nothing new gets an empty list."""
+        for mailbox in self._mailboxes:
+            mailbox.put_event(None)
 
     async def generate(
         self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]

@@ -56,8 +56,12 @@ Event = TokenEvent | EndEvent
 
 MIN_KEPT_HASHES = 1024
 """Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
-MAX_LIVE_SILENCE_S = 1.0
-"""After this long without a live event the log is read: the live events may be lost."""
+MAX_SILENCE_S = 15.0
+"""The longest time without a live event after which the log is read, as live events may be lost."""
+SILENCE_SHARE = 1 / 15
+"""The part of that which the first silence takes. Each next one is twice as long, so that a stream that waits for its
+worker costs next to nothing, and four of them are as long as the longest one.
+"""
 MAX_LOG_READ_EVENTS = 128
 """Events that one read of a log returns at most."""
 
@@ -243,25 +247,36 @@ def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
 
 
 class StreamDeadline:
-    """When a reader gives up: after `timeout_s` seconds without a new event."""
+    """When a reader gives up: after `timeout_s` seconds without a new event. How long it waits before it reads."""
 
-    def __init__(self, request_id: str, timeout_s: float) -> None:
-        self._request_id, self._timeout_s = request_id, timeout_s
+    def __init__(self, request_id: str, timeout_s: float, max_silence_s: float) -> None:
+        self._request_id, self._timeout_s, self._max_silence_s = request_id, timeout_s, max_silence_s
+        self._silent_since = time.monotonic()
         self.renew()
 
     def renew(self) -> None:
         """Count from now: there was a new event."""
         self._ends_at = time.monotonic() + self._timeout_s
+        self.shorten_silence()
+
+    def shorten_silence(self) -> None:
+        """Make the next silence short."""
+        self._silence_s = self._max_silence_s * SILENCE_SHARE
+
+    def begin_silence(self) -> float:
+        """Return how many seconds to wait for a live event before the log is read."""
+        self._silent_since = time.monotonic()
+        return min(self._silence_s, self._ends_at - self._silent_since)
+
+    def end_silence(self) -> None:
+        """Make the next silence twice as long, if this one was not ended early: by a new subscription, or a stop."""
+        if time.monotonic() > self._silent_since + self._silence_s / 2:
+            self._silence_s = min(2 * self._silence_s, self._max_silence_s)
 
     @property
     def is_over(self) -> bool:
         """Whether the time has passed."""
         return time.monotonic() >= self._ends_at
-
-    @property
-    def live_wait_s(self) -> float:
-        """Seconds to wait for a live event before the log is read."""
-        return min(MAX_LIVE_SILENCE_S, self._ends_at - time.monotonic())
 
     def check(self) -> None:
         """Raise `StreamTimeout` if the time has passed."""
@@ -387,14 +402,20 @@ StreamStep = TakeLive | ReadLog | ReadStatus | list[Event]
 
 
 def read_stream(
-    request_id: str, reader: StreamReader, timeout_s: float, body: str = "", *, begins_with_log: bool = False
+    request_id: str,
+    reader: StreamReader,
+    timeout_s: float,
+    body: str = "",
+    *,
+    begins_with_log: bool = False,
+    max_silence_s: float = MAX_SILENCE_S,
 ) -> Generator[StreamStep, Any, None]:
     """Read a stream: yield what is to be done, which is sent its reply, and the events that come of it.
 
     The caller listens to the live channel from the first `TakeLive` on, whose reply says that events may be missing:
-    the log is read then, again at a gap, and after a silence. With `begins_with_log` it is read before that, so that
-    nobody listens to a stream that has ended. Into a read that fails because Redis is away `BusUnavailable` is to be
-    thrown; it is done again after the next silence.
+    the log is read then, again at a gap, and after a silence, which is longer each time, `max_silence_s` at most. With
+    `begins_with_log` it is read before that, so that nobody listens to a stream that has ended. Into a read that fails
+    because Redis is away `BusUnavailable` is to be thrown; it is done again after the next silence.
 
     Events come in lists of those that came together; an empty list comes after each wait without any. An end with an
     error is an event as any other. With `body`, the hash of a request's body, `IdConflict` is raised before the first
@@ -402,11 +423,13 @@ def read_stream(
     """
     is_body_checked = not body
     events: list[Event] = []  # kept until the body is checked
-    deadline = StreamDeadline(request_id, timeout_s)
+    deadline = StreamDeadline(request_id, timeout_s, max_silence_s)
     is_listening = not begins_with_log
     while reader.end is None or events:
-        payloads, has_more = (yield TakeLive(deadline.live_wait_s)) if is_listening else ([], True)
+        payloads, has_more = (yield TakeLive(deadline.begin_silence())) if is_listening else ([], True)
         events += [event for payload in payloads for event in reader.feed_payload(payload)]
+        if not payloads:
+            deadline.end_silence()
         has_more = has_more or reader.is_behind
         while events or has_more:
             if events:
@@ -416,8 +439,7 @@ def read_stream(
                     break
                 yield events
                 deadline.renew()
-            is_last = deadline.is_over
-            events, has_more = (yield from _read_log(request_id, reader, is_last=is_last)) if has_more else ([], False)
+            events, has_more = (yield from _read_log(request_id, reader, deadline)) if has_more else ([], False)
         if reader.end is None or events:
             deadline.check()
         if is_listening and not payloads:
@@ -433,13 +455,14 @@ def _check_body(request_id: str, body: str) -> Generator[StreamStep, Any, bool]:
 
 
 def _read_log(
-    request_id: str, reader: StreamReader, *, is_last: bool
+    request_id: str, reader: StreamReader, deadline: StreamDeadline
 ) -> Generator[StreamStep, Any, tuple[list[Event], bool]]:
     """Return the next new events of the log, and whether it may have more. An outage counts as none.
 
     A missing log is final unless the request has a record. A log that was met here was lost with its server and may be
     remade, so only the last attempt gives it up.
     """
+    is_last = deadline.is_over
     try:
         read: list[Event] = yield ReadLog(reader.log_after)
         events = reader.feed_log(read)
@@ -447,5 +470,6 @@ def _read_log(
         if may_give_up and (yield ReadStatus()) is None:
             raise StreamExpired(f"the log of {request_id} is gone")
     except BusUnavailable:
+        deadline.shorten_silence()
         return [], False
     return events, len(read) == MAX_LOG_READ_EVENTS and reader.end is None

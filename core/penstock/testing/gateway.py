@@ -67,7 +67,6 @@ class TestGateway:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Tell readers to go on elsewhere, and stop."""
-        self.gateway.is_stopping = True
         try:
             self.run(self._finish_answers())
             self.run(self._lifespan.__aexit__(None, None, None))
@@ -77,7 +76,8 @@ class TestGateway:
             raise self.failures[0]
 
     async def _finish_answers(self) -> None:
-        """Wait until every answer under way has ended, and cut off the rest."""
+        """Let streams end, wait until every answer under way has ended, and cut off the rest."""
+        self.gateway.begin_stop()
         if answers := [task for task in asyncio.all_tasks() if task.get_name() == URL]:
             _, late = await asyncio.wait(answers, timeout=self.gateway.settings.gateway.stop_s)
             for task in late:

@@ -20,6 +20,11 @@ REFUSAL_KEY = "penstock.refused"
 """In the scope of a request that was refused: the error's code."""
 ARRIVAL_KEY = "penstock.came_s"
 """In the scope of every request: when it came, in seconds since the epoch."""
+STREAM_KEY = "penstock.stream"
+"""In the scope of a request whose answer is a stream that has begun: what sends the rest, given the server's `receive`,
+when all layers of the application have returned."""
+_SERVER_KEYS = {"type", "method", "path", "http_version"}
+"""What uvicorn reads of the scope of an answer that has begun."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")
 NO_ROUTE = "none"
 
@@ -91,7 +96,9 @@ def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
 
 
 class CountingMiddleware:
-    """The outermost layer of the gateway: notes when a request comes, and counts each answer when it begins."""
+    """The outermost layer of the gateway: notes when a request comes, counts each answer when it begins, and sends
+    streams, so that no layer waits for their ends: all of them together take more memory than a stream that is idle.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app, self._metrics = app, metrics
@@ -109,3 +116,7 @@ class CountingMiddleware:
             await send(message)
 
         await self._app(scope, receive, counted)
+        if (send_stream := scope.pop(STREAM_KEY, None)) is not None:
+            for key in scope.keys() - _SERVER_KEYS:
+                del scope[key]
+            await send_stream(receive)

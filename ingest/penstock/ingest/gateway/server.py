@@ -97,4 +97,4 @@ class _Server(uvicorn.Server):
     def _handle_signal(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._app.state.gateway.is_stopping = True
+        self._app.state.gateway.begin_stop()

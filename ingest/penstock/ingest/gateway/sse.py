@@ -89,7 +89,7 @@ class StreamFeed:
                 if sent:
                     yield sent
                     last_sent_at = time.monotonic()
-                elif time.monotonic() > last_sent_at + self._gateway.settings.gateway.keep_alive_s:
+                elif time.monotonic() >= last_sent_at + self._gateway.settings.gateway.keep_alive_s:
                     yield KEEP_ALIVE_FRAME
                     last_sent_at = time.monotonic()
                 if error is not None:

@@ -65,7 +65,7 @@ class Gateway:
         # Its own thread: checks wait for each other, and nothing else waits for them.
         self._checking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self.is_stopping = False
-        """Set when this process is told to stop: streams then tell their readers to go on elsewhere."""
+        """Whether this process was told to stop."""
         self._clients: dict[str, AsyncClient] = {}
         self._later = set[asyncio.Task[None]]()
 
@@ -88,6 +88,12 @@ class Gateway:
             self.webhooks,
         )
         self.responses.start(self._list_pipelines)
+
+    def begin_stop(self) -> None:
+        """Let all streams end, each with an event that says where to go on."""
+        self.is_stopping = True
+        for client in self._clients.values():
+            client.wake_readers()
 
     async def close(self) -> None:
         """Stop it and close all connections. Call it after the last request."""
@@ -132,8 +138,11 @@ class Gateway:
         sent.
         """
         client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
+        settings = self.settings.gateway
         return [
-            client.stream_batches(request_id, timeout_s=self.settings.gateway.patience_s, body=body)
+            client.stream_batches(
+                request_id, timeout_s=settings.patience_s, body=body, max_silence_s=settings.keep_alive_s
+            )
             for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -12,7 +13,7 @@ from penstock.client.core import Answer, Event, build_answer, raise_on_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.batch.answer import gather_answers
-from penstock.ingest.gateway.metrics import GatewayMetrics
+from penstock.ingest.gateway.metrics import STREAM_KEY, GatewayMetrics
 from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.endpoint import StreamMeta
@@ -137,12 +138,33 @@ class EventStream(StreamingResponse):
         self._feed, self._on_left, self._metrics = feed, on_left, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Begin the answer, and leave the rest to the outermost layer."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self.raw_headers = []
+        scope[STREAM_KEY] = partial(self.send_events, send)
+
+    async def send_events(self, send: Send, receive: Receive) -> None:
         """Send the events, until the end or until the client leaves."""
+        until_left = asyncio.timeout(None)
         with self._metrics.count_reader():
             try:
-                await super().__call__(scope, receive, send)
+                async with until_left:
+                    leaving = asyncio.create_task(self._end_when_left(receive, until_left))
+                    try:
+                        async for frame in self._frames:
+                            await send({"type": "http.response.body", "body": frame, "more_body": True})
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    finally:
+                        leaving.cancel()
+            except TimeoutError:
+                if not until_left.expired():
+                    raise
             finally:
                 await self._frames.aclose()
         if not self._feed.is_over:
             with suppress(BusUnavailable):
                 await self._on_left()
+
+    async def _end_when_left(self, receive: Receive, until_left: asyncio.Timeout) -> None:
+        await self.listen_for_disconnect(receive)
+        until_left.reschedule(asyncio.get_running_loop().time())
