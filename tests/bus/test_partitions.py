@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,9 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.messages import Request, decode_message
-from penstock.names import Pipeline
+from penstock.names import CLASSES, STAGES, Pipeline
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.load import WorkerLoad
 from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
@@ -77,6 +80,29 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
     for name, partitions in found.items():
         assert partitions == {home(name, f"t{int(name[1:]) % 2}")}
     assert set.union(*found.values()) == set(range(NUM))
+
+
+def test_a_client_reads_in_redis_which_worker_has_the_least_to_do(
+    bus: KafkaBus, kafka: str, redis_url: str, pipeline: Pipeline
+) -> None:
+    for name, partitions, num_waiting in (("busy", [0, 1], 10**6), ("idle", [2, 3], 0)):
+        beat, held = Heartbeat(redis_url, pipeline, "prefill", name, 100.0), dict.fromkeys(product(CLASSES, STAGES), 0)
+        told = WorkerLoad().summarize_load(
+            [], held, dict.fromkeys(CLASSES, partitions), dict.fromkeys(CLASSES, num_waiting)
+        )
+        beat.set_load_source(lambda told=told: {"load": told})  # type: ignore[misc]
+        beat.take_name()
+    addresses = Addresses(pipeline=pipeline.name, kafka=kafka, stream_url=redis_url)
+    last = list[int]()
+
+    def is_placed() -> bool:
+        """Until the heartbeats are read a hash chooses."""
+        client.submit("one more", session=f"s{len(last)}")
+        last.extend(partition(delivery) for delivery in member.poll(0.1, {"interactive": 100}))
+        return len(last) > 40 and {2, 3} == set(last[-20:])
+
+    with Client(addresses) as client, bus.join_group("prefill", "a") as member:
+        wait_for(is_placed, "all go to the partitions of the worker that has nothing to do", every_s=0.0)
 
 
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:
