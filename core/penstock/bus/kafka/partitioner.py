@@ -20,9 +20,10 @@ LEADERS_REFRESH_S = 2.0
 known this soon."""
 LEADERS_RETRY_S = 1.0
 """How soon the leaders are looked up again if the brokers did not answer, or do not know the topic."""
-BEATS_REFRESH_S = 1.0
 LEADERS_TIMEOUT_S = 1.0
 """How long a lookup may take. Without an answer the last one holds; without any, the message goes by its key."""
+BEATS_REFRESH_S = 1.0
+"""How often heartbeats are read while requests are sent."""
 
 
 @dataclass
