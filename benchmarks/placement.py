@@ -8,7 +8,7 @@ tokens, and behind it is a tier that all read, at a GB a second each. Goodput is
 90% of the requests have their first token in time, and their tokens in time on the mean.
 
     goodput_{trace}_{rule}          requests a second
-    goodput_vs_hash_{trace}_{rule}  that to today's rule
+    goodput_vs_hash_{trace}_{rule}  that to the hash's
     hit_share_…                     prompt tokens found in the worker's own pool; this and the rest at hash's goodput
     load_max_over_mean_…            seconds in steps of the busiest worker to the mean
     ttft_p50_s_…, ttft_p99_s_…      time to the first token

@@ -92,7 +92,7 @@ ROOMS = {
         (
             "tests/bus/test_kafka_member.py", "tests/bus/test_offsets.py", "tests/bus/test_orphans.py",
             "tests/bus/test_admin_lookups.py", "tests/bus/test_partitions.py", "tests/bus/test_follow.py",
-            "tests/test_affinity.py", "tests/bus/test_contract.py",
+            "tests/test_placement.py", "tests/bus/test_contract.py",
         ),
         (),
         ((f"{BUS}streams", "streams"), (BUS, "kafka")),

@@ -6,26 +6,64 @@ heartbeats tell what the others sent. None is told what pools hold: each takes t
 
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from penstock.bus.affinity import AffinityPartitioner, rank_partitions
-from penstock.plan.placing import PlacedRequest, RoundRobin, Rule, View
-from penstock.running_mean import RunningMean
+from penstock.bus.placement import Placer, WorkerBeat, choose_by_hash
+from penstock.names import CLASSES, PriorityClass
+from penstock.plan.placing import Beat, PlacedRequest, RoundRobin, Rule, View
 
 FOREVER_S = math.inf
 
 
+HALF_LIFE_S = 10.0
+REQUESTS_PER_WORKER = 8
+"""How many recent requests with one beginning justify each of its workers."""
+SHARE_TOLERANCE = 0.5
+"""By what part a worker may exceed its fair share of requests before a beginning gets more of them."""
+
+
+@dataclass
+class _DecayingCount:
+    """A count that loses half of itself every `HALF_LIFE_S`."""
+
+    at_s: float = 0.0
+    count: float = 0.0
+
+    def add_request(self, now_s: float) -> float:
+        """Count a request. Return the count."""
+        self.count = self.count * 0.5 ** ((now_s - self.at_s) / HALF_LIFE_S) + 1.0
+        self.at_s = now_s
+        return self.count
+
+
 class Hash:
-    """What Penstock does: the hash of the session, or of the prompt's beginning, and more workers for a hot one."""
+    """The hash of the session, or of the prompt's beginning, and 2, 4, … workers in turn where that is hot.
+
+    Penstock did so before it looked at the work that is left.
+    """
 
     memory_s = 0.0
 
     def __init__(self) -> None:
-        self._partitioner = AffinityPartitioner()
+        self._counts = defaultdict[bytes, _DecayingCount](_DecayingCount)
+        self._turns = Counter[bytes]()
+        self._all = _DecayingCount()
 
     def choose_worker(self, request: PlacedRequest, view: View) -> int:
-        """Return the number of the worker that reads the partition."""
-        return self._partitioner.choose_partition(request.affinity, view.num_workers, view.now_s)
+        """Return the next one of the workers that a beginning has now."""
+        chain = request.chain
+        assert chain is not None
+        key = chain.home if request.session or not chain.links else chain.links[0].digest
+        of_key, of_all = self._counts[key].add_request(view.now_s), self._all.add_request(view.now_s)
+        by_share = math.ceil(of_key / of_all * view.num_workers - SHARE_TOLERANCE)
+        wanted = max(1, min(by_share, int(of_key / REQUESTS_PER_WORKER)))
+        width, left = min(view.num_workers, 1 << (wanted - 1).bit_length()), list(range(view.num_workers))
+        self._turns[key] += 1
+        for _ in range((self._turns[key] - 1) % width):
+            left.remove(choose_by_hash(key, left))
+        return choose_by_hash(key, left)
 
 
 class Dynamo:
@@ -159,49 +197,29 @@ class Mooncake:
         return min(range(view.num_workers), key=ttft_s)
 
 
-class Soonest:
-    """The candidate: where the first token is soonest, by seconds of queue, fetch and computation.
+class Placed:
+    """What Penstock does: the class of its producers, which keeps what it knows by itself."""
 
-    A request stays at home, with the longest match, unless that costs more than it saves; without a match home follows
-    from its chat. Of workers that are about as good, the better one of two is taken at random, so that placers that do
-    not talk do not all choose the same.
-    """
-
-    memory_s = 120.0
-    MIN_GAIN_S, NEAR, STALE_S = 0.02, 1.1, 3.0
+    memory_s = 0.0
+    HEARTBEAT_LASTS_S = 3.0
 
     def __init__(self) -> None:
-        self._random, self._hash = random.Random(0), Hash()
-        self._error_s = RunningMean(64)
-        """How far the estimates of queues were off, as the next heartbeats showed."""
-        self._estimates: dict[int, tuple[float, float, float]] = {}
-        """By worker: the time of a heartbeat, the queue estimated last under it, and when that was."""
+        self._placer = Placer()
+        self._noted: list[Beat] = []
 
     def choose_worker(self, request: PlacedRequest, view: View) -> int:
-        """Return home, or the worker with the least cost."""
-        workers = range(view.num_workers)
-        if any(view.now_s - view.beats[worker].at_s > self.STALE_S for worker in workers):
-            return self._hash.choose_worker(request, view)
-        best_hit = max(view.hits)
-        fetched_s = estimate_fetch_s(view, best_hit) + estimate_work_s(request, view, best_hit)
-        work = [estimate_work_s(request, view, hit) for hit in view.hits]
-        work = [min(here_s, fetched_s) for here_s in work]
-        cost = [self._estimate_queue_s(view, worker) + work[worker] for worker in workers]
-        home = view.hits.index(best_hit) if best_hit else rank_partitions(request.home, view.num_workers)[0]
-        best = min(workers, key=cost.__getitem__)
-        gain_s = max(self.MIN_GAIN_S, self._error_s.value or 0.0)
-        if cost[home] - cost[best] <= max(work[best] - work[home], 0.0) + gain_s:
-            return home
-        near = [worker for worker in workers if cost[worker] <= self.NEAR * cost[best]]
-        return min(self._random.sample(near, min(2, len(near))), key=cost.__getitem__)
+        """Return the worker that reads the partition."""
+        if self._noted != view.beats:
+            self._noted = list(view.beats)
+            self._placer.note_beats(_translate_beat(str(worker), beat) for worker, beat in enumerate(view.beats))
+        assert request.chain is not None
+        return self._placer.choose_partition(request.chain, range(view.num_workers), view.now_s).partition
 
-    def _estimate_queue_s(self, view: View, worker: int) -> float:
-        beat, queue_s = view.beats[worker], estimate_queue_s(view, worker)
-        at_s, last_s, then_s = self._estimates.get(worker, (beat.at_s, 0.0, 0.0))
-        if at_s < beat.at_s:
-            self._error_s.add(abs(max(0.0, last_s - (view.now_s - then_s)) - queue_s))
-        self._estimates[worker] = beat.at_s, queue_s, view.now_s
-        return queue_s
+
+def _translate_beat(worker: str, beat: Beat) -> WorkerBeat:
+    tokens: dict[PriorityClass, int] = {"interactive": beat.waiting_tokens, "batch": 0}
+    read = {klass: (int(worker),) for klass in CLASSES}
+    return WorkerBeat(worker, beat.at_s, beat.at_s + Placed.HEARTBEAT_LASTS_S, read, tokens)
 
 
 RULES: Mapping[str, Callable[[], Rule]] = {
@@ -212,5 +230,5 @@ RULES: Mapping[str, Callable[[], Rule]] = {
     "cache_aware": CacheAware,
     "least_work_left": LeastWorkLeft,
     "mooncake": Mooncake,
-    "ours": Soonest,
+    "ours": Placed,
 }

@@ -12,8 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 
-from penstock.bus.affinity import AFFINITY_CHARS, compute_affinity
-from penstock.messages import Request
+from penstock.bus.placement import MAX_LINKS, PIECE_TOKENS, PIECES_OF_A_LENGTH, Link, PromptChain
 from penstock.plan.placing import PlacedRequest
 from penstock.plan.trace import Arrival, read_trace
 
@@ -160,16 +159,17 @@ def _make_request(
     chat: str,
     block_size: int,
 ) -> PlacedRequest:
-    text = "".join(name.ljust(4 * min(length, AFFINITY_CHARS)) for name, length in segments)[:AFFINITY_CHARS]
-    return PlacedRequest(
-        request_id,
-        at_s,
-        sum(length for _, length in segments),
-        answer[1],
-        name_blocks([*segments, answer], block_size),
-        compute_affinity(Request(id=request_id, prompt=text, session=session)),
-        session or chat,
-    )
+    num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
+    home = blake2b((session or chat).encode(), digest_size=16).digest()
+    links = _chain_blocks(keys, num_tokens, block_size)
+    chain = PromptChain("interactive", home, links, num_tokens, is_tokens=True)
+    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain)
+
+
+def _chain_blocks(keys: Sequence[bytes], num_tokens: int, block_size: int) -> tuple[Link, ...]:
+    """Return those links of a prompt that are at the end of a block, as `chain_prompt` sets them for token ids."""
+    ends = accumulate(PIECE_TOKENS << number // PIECES_OF_A_LENGTH for number in range(MAX_LINKS))
+    return tuple(Link(keys[end // block_size - 1], end) for end in ends if end <= num_tokens and end % block_size == 0)
 
 
 def name_blocks(segments: Sequence[Segment], block_size: int) -> tuple[bytes, ...]:

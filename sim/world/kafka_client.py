@@ -67,6 +67,8 @@ class Positions:
         self.positions: dict[Partition, int] = {}
         self.ends: dict[Partition, int] = {}
         """The ends that were told."""
+        self.high: dict[Partition, int] = {}
+        """The ends that came with what was fetched."""
         self.epochs: dict[Partition, int] = {}
         """The leader epochs by which the brokers are asked whether a log was cut before a position."""
         self.paused: set[Partition] = set()
@@ -213,6 +215,7 @@ class WorldConsumer(Client, Positions):
                 continue
             log, position = self._broker.logs[partition], self.positions[partition]
             end = self._broker.find_stable_end(partition) if self._is_stable else len(log)
+            self.high[partition] = len(log)
             if (epoch := self.epochs.pop(partition, None)) is not None:
                 position = min(position, self._broker.find_epoch_end(partition, epoch))
             if position > len(log):
@@ -250,6 +253,8 @@ class WorldConsumer(Client, Positions):
         self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
     ) -> tuple[int, int]:
         """Return where a partition begins and ends."""
+        if cached:
+            return 0, self.high.get((place.topic, place.partition), -1)
         end: int = self._ask(lambda: self._broker.find_stable_end((place.topic, place.partition)), timeout)
         return 0, end
 

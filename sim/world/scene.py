@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import types
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,7 +16,7 @@ from unittest import mock
 import redis
 
 from penstock import failpoints
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import Outgoing, Publisher
 from penstock.client.core import StreamReader, prepare_message
 from penstock.config.settings import BusSettings, EndpointSettings, RecordSettings, StaySettings
 from penstock.decode_worker.role import DecodeRole
@@ -67,7 +68,7 @@ from sim.world.http import HttpClient
 from sim.world.kafka_client import LIBRARY
 from sim.world.runtime import EPOCH_S, Doubles, Process, World
 from sim.world.servers import LEVELS, SIMULATED, MemoryServers, Servers
-from sim.world.ways import Place, Ways
+from sim.world.ways import PRODUCERS, Place, Ways
 
 NOTICE_S = (1.0, 12.0)
 """How long a bus takes to notice that a member is dead."""
@@ -230,6 +231,7 @@ class Scene:
         self.num_kills = 0
         self.numbers = itertools.count()
         self.clients: list[HttpClient] = []
+        self.publishers: dict[str, Publisher] = {}
         self.accepted: set[str] = set()
         self.failures: list[str] = []
         self.num_clients_left = 0
@@ -328,6 +330,7 @@ class Scene:
         settings, name = RecordSettings(max_attempts=1000), place.name
         beat = Heartbeat(self.servers.find_addresses(name).stream_url, self.pipeline, kind, name, HEARTBEAT_S)
         role, job_role = self._make_roles(kind, name, settings, chance, beat)
+        lie = random.Random(f"{self.seed}/{name}/lie").choice([None, None, None, 0, 10**9])
         stop = StopSignal()
         place.stop = stop.set
 
@@ -342,7 +345,10 @@ class Scene:
 
             def report_status() -> dict[str, object]:
                 self._raise_sometimes()
-                return {"load": worker.report_load()}
+                load: dict[str, Any] = worker.report_load()
+                if lie is not None:
+                    load["interactive"]["waiting_tokens"] = lie
+                return {"load": load}
 
             beat.set_load_source(report_status)
             return worker
@@ -595,9 +601,11 @@ class Scene:
         self._read(request, may, chance)
 
     def _send(self, request: Request) -> None:
+        name = PRODUCERS[zlib.crc32(request.id.encode()) % len(PRODUCERS)]
         while True:
-            publisher = self.servers.open_publisher(f"client-{request.id}")
-            with contextlib.suppress(BusUnavailable), contextlib.closing(publisher):
+            publisher = self.publishers.get(name) or self.servers.open_publisher(name)
+            self.publishers[name] = publisher
+            with contextlib.suppress(BusUnavailable):
                 publisher.publish([prepare_message(self.pipeline, encode_request(request))[1]])
                 return
 

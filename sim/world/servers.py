@@ -230,7 +230,7 @@ class KafkaServers(StreamsServers):
         self.bus = BrokerBus(self.pipeline, self._broker)
 
     def _open_bus(self, who: str) -> Bus:
-        return KafkaBus(self.pipeline, who, BusSettings())
+        return KafkaBus(self.pipeline, who, BusSettings(), beats_url=_make_url(who, "redis"))
 
     def join_group(self, stage: WorkerKind, name: str) -> Member:
         """Join a stage's group."""

@@ -8,6 +8,8 @@ from penstock.names import WorkerKind
 from sim.world.network import Link, make_bus_error, make_redis_error
 from sim.world.runtime import Process, World
 
+PRODUCERS = ("producer-0", "producer-1")
+"""Who sends the clients' requests, each with what it knows of the workers."""
 JUDGE = "judge"
 """Who asks the servers from outside of the world."""
 
@@ -47,15 +49,16 @@ class Ways:
     def find_link(self, who: str, server: str) -> Link | None:
         """Return the way of a process or client, by its name, to a server; None for the judge, who asks from outside.
 
-        Clients reach Redis always.
+        Clients reach Redis always; where producers do not, they know no heartbeats.
         """
         if who == JUDGE:
             return None
         place = next((place for place in self.places if place.name == who), None)
-        loss = 0.0 if self.is_calm or (place is None and server == "redis") else self._loss
+        is_beat = who in PRODUCERS and server == "redis"
+        loss = 0.0 if self.is_calm or (place is None and server == "redis" and not is_beat) else self._loss
         make_error = make_redis_error if server == "redis" else make_bus_error
         chance = random.Random(self._chance.random())
-        if place is None:
+        if place is None and not is_beat:
             return Link(self._world, chance, make_error, loss, self._delay_s)
         return Link(
             self._world,
@@ -63,8 +66,8 @@ class Ways:
             make_error,
             loss,
             self._delay_s,
-            lambda: not self.is_calm and place.cuts.get(server, 0.0) > self._world.now_s,
+            lambda: not self.is_calm and place is not None and place.cuts.get(server, 0.0) > self._world.now_s,
             lambda: self.pauses[server],
-            self.pass_point,
+            self.pass_point if place is not None else lambda: None,
             lambda: server == "redis" and self._world.now_s < self.full_until_s,
         )

@@ -190,7 +190,7 @@ class DoubleConsumer(Positions):
         self, place: TopicPartition, timeout: float = 0.0, *, cached: bool = False
     ) -> tuple[int, int] | None:
         partition = place.topic, place.partition
-        return None if partition in self.bus.leaderless else (0, len(self.bus.logs.get(partition, [])))
+        return None if partition in self.bus.leaderless and not cached else (0, len(self.bus.logs.get(partition, [])))
 
     def consumer_group_metadata(self) -> object:
         return None

@@ -22,7 +22,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, NameShared, RequestTooLarge
 from penstock.local.kafka import SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
-from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
+from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, CLASSES, ORIGIN_HEADER, REASON_HEADER, Pipeline, WorkerKind
 from penstock.ops import lag
 from penstock.testing.bus import MemoryBus
 from sim.forked import fork_process
@@ -311,6 +311,28 @@ def work_off(member: Member, found: list[bytes]) -> bool:
     member.settle([Settlement(delivery) for delivery in taken])
     found += [delivery.value for delivery in taken]
     return bool(taken)
+
+
+def test_a_member_says_what_waits_in_its_partitions_of_requests(bus: Bus, pipeline: Pipeline, bus_kind: str) -> None:
+    topics = [pipeline.request_topic(klass) for klass in CLASSES]
+    for topic, count in zip(topics, (100, 3), strict=True):
+        publish_messages(bus, make_messages(topic, count))
+    with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as other:
+        taken = take_deliveries(member, 2, {"interactive": 1, "batch": 1})
+        if bus_kind == "kafka":
+
+            def count_waiting() -> list[int]:
+                waiting = member.count_waiting()
+                return [sum(count for (topic, _), count in waiting.items() if topic == one) for one in topics]
+
+            wait_for(lambda: len(member.count_waiting()) == 4, "both partitions of both topics are read")
+            wait_for(lambda: count_waiting() == [99, 2], "what is buffered and what is not yet", every_s=0.05)
+            more = take_deliveries(member, 7, {"interactive": 5, "batch": 2})
+            wait_for(lambda: count_waiting() == [94, 0], "what was handed out does not wait")
+            member.settle([make_settlement(pipeline, one) for one in (*taken, *more)])
+            member.stop_consuming()
+        assert member.count_waiting() == {}, "members share the topics, or it reads none"
+        assert other.count_waiting() == {}, "it reads jobs"
 
 
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:

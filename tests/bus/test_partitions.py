@@ -1,27 +1,34 @@
-"""Affinity on Kafka: requests of one session in one partition, those of many in all."""
+"""Partitions on Kafka: requests of one session in one of them, those of many in all, and none without a leader."""
 
 import itertools
+import json
+import time
 from collections import defaultdict
 from contextlib import closing
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import redis
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
-from penstock.bus.affinity import compute_affinity, rank_partitions
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import partitioner
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.partitioner import ANY_PARTITION, Partitioner
+from penstock.bus.placement import PromptChain, WorkerBeat, chain_prompt, choose_by_hash
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.messages import Request, decode_message
-from penstock.names import Pipeline
+from penstock.names import CLASSES, STAGES, Pipeline
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.load import WorkerLoad
 from sim.waiting import wait_for
 from tests.bus.buses import list_values, make_messages, publish_messages, take_deliveries
 
@@ -40,7 +47,16 @@ def partition(delivery: Delivery) -> int:
 
 
 def home(session: str, tenant: str) -> int:
-    return rank_partitions(compute_affinity(Request(id="r", prompt="x", session=session, tenant=tenant)), NUM)[0]
+    return choose_by_hash(chain_prompt(Request(id="r", prompt="x", session=session, tenant=tenant)).home, range(NUM))
+
+
+def chain(home: str) -> PromptChain:
+    """Return that of a prompt of which nothing but its home is known."""
+    return PromptChain("interactive", home.encode(), (), 1)
+
+
+def hashed(home: str, count: int = NUM) -> int:
+    return choose_by_hash(home.encode(), range(count))
 
 
 def test_a_session_is_in_one_partition_and_many_are_in_all(
@@ -66,15 +82,38 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
     assert set.union(*found.values()) == set(range(NUM))
 
 
+def test_a_client_reads_in_redis_which_worker_has_the_least_to_do(
+    bus: KafkaBus, kafka: str, redis_url: str, pipeline: Pipeline
+) -> None:
+    for name, partitions, num_waiting in (("busy", [0, 1], 10**6), ("idle", [2, 3], 0)):
+        beat, held = Heartbeat(redis_url, pipeline, "prefill", name, 100.0), dict.fromkeys(product(CLASSES, STAGES), 0)
+        told = WorkerLoad().summarize_load(
+            [], held, dict.fromkeys(CLASSES, partitions), dict.fromkeys(CLASSES, num_waiting)
+        )
+        beat.set_load_source(lambda told=told: {"load": told})  # type: ignore[misc]
+        beat.take_name()
+    addresses = Addresses(pipeline=pipeline.name, kafka=kafka, stream_url=redis_url)
+    last = list[int]()
+
+    def is_placed() -> bool:
+        """Until the heartbeats are read a hash chooses."""
+        client.submit("one more", session=f"s{len(last)}")
+        last.extend(partition(delivery) for delivery in member.poll(0.1, {"interactive": 100}))
+        return len(last) > 40 and {2, 3} == set(last[-20:])
+
+    with Client(addresses) as client, bus.join_group("prefill", "a") as member:
+        wait_for(is_placed, "all go to the partitions of the worker that has nothing to do", every_s=0.0)
+
+
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:
     publish_messages(bus, make_messages(pipeline.request_topic("batch"), 12))
     topic = pipeline.job_topic("batch")
     with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as after:
         taken = take_deliveries(member, 12)
-        outputs = [Outgoing(topic, d.value, d.key, {}, f"a{number % 3}") for number, d in enumerate(taken)]
+        outputs = [Outgoing(topic, d.value, d.key, {}, chain(f"a{number % 3}")) for number, d in enumerate(taken)]
         member.settle([Settlement(d, [o]) for d, o in zip(taken, outputs, strict=True)])
         where = {d.value: partition(d) for d in take_deliveries(after, 12)}
-    assert where == {o.value: rank_partitions(o.affinity or "", NUM)[0] for o in outputs}
+    assert where == {o.value: hashed(f"a{number % 3}") for number, o in enumerate(outputs)}
 
 
 def test_partitions_that_are_added_are_used(
@@ -82,16 +121,16 @@ def test_partitions_that_are_added_are_used(
 ) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     topic = pipeline.request_topic("interactive")
-    moves = next(key for key in map(str, range(1000)) if rank_partitions(key, NUM + 1)[0] == NUM)
+    moves = next(key for key in map(str, range(1000)) if hashed(key, NUM + 1) == NUM)
     with closing(bus.create_publisher()) as publisher, bus.join_group("prefill", "a") as member:
-        publisher.publish([Outgoing(topic, b"before", "k", {}, moves)])
-        assert partition(take_deliveries(member, 1)[0]) == rank_partitions(moves, NUM)[0]
+        publisher.publish([Outgoing(topic, b"before", "k", {}, chain(moves))])
+        assert partition(take_deliveries(member, 1)[0]) == hashed(moves)
         admin = AdminClient(client_settings(kafka))
         admin.create_partitions([NewPartitions(topic, NUM + 1)])[topic].result()
         seen: set[int] = set()
 
         def arrived() -> bool:
-            publisher.publish([Outgoing(topic, b"after", "k", {}, moves)])
+            publisher.publish([Outgoing(topic, b"after", "k", {}, chain(moves))])
             seen.update(partition(d) for d in member.poll(0.5, {"interactive": 100}))
             return NUM in seen
 
@@ -124,41 +163,74 @@ def test_brokers_that_do_not_know_a_topic_or_do_not_answer_are_asked_again_soon(
 ) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.0)
     partitions, brokers = among([0] * NUM)
-    message = Outgoing("requests", b"", "k", {}, "a")
+    message = Outgoing("requests", b"", "k", {}, chain("a"))
     brokers.failure = failure
     assert partitions.choose_partition(message) == ANY_PARTITION
     brokers.failure = None
-    assert partitions.choose_partition(message) == rank_partitions("a", NUM)[0]
+    assert partitions.choose_partition(message) == hashed("a")
 
 
 def test_no_message_is_put_in_a_partition_without_leader() -> None:
     partitions, brokers = among([1, -1, 2, -1])
-    messages = [Outgoing("requests", b"", f"k{n}", {}, f"a{n}" if n % 2 else None) for n in range(100)]
+    messages = [Outgoing("requests", b"", f"k{n}", {}, chain(f"a{n}") if n % 2 else None) for n in range(100)]
     assert {partitions.choose_partition(message) for message in messages} == {0, 2}
-    kept = next(m for m in messages if m.affinity and rank_partitions(m.affinity, NUM)[0] == 2)
+    kept = next(m for m in messages if m.chain and choose_by_hash(m.chain.home, range(NUM)) == 2)
     assert partitions.choose_partition(kept) == 2, "the others stay where they are"
     assert brokers.num_asked == 1, "not for each message"
 
 
 def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None:
     partitions, _ = among([-1] * NUM)
-    assert partitions.choose_partition(Outgoing("requests", b"", "k", {}, "a")) == rank_partitions("a", NUM)[0]
+    assert partitions.choose_partition(Outgoing("requests", b"", "k", {}, chain("a"))) == hashed("a")
     assert partitions.choose_partition(Outgoing("requests", b"", "k")) == ANY_PARTITION
 
 
 def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     partitions, brokers = among([1] * NUM)
-    of_two = (key for key in map(str, itertools.count()) if rank_partitions(key, NUM)[0] == 2)  # none of them gets hot
+    of_two = next(key for key in map(str, itertools.count()) if hashed(key) == 2)
 
     def used() -> int:
-        return partitions.choose_partition(Outgoing("requests", b"", "k", {}, next(of_two)))
+        return partitions.choose_partition(Outgoing("requests", b"", "k", {}, chain(of_two)))
 
     assert used() == 2
     brokers.leaders[2] = -1
     wait_for(lambda: used() != 2, "the other partitions are used")
     brokers.leaders[2] = 2
     wait_for(lambda: used() == 2, "their own partition is used again")
+
+
+def test_requests_go_where_heartbeats_say_as_soon_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read on a thread, and where Redis is away the last ones hold until they are too old."""
+    monkeypatch.setattr(partitioner, "BEATS_REFRESH_S", 0.0)
+    answers: list[list[WorkerBeat] | Exception] = [redis.ConnectionError("away")]
+    num_read = itertools.count()
+
+    def read_beats() -> list[WorkerBeat]:
+        next(num_read)
+        if isinstance(answer := answers[0], Exception):
+            raise answer
+        return answer
+
+    partitions = Partitioner(Brokers([0] * NUM), read_beats)  # type: ignore[arg-type]
+    told = list[str]()
+    message = Outgoing("requests", b"", "k", {}, replace(chain("a"), explain=told.append))
+
+    def choose() -> int:
+        return partitions.choose_partition(message)
+
+    free = (hashed("a") + 1) % NUM
+    wait_for(lambda: (choose(), next(num_read))[1] > 3, "it was asked again, in vain")
+    assert choose() == hashed("a")
+    read, none = {"interactive": [free], "batch": []}, {"interactive": 0, "batch": 0}
+    now_s = time.monotonic()
+    answers[0] = [WorkerBeat("prefill:a", now_s, now_s + 1e6, read, none)]  # type: ignore[arg-type]
+    wait_for(lambda: choose() == free, "the worker's partition is used")
+    answers[0] = redis.ConnectionError("away")
+    assert choose() == free
+    assert json.loads(told[-1])["worker"] == "prefill:a"
+    answers[0] = []
+    wait_for(lambda: choose() == hashed("a"), "there is no worker any more")
 
 
 def test_a_message_that_the_brokers_refuse_fails_alone(

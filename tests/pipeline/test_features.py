@@ -25,7 +25,9 @@ from penstock.messages import (
     TokenEvent,
     now_s,
 )
+from penstock.names import CLASSES
 from penstock.worker.grammars import GrammarCompiler
+from penstock.worker.load import UNKNOWN_PROMPT_TOKENS
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline, core_of, run_until_running
 from sim.workload import compute_answers, load_demo_model, make_requests
@@ -378,6 +380,32 @@ def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: InProces
     assert (results["both"].finish_reason, results["both"].token_ids) == ("length", decode.token_ids)
     assert results["explicit"].error is not None
     assert results["explicit"].error.code == "prompt_too_long"
+
+
+def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Producers place requests by it: messages count by the mean of what is computed, not of what is found."""
+
+    def reported() -> list[object]:
+        load: dict[str, Any] = line.prefill.report_load()
+        found = [load[klass][what] for klass in CLASSES for what in ("partitions", "waiting_tokens")]
+        return [*found, load["chars_per_token"]]
+
+    text = "To be or not to be, that is the question. " * 20
+    for count in (1, 2):
+        line.send_requests(Request(id=f"r{count}", prompt=text, sampling=Sampling(max_tokens=1)))
+        line.run_prefill(count)
+    mean = line.prefill.load.mean_computed_tokens["interactive"].value
+    num_tokens = line.prefill.load.mean_prompt_tokens["interactive"].value
+    assert mean is not None
+    assert num_tokens is not None
+    assert num_tokens / 2 <= mean < 0.7 * num_tokens, "the second found the first one's blocks"
+    topics = [line.pipeline.request_topic(klass) for klass in CLASSES]
+    waiting = {(topics[0], 0): 2, (topics[0], 3): 1, (topics[1], 5): 4}
+    monkeypatch.setattr(line.prefill.member, "count_waiting", lambda: waiting)
+    ratio = round(len(text) / num_tokens, 1)
+    assert reported() == [[0, 3], round(3 * mean), [5], 4 * UNKNOWN_PROMPT_TOKENS, ratio]
 
 
 def test_the_reported_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:

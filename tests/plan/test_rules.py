@@ -1,17 +1,20 @@
 """Each rule against an example that is worked out by hand from where it was published."""
 
+import hashlib
+
 import pytest
 
-from penstock.bus.affinity import rank_partitions
+from penstock.bus.placement import Link, PromptChain, choose_by_hash
 from penstock.engine.cost import StepCost
 from penstock.plan.placing import Beat, OwnLoad, PlacedRequest, RoundRobin, Rule, Tier, View, WorkerSpec
-from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake, Soonest
+from sim.placement.rules import CacheAware, Dynamo, Hash, LeastWorkLeft, LlmD, Mooncake, Placed
 
 SPEC = WorkerSpec(
     StepCost(fixed_s=0.0, row_s=0.0, context_s=0.0, chunk_s=0.0, token_s=0.001), num_blocks=1000, max_step_tokens=1000
 )
 """A thousand prompt tokens a second."""
-PROMPT = PlacedRequest("r", 0.0, 160, 10, affinity="a", home="chat")
+CHAIN = PromptChain("interactive", b"chat", (Link(b"a", 64), Link(b"b", 128)), 160, is_tokens=True)
+PROMPT = PlacedRequest("r", 0.0, 160, 10, chain=CHAIN)
 """Ten blocks."""
 
 
@@ -29,9 +32,17 @@ def test_round_robin_takes_each_in_turn() -> None:
     assert [rule.choose_worker(PROMPT, make_view([0] * 3)) for _ in range(4)] == [0, 1, 2, 0]
 
 
-def test_hash_is_that_of_the_product() -> None:
-    rule, first = Hash(), rank_partitions("a", 3)[0]
-    assert [rule.choose_worker(PROMPT, make_view([0] * 3)) for _ in range(8)] == [first] * 8
+def test_hash_gives_a_hot_beginning_more_workers_in_turn() -> None:
+    rule, first = Hash(), choose_by_hash(b"a", range(4))
+    second = choose_by_hash(b"a", [one for one in range(4) if one != first])
+    view = make_view([0] * 4)
+    assert [rule.choose_worker(PROMPT, view) for _ in range(15)] == [first] * 15, "the only chat is not hot"
+    assert {rule.choose_worker(PROMPT, view) for _ in range(8)} == {first, second}
+    assert {rule.choose_worker(PROMPT, view) for _ in range(32)} == {0, 1, 2, 3}
+    named = PlacedRequest("s", 0.0, 160, 10, session="s", chain=CHAIN)
+    assert rule.choose_worker(named, view) == choose_by_hash(b"chat", range(4)), "a session counts more"
+    view.now_s = 100.0
+    assert rule.choose_worker(PROMPT, view) == first
 
 
 def test_dynamo_adds_blocks_to_compute_and_blocks_of_requests() -> None:
@@ -88,31 +99,20 @@ def test_mooncake_fetches_where_the_match_is_much_shorter(waiting: list[int], ch
     assert Mooncake().choose_worker(PROMPT, make_view([128, 80, 0], waiting=waiting, tier=tier)) == chosen
 
 
-@pytest.mark.parametrize(
-    ("waiting", "chosen"),
-    [
-        # Home has 128 of 160 tokens: its queue + 32 ms. The other fetches them in 80 ms, and computes the rest: 112 ms.
-        # It has to be better by more than what it computes more, 80 ms, and 20 ms.
-        ([0, 0], 0),
-        ([180, 0], 0),  # 212 - 112 = 100 ms
-        ([181, 0], 1),
-    ],
-)
-def test_ours_leaves_home_for_what_it_gains(waiting: list[int], chosen: int) -> None:
-    tier = Tier(bytes_per_s=100.0, fixed_s=0.0, block_bytes=1, num_blocks=0)
-    assert Soonest().choose_worker(PROMPT, make_view([128, 0], waiting=waiting, tier=tier)) == chosen
+def test_ours_is_that_of_the_product() -> None:
+    """What is cached it knows by itself, and what waits by heartbeats."""
+    rule, view = Placed(), make_view([0] * 4)
+    home = rule.choose_worker(PROMPT, view)
+    assert home == min(range(4), key=lambda one: hashlib.sha256(b"chat" + str(one).encode()).digest())
+    view.now_s = 1.0
+    view.beats = [Beat(1.0, 447 if one == home else 0) for one in range(4)]
+    assert rule.choose_worker(PROMPT, view) == home, "447 + 32 - 320 are less than 160"
+    view.beats = [Beat(1.0, 449 if one == home else 0) for one in range(4)]
+    assert rule.choose_worker(PROMPT, view) != home
+    view.now_s = 4.1
+    assert rule.choose_worker(PROMPT, view) == choose_by_hash(b"chat", range(4)), "its heartbeats are too old"
 
 
-def test_ours_begins_at_the_home_of_the_chat_and_falls_back_to_hash() -> None:
-    view = make_view([0] * 8)
-    assert Soonest().choose_worker(PROMPT, view) == rank_partitions("chat", 8)[0]
-    view.now_s = 3.1
-    assert Soonest().choose_worker(PROMPT, view) == rank_partitions("a", 8)[0], "its heartbeats are too old"
-    view.beats = [Beat(3.0, 9000)] * 8
-    view.beats[5] = Beat(3.0)
-    assert Soonest().choose_worker(PROMPT, view) == 5
-
-
-@pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake(), Soonest()])
+@pytest.mark.parametrize("rule", [Dynamo(), LlmD(), CacheAware(), LeastWorkLeft(), Mooncake()])
 def test_all_go_to_an_idle_worker_that_has_the_prompt(rule: Rule) -> None:
     assert rule.choose_worker(PROMPT, make_view([0, 144, 0])) == 1

@@ -42,21 +42,28 @@ def test_lengths_and_hits_are_those_published(name: str, prompt: float, answer: 
 
 def test_the_same_seed_makes_the_same_trace() -> None:
     made = [make_requests(SHAPES["skewed"], 2.0, 30.0, SIZE, seed) for seed in (1, 1, 2)]
-    first, again, other = [[(one.at_s, one.keys, one.affinity) for one in requests] for requests in made]
+    first, again, other = [[(one.at_s, one.keys, one.chain) for one in requests] for requests in made]
     assert first == again != other
 
 
-def test_chats_with_one_system_prompt_have_one_affinity_and_homes_of_their_own() -> None:
+def find_home(request: PlacedRequest) -> bytes:
+    assert request.chain is not None
+    return request.chain.home
+
+
+def test_chats_with_one_system_prompt_have_one_beginning_and_homes_of_their_own() -> None:
     requests = make_requests(SHAPES["one_system_prompt"], 4.0, 60.0, SIZE)
-    assert len({one.affinity for one in requests}) == 1
-    assert len({one.home for one in requests}) > 20
+    chains = [one.chain for one in requests if one.chain is not None]
+    assert len({one.links[0] for one in chains}) == len({one.links[2] for one in chains}) == 1
+    assert [link.length for link in chains[0].links[:4]] == [128, 256, 384, 512]
+    assert len({one.home for one in chains}) == len({one.id.rpartition(".")[0] for one in requests}) > 20
 
 
 def test_an_adversary_names_another_session_each_time() -> None:
     requests = make_requests(SHAPES["adversary"], 4.0, 300.0, SIZE)
     chats = [one.id.rpartition(".")[0] for one in requests]
-    assert 0.2 < sum(one.home == one.id for one in requests) / len(requests) < 0.45
-    assert len({one.affinity for one in requests}) > len(set(chats))
+    assert 0.2 < sum(one.session == one.id for one in requests) / len(requests) < 0.45
+    assert len({find_home(one) for one in requests}) > len(set(chats))
 
 
 def test_bursts_are_ten_seconds_of_each_minute() -> None:
@@ -83,5 +90,5 @@ def test_a_recorded_trace_shares_what_its_hash_ids_say(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, rows)))
     first, second, third = read_requests(file, SIZE)
     assert [one.prompt_tokens for one in (first, second, third)] == [1000, 1500, 600]
-    assert first.home == second.home != third.home
+    assert find_home(first) == find_home(second) != find_home(third)
     assert count_found([first, second, third]) == pytest.approx((0 + 7 + 0) / (7 + 11 + 4))

@@ -12,7 +12,8 @@ def connect_bus(addresses: Addresses, settings: BusSettings) -> Bus:
     if addresses.kafka:
         from penstock.bus.kafka.bus import KafkaBus
 
-        return KafkaBus(pipeline, addresses.kafka, settings, kafka_security_config(addresses))
+        access = kafka_security_config(addresses)
+        return KafkaBus(pipeline, addresses.kafka, settings, access, addresses.first_url)
     from penstock.bus.streams.bus import StreamsBus
 
     return StreamsBus(pipeline, addresses.first_url, settings)

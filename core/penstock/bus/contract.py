@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, Self
 
+from penstock.bus.placement import PromptChain
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass, WorkerKind
@@ -37,9 +38,9 @@ class Outgoing:
     value: bytes
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    affinity: str | None = None
-    """Messages with the same affinity go to one worker as long as it can carry them, if the bus has partitions
-    (`penstock.bus.affinity`). The affinity is not part of the written message."""
+    chain: PromptChain | None = None
+    """What a request's prompt begins with, by which its worker is chosen if the bus has partitions
+    (`penstock.bus.placement`). Without it a message goes by its key. It is not part of the written message."""
 
     @property
     def num_bytes(self) -> int:
@@ -210,6 +211,13 @@ class Member(Protocol):
         """Return the names of the partitions of the interactive topics that this member alone reads.
 
         The list is empty where members share the topic, and while the member cannot reach the bus or makes no progress.
+        """
+
+    def count_waiting(self) -> Mapping[tuple[str, int], int]:
+        """Return the partitions of requests that this member alone reads (topic and number), and how many messages wait
+        in each that `poll` has not returned yet, as far as it knows without asking the bus. Any thread may call this.
+
+        It is empty where `list_partitions` would be, and for a member that reads jobs alone.
         """
 
     def create_orphan_readers(self) -> "list[OrphanReader]":

@@ -121,6 +121,10 @@ class JoinedMember:
         """Return the partitions of both interactive topics that this member alone reads."""
         return [*self._requests.list_partitions(), *self._jobs.list_partitions()]
 
+    def count_waiting(self) -> Mapping[tuple[str, int], int]:
+        """Return what waits in the partitions of requests; see `contract.Member.count_waiting`."""
+        return self._requests.count_waiting()
+
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return the readers for partitions of dead members of both groups; none where members share the topics."""
         return [*self._jobs.create_orphan_readers(), *self._requests.create_orphan_readers()]

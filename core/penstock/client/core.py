@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypedDict, cast
 
 from opentelemetry.trace import Span
 
 from penstock import names
-from penstock.bus.affinity import compute_affinity
 from penstock.bus.contract import Outgoing, Publisher
+from penstock.bus.placement import chain_prompt
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, load_settings
 from penstock.errors import (
@@ -208,7 +209,8 @@ def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float 
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(klass)
-    return span, Outgoing(topic, encoded.value, request.id, headers, compute_affinity(request))
+    explain = partial(span.set_attribute, "penstock.placement") if span.is_recording() else None
+    return span, Outgoing(topic, encoded.value, request.id, headers, chain_prompt(request, explain))
 
 
 @contextmanager

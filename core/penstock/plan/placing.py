@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.bus.placement import PromptChain
 from penstock.engine.cost import StepCost
 
 MAX_REMEMBERED_BLOCKS = 2**17
@@ -27,10 +28,9 @@ class PlacedRequest:
     keys: tuple[bytes, ...] = ()
     """Of the full blocks of prompt and answer, each a hash over all tokens up to the block's end. Empty: it shares no
     block with another request."""
-    affinity: str = ""
-    """What `penstock.bus.affinity.compute_affinity` says of it."""
-    home: str = ""
-    """Its session; without one its chat, as the end of the first user message shows it."""
+    session: str = ""
+    chain: PromptChain | None = None
+    """What a producer sees of its prompt; None where it is placed by no rule that looks at it."""
 
 
 @dataclass(frozen=True)

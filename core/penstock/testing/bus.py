@@ -209,6 +209,10 @@ class MemoryMember:
         """Return nothing: members share the topics."""
         return []
 
+    def count_waiting(self) -> Mapping[tuple[str, int], int]:
+        """Return nothing: members share the topics."""
+        return {}
+
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return none: any member can take the messages that no member has polled."""
         return []

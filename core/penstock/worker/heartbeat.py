@@ -50,7 +50,8 @@ class Heartbeat:
     reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
     arithmetic (how a worker with a model of its own rounds, see `declare_arithmetic`), pool and kv (blocks),
     resident_bytes (of a process with a model), recent (see `penstock.telemetry.recent`), since (seconds since the epoch
-    by the clock of Redis, as hosts' clocks may be changed).
+    by the clock of Redis, as hosts' clocks may be changed), lease_ms (for how long it was written: with the key's time
+    to live this says how old it is, by one clock).
     """
 
     def __init__(
@@ -229,13 +230,14 @@ class Heartbeat:
         if self._since_s is None:
             seconds, microseconds = self._redis.time()
             self._since_s = seconds + microseconds / 1e6
-        status = self._status | {"since": self._since_s} | self._load()
+        lease_ms = int(self._interval_s * 4000)
+        status = self._status | {"since": self._since_s, "lease_ms": lease_ms} | self._load()
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
         self.state = str(status["state"])
         counted = [self._pipeline.worker_key(kind, "") for kind in ("decode", "auto")] if self._stage == "auto" else []
         compared = self._pipeline.worker_prefix if "arithmetic" in status and not self._declared else ""
-        lease_ms, is_accepted = int(self._interval_s * 4000), int(self._is_mix_accepted)
+        is_accepted = int(self._is_mix_accepted)
         args: list[str | int] = [self._token, json.dumps(status), lease_ms, compared, is_accepted, *counted]
         return ScriptCall(BEAT, self._keys, args)
 

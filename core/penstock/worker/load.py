@@ -5,7 +5,7 @@ The heartbeat carries it (`penstock.ops.lag` reads it there), and roles use it t
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.messages import estimate_open_answer_tokens
@@ -14,6 +14,10 @@ from penstock.running_mean import RunningMean
 
 MEAN_MESSAGES = 64
 """About how many of the last messages a mean covers."""
+MEAN_TOKENS = 65_536
+"""About how many of the last prompt tokens the mean of their characters covers."""
+UNKNOWN_PROMPT_TOKENS = 256
+"""Expected of a request that waits before a worker has seen any."""
 HALF_LIFE_S = 5.0
 """Seconds of working time after which older work counts half in a worker's throughput."""
 
@@ -61,10 +65,14 @@ class WorkerLoad:
     def __init__(self) -> None:
         self.mean_prompt_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
         """Prompt tokens of a message."""
+        self.mean_computed_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
+        """Those of them that were not found in the pool or the KV store."""
         self.mean_output_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
         """Output tokens of a message: in prefill the request's limit, in decode what was generated."""
         self.throughput = Throughput()
         """Tokens per second of this stage's work: of prompts that are done, or of answers."""
+        self.chars_per_token = RunningMean(MEAN_TOKENS)
+        """Characters of prompts that were texts, for each of their tokens."""
         self.hand_offs = Counter[str]()
         """How many requests were handed off, by cause."""
         self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
@@ -79,18 +87,29 @@ class WorkerLoad:
         return (1, min(1, max_requests)) if mean_tokens is None else (max(1, round(mean_tokens)), max_requests)
 
     def summarize_load(
-        self, tasks: Iterable[TaskLoad], held: Mapping[tuple[PriorityClass, Stage], int]
+        self,
+        tasks: Iterable[TaskLoad],
+        held: Mapping[tuple[PriorityClass, Stage], int],
+        partitions: Mapping[PriorityClass, Sequence[int]],
+        num_waiting: Mapping[PriorityClass, int],
     ) -> dict[str, object]:
         """Return the load by class, and the hand-offs, for the heartbeat. `held`: how many messages of a class and
-        stage are here.
+        stage are here. `partitions`: those of requests that this worker reads. `num_waiting`: how many requests wait
+        there, or here, of which no task was made yet.
         """
         tasks = list(tasks)
-        return {"hand_offs": dict(self.hand_offs)} | {
-            klass: self._summarize_class(
-                klass, [task for task in tasks if task.klass == klass], held[klass, "prefill"], held[klass, "decode"]
-            )
-            for klass in CLASSES
+        told: dict[str, object] = {
+            "hand_offs": dict(self.hand_offs),
+            "chars_per_token": _round_tokens(self.chars_per_token.value),
         }
+        for klass in CLASSES:
+            mine = [task for task in tasks if task.klass == klass]
+            summary = self._summarize_class(klass, mine, held[klass, "prefill"], held[klass, "decode"])
+            mean_tokens = self.mean_computed_tokens[klass].value
+            expected = UNKNOWN_PROMPT_TOKENS if mean_tokens is None else mean_tokens
+            left = sum(task.prompt_tokens for task in mine) + round(num_waiting[klass] * expected)
+            told[klass] = summary | {"partitions": list(partitions[klass]), "waiting_tokens": left}
+        return told
 
     def _summarize_class(
         self, klass: PriorityClass, tasks: list[TaskLoad], num_requests: int, num_jobs: int

@@ -611,7 +611,11 @@ class Worker:
                 if not task.is_in_flight:  # else once the tokens before are in the log
                     self._end_tasks(task)
                 continue
+            was_counted = task.is_prompt_counted
             is_storing |= task.role.finish_computed(task, item, self.metrics)
+            if task.is_prompt_counted and not was_counted:
+                num_computed = item.seq.num_prompt_tokens - item.seq.num_cached_tokens
+                self.load.mean_computed_tokens[task.klass].add(num_computed)
             if not task.is_in_flight:  # the log has its token already
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
@@ -852,10 +856,18 @@ class Worker:
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
         tasks = list(self.running.values())
-        here = [*(task.delivery for task in tasks), *self.reader.pending_deliveries(), *self.queue.list_deferred()]
+        unbegun = [*self.reader.pending_deliveries(), *self.queue.list_deferred()]
+        here = [*(task.delivery for task in tasks), *unbegun]
         held = Counter((delivery.klass, self.pipeline.find_stage(delivery.topic)) for delivery in here)
         task_loads = [task.role.measure_task_load(task) for task in tasks]
-        return self.load.summarize_load(task_loads, held) | self.role.report_rates(self.load)
+        partitions: dict[PriorityClass, list[int]] = {klass: [] for klass in CLASSES}
+        num_waiting = Counter(one.klass for one in unbegun if self.pipeline.find_stage(one.topic) == "prefill")
+        classes = {topic: klass for klass, topic in self.pipeline.input_topics("prefill").items()}
+        for (topic, number), count in self.member.count_waiting().items():
+            partitions[classes[topic]].append(number)
+            num_waiting[classes[topic]] += count
+        load = self.load.summarize_load(task_loads, held, partitions, num_waiting)
+        return load | self.role.report_rates(self.load)
 
     def stop_accepting(self) -> None:
         """Take no new requests. Running ones go on under their claims.

@@ -23,6 +23,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from penstock.bus.contract import Delivery, Outgoing
+from penstock.bus.placement import count_prompt_chars
 from penstock.engine.contract import InferenceEngine, Loaded, Outcome, SampledToken
 from penstock.engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, RequestError
@@ -157,6 +158,8 @@ class PrefillRole(ModelRole):
         start = self.prompt_reader.find_answer_start(task.token_ids) if request.sampling.special_text else ""
         if not self.add_to_engine(task, sampling_seed(request), load, start, num_prompt_logprobs):
             return False
+        if num_chars := count_prompt_chars(request):
+            load.chars_per_token.add(num_chars, len(task.token_ids))
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
         if task.hands_off:

@@ -20,6 +20,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
+from penstock.bus.beats import BeatReader
 from penstock.bus.contract import (
     Member,
     Outgoing,
@@ -71,9 +72,16 @@ class KafkaBus(KafkaClientFactory):
     """Kafka as the bus of one pipeline."""
 
     def __init__(
-        self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
+        self,
+        pipeline: Pipeline,
+        bootstrap: str,
+        settings: BusSettings,
+        access: Mapping[str, str] | None = None,
+        beats_url: str = "",
     ) -> None:
+        """`beats_url`: the Redis with the heartbeats by which requests are placed; without it a hash places them."""
         super().__init__(pipeline, bootstrap, settings, access)
+        self.beats_url = beats_url
         self._backlog: GroupLag | None = None
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
@@ -273,7 +281,8 @@ class KafkaPublisher:
             "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
-        self._partitions = Partitioner(self._producer)
+        self._beats = BeatReader(bus.beats_url, bus.pipeline) if bus.beats_url else None
+        self._partitions = Partitioner(self._producer, self._beats.read_beats if self._beats else None)
         self._closing = threading.Event()
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
@@ -295,6 +304,8 @@ class KafkaPublisher:
                 self._producer.flush(BROKER_TIMEOUT_S)
             self._closing.set()
             self._reports.join()
+            if self._beats is not None:
+                self._beats.close()
 
     def _send_message(self, message: Outgoing) -> Future[None]:
         sent = create_started_future()

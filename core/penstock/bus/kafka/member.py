@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 MEMBERSHIP_REFRESH_S = 0.02
+COUNT_INTERVAL_S = 0.25
+"""How often unread messages are counted, for the heartbeat."""
 PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
 """How often the brokers are probed, while they answer and while they do not."""
 LEAVE_TIMEOUT_S = 2.0
@@ -117,6 +120,9 @@ class KafkaMember:
         self._refresh_at = 0.0
         self._turned_at = time.monotonic()
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
+        self._count_at = 0.0
+        self._unread: dict[Partition, int] = {}
+        """How many messages of each partition were not read when they were counted last."""
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
         # The problems that `current_problem` describes, each kind by itself.
@@ -269,13 +275,26 @@ class KafkaMember:
         The list is empty while the brokers are away, or the member stands still. A partition that has messages and
         brings none is not in it.
         """
-        topic = self._topics["interactive"]
-        if self._away or self._describe_stall() or topic in self._refused:
+        return [format_partition(one) for one in self._list_read() if one[0] == self._topics["interactive"]]
+
+    def _list_read(self) -> list[Partition]:
+        if self._away or self._describe_stall():
             return []
         with self._state:
             partitions = self._holdings.partitions
         standing = self._progress.standing_partitions
-        return [format_partition(one) for one in partitions if one[0] == topic and one not in standing]
+        return [one for one in partitions if one[0] not in self._refused and one not in standing]
+
+    def count_waiting(self) -> dict[Partition, int]:
+        """Return what waits in each partition of requests; see `contract.Member.count_waiting`.
+
+        It is what is buffered, and what was unread at the last look, within a part of a second. Of a partition that is
+        paused, as the buffer is full, no more is known than at its last fetch.
+        """
+        if self._stage == "decode":
+            return {}
+        buffered = Counter(delivery.offset[0] for delivery in self.list_prefetched())
+        return {one: self._unread.get(one, 0) + buffered[one] for one in self._list_read()}
 
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return a reader for partitions of dead members that the brokers still count as alive."""
@@ -397,6 +416,7 @@ class KafkaMember:
                 self._commit_finished()
                 self._pause_full()
                 self._refresh_membership()
+                self._count_unread()
                 self._watch_progress()
                 self._probe_brokers()
         except Exception as error:  # the member cannot go on: its methods raise the error
@@ -582,6 +602,20 @@ class KafkaMember:
         if now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_REFRESH_S
+
+    def _count_unread(self) -> None:
+        """Count what is unread, by the ends of logs that came with what was fetched: the brokers are not asked."""
+        if self._turned_at < self._count_at:
+            return
+        self._count_at = self._turned_at + COUNT_INTERVAL_S
+        with self._state:
+            positions = {one: self._holdings.next_offset(one) for one in self._holdings.partitions}
+        unread = dict[Partition, int]()
+        for partition, position in positions.items():
+            with contextlib.suppress(KafkaException):
+                _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+                unread[partition] = max(0, end - position)
+        self._unread = unread
 
     def _watch_progress(self) -> None:
         """Request the ends of quiet partitions, and compare the answers with what was read."""

@@ -1,14 +1,17 @@
 """Chooses the partition of its topic that a message goes to: one with a leader, as long as any has one."""
 
+import contextlib
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import redis
 from confluent_kafka import KafkaException, Producer
 
-from penstock.bus.affinity import AffinityPartitioner, rank_partitions
 from penstock.bus.contract import Outgoing
+from penstock.bus.placement import Placer, WorkerBeat
 
 ANY_PARTITION = -1
 """Lets librdkafka choose a partition by the message's key."""
@@ -19,11 +22,12 @@ LEADERS_RETRY_S = 1.0
 """How soon the leaders are looked up again if the brokers did not answer, or do not know the topic."""
 LEADERS_TIMEOUT_S = 1.0
 """How long a lookup may take. Without an answer the last one holds; without any, the message goes by its key."""
+BEATS_REFRESH_S = 1.0
+"""How often heartbeats are read while requests are sent."""
 
 
 @dataclass
 class _TopicLeaders:
-    spread: AffinityPartitioner = field(default_factory=AffinityPartitioner)
     num_partitions: int = 0
     """0 while it is not known."""
     led: tuple[int, ...] = ()
@@ -36,15 +40,21 @@ class _TopicLeaders:
 class Partitioner:
     """Chooses partitions for one producer. Thread-safe."""
 
-    def __init__(self, producer: Producer) -> None:
-        self._producer = producer
+    def __init__(self, producer: Producer, read_beats: Callable[[], list[WorkerBeat]] | None = None) -> None:
+        """`read_beats` returns the workers' heartbeats, or raises `redis.RedisError`; it is called on a thread, once a
+        second as long as requests are sent. Without it, and until it has returned some, a hash places requests.
+        """
+        self._producer, self._read_beats = producer, read_beats
+        self._placer = Placer()
+        self._beats_at_s = 0.0
+        self._is_reading = False
         self._lock = threading.Lock()
         self._topics: dict[str, _TopicLeaders] = {}
 
     def choose_partition(self, message: Outgoing) -> int:
         """Return the partition for a message, or `ANY_PARTITION`.
 
-        A message without affinity goes by its key as long as all partitions of its topic have a leader. Otherwise the
+        A message without a chain goes by its key as long as all partitions of its topic have a leader. Otherwise the
         choice is made here, as librdkafka would choose a partition without a leader too.
         """
         now_s = time.monotonic()
@@ -59,22 +69,38 @@ class Partitioner:
             num_partitions, led = topic.num_partitions, topic.led
         if not num_partitions:
             return ANY_PARTITION
-        if message.affinity is None:
+        if message.chain is None:
             return (
                 ANY_PARTITION
                 if len(led) in (0, num_partitions)
                 else led[zlib.crc32((message.key or "").encode()) % len(led)]
             )
-        wanted = topic.spread.choose_partition(message.affinity, num_partitions, now_s)
-        if wanted in led or not led:
-            return wanted
-        return next(partition for partition in rank_partitions(message.affinity, num_partitions) if partition in led)
+        with self._lock:
+            if self._read_beats is not None and now_s >= self._beats_at_s and not self._is_reading:
+                self._is_reading = True
+                threading.Thread(target=self._refresh_beats, args=(self._read_beats,), daemon=True).start()
+            placed = self._placer.choose_partition(message.chain, led or range(num_partitions), now_s)
+        if message.chain.explain is not None:
+            message.chain.explain(placed.describe())
+        return placed.partition
 
     def forget_leaders(self) -> None:
         """Look up leaders again before the next message: the topic may have been created anew with fewer partitions."""
         with self._lock:
             for name in self._topics:
-                self._topics[name] = _TopicLeaders(self._topics[name].spread)
+                self._topics[name] = _TopicLeaders()
+
+    def _refresh_beats(self, read_beats: Callable[[], list[WorkerBeat]]) -> None:
+        """Read heartbeats. Where Redis is away the last ones hold until they are too old."""
+        beats = None
+        try:
+            with contextlib.suppress(redis.RedisError):
+                beats = read_beats()
+        finally:
+            with self._lock:
+                self._is_reading, self._beats_at_s = False, time.monotonic() + BEATS_REFRESH_S
+                if beats is not None:
+                    self._placer.note_beats(beats)
 
     def _refresh_topic(self, name: str, topic: _TopicLeaders) -> None:
         found = self._fetch_leaders(name)

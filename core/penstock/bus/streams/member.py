@@ -177,6 +177,10 @@ class StreamsMember:
         """Return nothing: members share the streams."""
         return []
 
+    def count_waiting(self) -> Mapping[tuple[str, int], int]:
+        """Return nothing: members share the topics."""
+        return {}
+
     def create_orphan_readers(self) -> list[OrphanReader]:
         """Return none: any member can read the messages that no member has polled."""
         return []

@@ -1,0 +1,66 @@
+"""Reads the heartbeats that tell a placer what each worker has left to do."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.bus.placement import WorkerBeat
+from penstock.names import CLASSES, WORKERS_KEY, Pipeline
+from penstock.redis.client import redis_client
+
+STALE_SHARE = 0.75
+"""A heartbeat is too old after this share of its lease, which is three periods."""
+
+
+class BeatReader:
+    """Reads the heartbeats of the workers of one pipeline that read requests. It connects when it is first used."""
+
+    def __init__(self, url: str, pipeline: Pipeline) -> None:
+        self._redis = redis_client(url)
+        self._prefixes = tuple(pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto"))
+        self._num_before = len(pipeline.worker_prefix)
+
+    def read_beats(self) -> list[WorkerBeat]:
+        """Return the last heartbeat of each of the workers. Raises `redis.RedisError`.
+
+        The list is empty where one of them is of a version that does not tell its partitions: it would get no requests.
+        """
+        known: Any = self._redis.smembers(WORKERS_KEY)
+        keys = sorted(key for key in known if key.startswith(self._prefixes))
+        if not keys:
+            return []
+        now_s, found = time.monotonic(), list[WorkerBeat]()
+        with self._redis.pipeline(transaction=False) as asked:
+            asked.mget(keys)
+            for key in keys:
+                asked.pttl(key)
+            values, *left = asked.execute()
+        for key, value, left_ms in zip(keys, values, left, strict=True):
+            if value is not None:
+                try:
+                    beat = _parse_beat(key.decode()[self._num_before :], json.loads(value), left_ms, now_s)
+                except (KeyError, TypeError, ValueError, OverflowError):
+                    return []
+                found += [] if beat is None else [beat]
+        return found
+
+    def close(self) -> None:
+        """Free the connection, unless it is being used: that one is freed with the client."""
+        self._redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def _parse_beat(worker: str, told: Mapping[str, Any], left_ms: int, now_s: float) -> WorkerBeat | None:
+    """Return a heartbeat; None of a worker that has not joined its group."""
+    if "load" not in told:
+        return None
+    lease_ms, load = told["lease_ms"], told["load"]
+    at_s = now_s - (lease_ms - left_ms) / 1000
+    return WorkerBeat(
+        worker,
+        at_s,
+        at_s + STALE_SHARE * lease_ms / 1000,
+        {klass: tuple(map(int, load[klass]["partitions"])) for klass in CLASSES},
+        {klass: max(0, int(load[klass]["waiting_tokens"])) for klass in CLASSES},
+        load["chars_per_token"] and max(0.1, float(load["chars_per_token"])),
+    )

@@ -1,0 +1,253 @@
+"""Chooses the partition of a request: one that the worker with the least prefill work left reads.
+
+A worker's pool holds the KV of what it computed last. So a request costs a worker less that got its beginning a moment
+ago, and a producer remembers what it sent where. The work that is left is what the worker's last heartbeat said, and
+what this producer has sent there since. Producers do not talk, and see nothing of what the others sent: a chat has a
+home among the workers by a hash, the same for all producers, and stays there unless that costs much more.
+
+This changes only the speed: in whatever partition a request is, its record in Redis decides which worker answers it,
+and a prefix that is in no pool is found in the tiers below, or computed. Where no heartbeat is known that is fresh, a
+hash over all partitions chooses. `docs/protocol.md` has the rule for producers in other languages.
+"""
+
+import hashlib
+import json
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.messages import Request
+from penstock.names import CLASSES, PriorityClass
+
+PIECE_CHARS, PIECE_TOKENS = 256, 64
+"""The first pieces of a prompt whose ends are links: of a text, and of token ids, at about four characters a token."""
+PIECES_OF_A_LENGTH = 8
+"""After so many pieces their length doubles: few links reach far into a long prompt."""
+MAX_LINKS = 64
+CHARS_PER_TOKEN = 4.0
+"""Where no worker has told its mean."""
+HOME_PROMPTS = 2
+"""By how many prompts of its own length a request's home may have more to do before it goes elsewhere: other producers
+sent the earlier turns there, and will look for this one there; and queues are not known to the token."""
+MEMORY_S = 120.0
+"""For how long a worker is taken to have what was sent to it."""
+MAX_REMEMBERED_LINKS = 2**16
+MAX_SENT_S = 5.0
+"""How long a request counts as sent where no heartbeat has come since."""
+ON_THE_WAY_S = 0.1
+"""How long before a heartbeat a request may have been sent that is not counted in it yet."""
+MAX_TOLD_WORKERS = 16
+
+
+class Link(NamedTuple):
+    """A beginning of a prompt."""
+
+    digest: bytes
+    """The hash of all up to its end, and of the tenant."""
+    length: int
+    """In characters, or in tokens where the prompt is token ids."""
+
+
+@dataclass(frozen=True)
+class PromptChain:
+    """What a request begins with, from the shortest beginning to the longest. It is no part of the written message."""
+
+    klass: PriorityClass
+    home: bytes
+    """Names a worker by a hash: that of the session, else of the prompt up to the end of the first user message; of a
+    text, or of token ids, the first piece."""
+    links: tuple[Link, ...]
+    length: int
+    """Of the whole prompt."""
+    is_tokens: bool = False
+    explain: Callable[[str], object] | None = field(default=None, compare=False)
+    """Is called with the JSON of what was chosen."""
+
+
+def chain_prompt(request: Request, explain: Callable[[str], object] | None = None) -> PromptChain:
+    """Return what a request begins with.
+
+    A link ends each piece, and each message. Pieces have 256 characters, or 64 tokens, and double after every eighth
+    link. Tenants share no KV, so they share no link.
+    """
+    digest, links, home, length = _begin_digest(request.tenant), list[Link](), b"", 0
+    for opening, content in _list_parts(request):
+        digest.update(opening)
+        length, start = length + len(content), 0
+        while start < len(content) and len(links) < MAX_LINKS:
+            first = PIECE_TOKENS if request.token_ids is not None else PIECE_CHARS
+            piece = content[start : start + (first << len(links) // PIECES_OF_A_LENGTH)]
+            digest.update(piece.encode() if isinstance(piece, str) else struct.pack(f"<{len(piece)}I", *piece))
+            links.append(Link(digest.copy().digest()[:16], (links[-1].length if links else 0) + len(piece)))
+            start += len(piece)
+        if not home and opening in (b"", USER_OPENING):
+            home = links[0 if opening == b"" else -1].digest if links else b""
+    if request.session is not None:
+        session = _begin_digest(request.tenant)
+        session.update(b"session" + request.session.encode())
+        home = session.digest()[:16]
+    home = home or digest.digest()[:16]
+    is_tokens = request.token_ids is not None
+    return PromptChain(request.klass or "interactive", home, tuple(links), length, is_tokens, explain)
+
+
+def _begin_digest(tenant: str) -> Any:
+    return hashlib.sha256(b"penstock chain 1" + _open_part(tenant))
+
+
+def _open_part(name: str) -> bytes:
+    encoded = name.encode()
+    return len(encoded).to_bytes(4, "big") + encoded
+
+
+USER_OPENING = _open_part("user")
+
+
+def _list_parts(request: Request) -> Iterable[tuple[bytes, str | list[int]]]:
+    if request.messages is not None:
+        return [(_open_part(message.role), message.content) for message in request.messages]
+    return [(b"", request.prompt if request.token_ids is None else request.token_ids)]  # type: ignore[list-item]
+
+
+def count_prompt_chars(request: Request) -> int:
+    """Return the length of a prompt in characters, as its chain has it; 0 for token ids."""
+    return len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
+
+
+@dataclass(frozen=True)
+class WorkerBeat:
+    """What a placer reads in the heartbeat of a worker that reads requests."""
+
+    worker: str
+    at_s: float
+    """When it was written, by the placer's clock."""
+    stale_s: float
+    """When it is too old to tell anything."""
+    partitions: Mapping[PriorityClass, Sequence[int]]
+    """Those that the worker reads."""
+    waiting_tokens: Mapping[PriorityClass, int]
+    """Prompt tokens left to compute, those of messages that wait in its partitions included."""
+    chars_per_token: float | None = None
+
+
+class Placement(NamedTuple):
+    """What was chosen, and why."""
+
+    partition: int
+    worker: str = ""
+    """Empty where no worker's heartbeat was fresh: the hash has chosen."""
+    costs: Mapping[str, int] = {}
+    """By worker that was considered: prompt tokens that it would have left to compute, with this prompt's."""
+    num_cached: int = 0
+    """How many of the prompt's tokens the worker should have."""
+
+    def describe(self) -> str:
+        """Return it as JSON, with the least costs only where there are many."""
+        if not self.worker:
+            return json.dumps({"partition": self.partition, "why": "hash"})
+        costs = dict(sorted(self.costs.items(), key=lambda one: one[1])[:MAX_TOLD_WORKERS])
+        return json.dumps(
+            {"partition": self.partition, "worker": self.worker, "why": "least work left", "cached": self.num_cached,
+             "costs": costs}
+        )  # fmt: skip
+
+
+class _SentTokens:
+    """Uncached prompt tokens that were sent to one worker since its heartbeat."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[float, PriorityClass, int]] = deque()
+        self.totals = dict.fromkeys(CLASSES, 0)
+
+    def add_tokens(self, now_s: float, klass: PriorityClass, num_tokens: int) -> None:
+        self._sent.append((now_s, klass, num_tokens))
+        self.totals[klass] += num_tokens
+
+    def drop_before(self, at_s: float) -> None:
+        while self._sent and self._sent[0][0] < at_s:
+            _, klass, num_tokens = self._sent.popleft()
+            self.totals[klass] -= num_tokens
+
+
+class Placer:
+    """Chooses the partitions of one producer's requests. The caller locks, and gives the time of any steady clock."""
+
+    def __init__(self) -> None:
+        self._beats: dict[str, WorkerBeat] = {}
+        self._sent: dict[str, _SentTokens] = {}
+        self._chars_per_token = CHARS_PER_TOKEN
+        self._memory: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        """By link: when which worker was sent requests that have it."""
+
+    def note_beats(self, beats: Iterable[WorkerBeat]) -> None:
+        """Note the last heartbeats of all workers. They have what was sent before them."""
+        self._beats = {beat.worker: beat for beat in beats}
+        self._sent = {worker: self._sent.get(worker) or _SentTokens() for worker in self._beats}
+        for worker, beat in self._beats.items():
+            self._sent[worker].drop_before(beat.at_s - ON_THE_WAY_S)
+        told = [beat.chars_per_token for beat in self._beats.values() if beat.chars_per_token]
+        self._chars_per_token = sum(told) / len(told) if told else CHARS_PER_TOKEN
+
+    def choose_partition(self, chain: PromptChain, partitions: Sequence[int], now_s: float) -> Placement:
+        """Choose one of `partitions`, which are those that can be written, and count the request as sent there.
+
+        A worker's cost is the work of this class and those above that it has left, and the tokens of this prompt that
+        it does not have; at home it is `HOME_PROMPTS` times the prompt's tokens less. Of equal costs the worker comes
+        first that the home's hash names first.
+        """
+        readable = frozenset(partitions)
+        read = {
+            worker: mine
+            for worker, beat in self._beats.items()
+            if now_s < beat.stale_s and (mine := readable.intersection(beat.partitions[chain.klass]))
+        }
+        if not read:
+            return Placement(choose_by_hash(chain.home, partitions))
+        ratio = 1.0 if chain.is_tokens else self._chars_per_token
+        hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.klass) + 1]
+        costs = dict[str, int]()
+        order = sorted(read, key=lambda worker: hashlib.sha256(chain.home + worker.encode()).digest())
+        for worker in order:
+            self._sent[worker].drop_before(now_s - MAX_SENT_S)
+            waiting, sent = self._beats[worker].waiting_tokens, self._sent[worker].totals
+            left = sum(waiting[klass] + sent[klass] for klass in classes)
+            costs[worker] = left + round((chain.length - hits.get(worker, 0)) / ratio)
+        costs[order[0]] -= HOME_PROMPTS * round(chain.length / ratio)
+        chosen = min(order, key=costs.__getitem__)
+        hit = hits.get(chosen, 0)
+        self._note_sent(chain, chosen, round((chain.length - hit) / ratio), now_s)
+        return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, costs, round(hit / ratio))
+
+    def _find_hits(self, chain: PromptChain, now_s: float, num_workers: int) -> dict[str, int]:
+        """Return by worker how much of the prompt it was sent within `MEMORY_S`."""
+        hits = dict[str, int]()
+        for digest, length in reversed(chain.links):
+            for worker, sent_s in self._memory.get(digest, {}).items():
+                if worker not in hits and worker in self._beats and now_s - sent_s <= MEMORY_S:
+                    hits[worker] = length
+            if len(hits) >= num_workers:
+                break
+        return hits
+
+    def _note_sent(self, chain: PromptChain, worker: str, num_tokens: int, now_s: float) -> None:
+        self._sent[worker].add_tokens(now_s, chain.klass, num_tokens)
+        memory = self._memory
+        for digest, _ in chain.links:
+            memory.setdefault(digest, {})[worker] = now_s
+            memory.move_to_end(digest)
+        while memory:
+            oldest_s = max(next(iter(memory.values())).values())
+            if len(memory) <= MAX_REMEMBERED_LINKS and now_s - oldest_s <= MEMORY_S:
+                break
+            memory.popitem(last=False)
+
+
+def choose_by_hash(home: bytes, partitions: Iterable[int]) -> int:
+    """Return the partition that a home comes to by rendezvous hashing. It is the same in every process.
+
+    A partition that is added takes its part of the homes, and one that is lost gives up its own; all others stay where
+    they are.
+    """
+    return min(partitions, key=lambda partition: hashlib.sha256(home + partition.to_bytes(4, "big")).digest())

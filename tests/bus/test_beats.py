@@ -1,0 +1,84 @@
+"""A placer reads in heartbeats what workers have left to do, and how old that is."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+from typing import Any
+
+import pytest
+import redis
+
+from penstock.bus.beats import BeatReader
+from penstock.names import CLASSES, STAGES, WORKERS_KEY, Pipeline
+from penstock.redis.client import redis_client
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.load import TaskLoad, WorkerLoad
+
+HELD: dict[Any, int] = dict.fromkeys(product(CLASSES, STAGES), 1)
+WAITING: dict[Any, int] = {"interactive": 3, "batch": 2}
+PARTITIONS: dict[Any, list[int]] = {"interactive": [0, 2], "batch": [5]}
+
+
+@pytest.fixture
+def reader(redis_url: str, pipeline: Pipeline) -> Iterator[BeatReader]:
+    with closing(BeatReader(redis_url, pipeline)) as made:
+        yield made
+
+
+def write_beat(url: str, pipeline: Pipeline, stage: Any, name: str, **load: Any) -> None:
+    beat = Heartbeat(url, pipeline, stage, name, 10.0)
+    if load:
+        beat.set_load_source(lambda: {"load": load})
+    beat.take_name()
+
+
+def test_what_waits_is_told_by_class_and_as_tokens(redis_url: str, pipeline: Pipeline, reader: BeatReader) -> None:
+    load = WorkerLoad()
+    load.mean_computed_tokens["interactive"].add(1000)
+    load.chars_per_token.add(900, 300)
+    running = TaskLoad("interactive", is_running=True, prompt_tokens=70, output_tokens=9)
+    told = load.summarize_load([running], HELD, PARTITIONS, WAITING)
+    before_s = time.monotonic()
+    write_beat(redis_url, pipeline, "prefill", "a", **told)
+    write_beat(redis_url, pipeline, "decode", "b", **told)
+    write_beat(redis_url, pipeline, "auto", "c")  # it has not joined its group
+    (beat,) = reader.read_beats()
+    assert (beat.worker, beat.chars_per_token) == ("prefill:a", 3.0)
+    assert beat.partitions == {"interactive": (0, 2), "batch": (5,)}
+    assert beat.waiting_tokens == {"interactive": 3070, "batch": 2 * 256}, "no request of batch was seen yet"
+    assert before_s - 0.05 <= beat.at_s <= time.monotonic()
+    assert beat.stale_s == pytest.approx(beat.at_s + 30.0), "three periods"
+
+
+def test_how_old_a_heartbeat_is_follows_from_its_lease(redis_url: str, pipeline: Pipeline, reader: BeatReader) -> None:
+    told = WorkerLoad().summarize_load([], HELD, PARTITIONS, WAITING)
+    write_beat(redis_url, pipeline, "prefill", "a", **told)
+    with redis_client(redis_url) as client:
+        client.pexpire(pipeline.worker_key("prefill", "a"), 25_000)  # as it would be 15 s later
+    (beat,) = reader.read_beats()
+    assert time.monotonic() - 16.0 < beat.at_s <= time.monotonic() - 15.0
+
+
+@pytest.mark.parametrize(
+    "odd", [{"load": {"interactive": {}}}, {"load": 3}, {"load": {"interactive": {"partitions": ["x"]}}}]
+)
+def test_beside_a_worker_that_does_not_tell_its_partitions_none_is_preferred(
+    odd: dict[str, Any], redis_url: str, pipeline: Pipeline, reader: BeatReader
+) -> None:
+    told = WorkerLoad().summarize_load([], HELD, PARTITIONS, WAITING)
+    write_beat(redis_url, pipeline, "prefill", "a", **told)
+    key = pipeline.worker_key("auto", "older")
+    with redis_client(redis_url) as client:
+        client.set(key, json.dumps(odd), px=60_000)
+        client.sadd(WORKERS_KEY, key)
+        assert reader.read_beats() == []
+        client.delete(key)
+        assert [beat.worker for beat in reader.read_beats()] == ["prefill:a"]
+        client.srem(WORKERS_KEY, key)
+
+
+def test_redis_that_is_away_is_told(pipeline: Pipeline) -> None:
+    with closing(BeatReader("redis://127.0.0.1:1", pipeline)) as reader, pytest.raises(redis.ConnectionError):
+        reader.read_beats()

@@ -1,0 +1,409 @@
+"""Requests go to the worker with the least prefill work left: what each prompt begins with, and what is chosen."""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bus.contract import Outgoing
+from penstock.bus.placement import (
+    MAX_LINKS,
+    MAX_REMEMBERED_LINKS,
+    MAX_SENT_S,
+    MEMORY_S,
+    ON_THE_WAY_S,
+    PIECE_CHARS,
+    PIECE_TOKENS,
+    PIECES_OF_A_LENGTH,
+    Link,
+    Placement,
+    Placer,
+    PromptChain,
+    WorkerBeat,
+    chain_prompt,
+    choose_by_hash,
+    count_prompt_chars,
+)
+from penstock.cli.demo import PROMPTS
+from penstock.client.core import RequestFields, make_request, prepare_message
+from penstock.config.settings import BusSettings
+from penstock.messages import Request, encode_request
+from penstock.names import Pipeline, PriorityClass
+from penstock.telemetry import tracing
+
+num_partitions = st.integers(1, 40)
+
+
+def chain(**fields: Any) -> PromptChain:
+    return chain_prompt(make_request(None, cast(RequestFields, fields)))
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+
+
+# chain_prompt
+
+
+TURNS = [
+    {"role": "system", "content": "Be kind."}, {"role": "user", "content": "x" * 300},
+    {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"},
+]  # fmt: skip
+VECTORS: list[tuple[dict[str, Any], list[str], str, tuple[int, int]]] = [
+    ({"prompt": "Hello"}, ["30196f87ec7d22d8c47ae3ff94a90e49"], "30196f87", (2, 7)),
+    (
+        {"messages": TURNS},
+        ["8f45e5dbe9b9fb247bc56fe39d26a6f1", "d8cf492b47c5ee0bdf873dd9b224d2a0", "a46e35fcb56f03f3ee2f89453c5e0e9e",
+         "0fea2eea39cdc82f972a224c0e555bf4", "dc1216e7937b7ca6bbc5b204c93ce7f9"],
+        "a46e35fc", (3, 7),
+    ),
+    (
+        {"token_ids": list(range(1, 101))},
+        ["38597413920093964829e7b0100f91bf", "a9d60097b7de11fe8b2f758b45f257aa"], "38597413", (0, 4),
+    ),
+    (
+        {"prompt": "Hello", "tenant": "acme", "session": "chat-7"},
+        ["408d060d81a17f70617c3d320679c89e"], "b8f55945ae724fa53d9f9cc0aeadcc67", (3, 3),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "links", "home", "partitions"), VECTORS)
+def test_a_producer_in_another_language_can_compare(
+    fields: dict[str, Any], links: list[str], home: str, partitions: tuple[int, int]
+) -> None:
+    """These are the vectors of the protocol, made by a program of its own."""
+    found = chain(**fields)
+    assert [link.digest.hex() for link in found.links] == links
+    assert found.home.hex().startswith(home)
+    assert (choose_by_hash(found.home, range(4)), choose_by_hash(found.home, range(8))) == partitions
+    page = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text("utf-8")
+    assert ", ".join(f"`{link.digest.hex()}` {link.length}" for link in found.links) in page
+    assert home in page
+
+
+def test_links_end_pieces_whose_length_doubles_and_messages() -> None:
+    text = chain(prompt="x" * 10_000)
+    assert [link.length for link in text.links[:10]] == [*range(256, 2049, 256), 2560, 3072]
+    assert text.links[-1].length == text.length == 10_000
+    turns = chain(messages=chat("x" * 300, "y", "z" * 256))
+    assert [link.length for link in turns.links] == [256, 300, 301, 557]
+    tokens = chain(token_ids=list(range(150)))
+    assert ([link.length for link in tokens.links], tokens.is_tokens) == ([64, 128, 150], True)
+    longest = chain(prompt="x" * 10**6)
+    assert len(longest.links) == MAX_LINKS
+    assert longest.links[-1].length == PIECES_OF_A_LENGTH * PIECE_CHARS * 255, "half a million characters"
+
+
+def test_links_are_those_of_all_that_begin_so() -> None:
+    first = "x" * 5000
+    one, longer, other = chain(prompt=first + "y"), chain(prompt=first + "z" * 5000), chain(prompt="y" + first)
+    shared = set(one.links) & set(longer.links)
+    assert max(shared).length if (lengths := {link.length for link in shared}) else 0
+    assert max(lengths) == 4608
+    assert not set(one.links) & set(other.links)
+    turn, next_turn = chat("question", "answer", "and"), chat("question", "answer", "and", "answer", "why")
+    assert chain(messages=next_turn).links[:3] == chain(messages=turn).links
+    assert not set(chain(messages=chat("ab", "c")).links) & set(chain(messages=chat("a", "bc")).links)
+    system = [{"role": "system", "content": "a"}]
+    assert chain(messages=system).links != chain(messages=chat("a")).links
+
+
+def test_a_session_is_home_else_the_first_user_message_else_the_first_piece() -> None:
+    one = chain(prompt="one", session="s")
+    assert one.home == chain(prompt="two", session="s").home == chain(token_ids=[1], session="s").home
+    assert one.home not in (chain(prompt="one", session="t").home, chain(prompt="one").home)
+    system = {"role": "system", "content": "You are helpful. " * 100}
+    turn = chain(messages=[system, *chat("question")])
+    assert turn.home == chain(messages=[system, *chat("question", "answer", "and")]).home == turn.links[-1].digest
+    assert turn.home != chain(messages=[system, *chat("another")]).home
+    beginning = "é" * PIECE_CHARS
+    assert chain(prompt=beginning).home == chain(prompt=beginning + "more").home != chain(prompt=beginning[1:]).home
+    ids = list(range(PIECE_TOKENS))
+    assert chain(token_ids=ids).home == chain(token_ids=[*ids, 5]).home != chain(token_ids=ids[1:]).home
+    silent = chain(messages=[{"role": "user", "content": ""}])
+    assert (len(silent.home), silent.links) == (16, ())
+
+
+def test_tenants_do_not_meet() -> None:
+    one, other = chain(prompt="one", tenant="a"), chain(prompt="one", tenant="b")
+    assert one.home != other.home
+    assert not set(one.links) & set(other.links)
+    assert chain(prompt="x", session="s", tenant="a").home != chain(prompt="x", session="s", tenant="b").home
+    assert chain(prompt="x", session="bc", tenant="a").home != chain(prompt="x", session="c", tenant="ab").home
+
+
+def test_nothing_else_of_a_request_counts_but_its_class() -> None:
+    one = chain(prompt="x", id="a", max_tokens=3, model="m", deadline=9e9)
+    assert one == chain(prompt="x", id="b", temperature=0.5)
+    assert chain(prompt="x", klass="batch").klass == "batch"
+
+
+def test_characters_are_counted_as_chains_count_them() -> None:
+    for fields in ({"prompt": "é" * 700}, {"messages": chat("a" * 300, "bc")}):
+        made = make_request(None, cast(RequestFields, fields))
+        assert count_prompt_chars(made) == chain_prompt(made).length
+    assert count_prompt_chars(make_request(None, {"token_ids": [1, 2]})) == 0
+
+
+def test_what_the_client_sends_has_it() -> None:
+    request = Request(id="r", prompt="x", session="s")
+    span, message = prepare_message(Pipeline("p"), encode_request(request))
+    span.end()
+    assert (message.chain, message.key) == (chain_prompt(request), "r")
+    assert b'"session":"s"' in message.value
+    assert Outgoing("t", b"").chain is None
+
+
+def test_what_was_chosen_is_on_the_span_of_a_request_that_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = mock.MagicMock()
+    span.is_recording.return_value = True
+    monkeypatch.setattr(tracing, "start_span", lambda *_, **__: span)
+    _, message = prepare_message(Pipeline("p"), encode_request(Request(id="r", prompt="x")))
+    assert message.chain is not None
+    assert message.chain.explain is not None
+    message.chain.explain("told")
+    span.set_attribute.assert_called_with("penstock.placement", "told")
+
+
+# choose_by_hash
+
+
+@given(st.binary(max_size=9), num_partitions)
+def test_a_new_partition_takes_homes_and_moves_no_other(home: bytes, count: int) -> None:
+    assert choose_by_hash(home, range(count + 1)) in (count, choose_by_hash(home, range(count)))
+
+
+def test_homes_are_dealt_out_evenly() -> None:
+    found = Counter(choose_by_hash(str(number).encode(), range(8)) for number in range(4000))
+    assert set(found) == set(range(8))
+    assert all(400 < count < 600 for count in found.values())
+
+
+def test_the_hash_is_the_same_in_every_process_and_version() -> None:
+    left, order = list(range(8)), []
+    while left:
+        order.append(choose_by_hash(b"penstock", left))
+        left.remove(order[-1])
+    assert order == [6, 5, 1, 4, 2, 0, 3, 7]
+
+
+def test_each_of_the_two_workers_of_the_demo_reads_a_prompt() -> None:
+    count = BusSettings().partitions
+    chosen = {choose_by_hash(chain(prompt=prompt).home, range(count)) for prompt, _ in PROMPTS}
+    assert len(chosen) > count / 2
+
+
+# Placer
+
+
+def beat(
+    worker: str,
+    partitions: Sequence[int],
+    waiting: int = 0,
+    batch: int = 0,
+    *,
+    at_s: float = 0.0,
+    ratio: float | None = None,
+    lasts_s: float = 3.0,
+) -> WorkerBeat:
+    tokens: dict[PriorityClass, int] = {"interactive": waiting, "batch": batch}
+    read: dict[PriorityClass, Sequence[int]] = {"interactive": partitions, "batch": partitions}
+    return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio)
+
+
+def prompt(name: str, *lengths: int, klass: PriorityClass = "interactive", home: str = "") -> PromptChain:
+    """Return a prompt of token ids, whose links of these lengths are those of others with this name."""
+    links = tuple(Link(f"{name} {length}".encode(), length) for length in lengths)
+    return PromptChain(klass, (home or name).encode(), links, lengths[-1], is_tokens=True)
+
+
+def placer_of(*beats: WorkerBeat) -> Placer:
+    made = Placer()
+    made.note_beats(beats)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("waiting", "batch", "klass", "chosen"),
+    [
+        # Worker "a" was sent 600 tokens that begin as this prompt of 1,000 does, and its heartbeat shows that it has
+        # computed them: its cost is what it has left + 400. The cost of "b" is what it has left + 1,000. Home is "c",
+        # with too much to do.
+        ((0, 0), (0, 0), "interactive", "a"),
+        ((599, 0), (0, 0), "interactive", "a"),
+        ((601, 0), (0, 0), "interactive", "b"),
+        ((0, 0), (9000, 0), "interactive", "a"),  # its batch work comes behind this one
+        ((0, 0), (601, 0), "batch", "b"),
+        ((601, 0), (0, 0), "batch", "b"),
+    ],
+)
+def test_the_least_work_is_chosen(
+    waiting: tuple[int, int], batch: tuple[int, int], klass: PriorityClass, chosen: str
+) -> None:
+    home = find_home("abc", "c")
+    placer = placer_of(beat("a", [0]))
+    placer.choose_partition(prompt("p", 600, home=home), range(3), 0.5)
+    left = zip(waiting, batch, strict=True)
+    beats = [beat("ab"[number], [number], *mine, at_s=1.0) for number, mine in enumerate(left)]
+    placer.note_beats([*beats, beat("c", [2], waiting=9000, at_s=1.0)])
+    placed = placer.choose_partition(prompt("p", 600, 1000, klass=klass, home=home), range(3), 1.5)
+    assert (placed.worker, placed.partition) == (chosen, "abc".index(chosen))
+    counted = [one + (other if klass == "batch" else 0) for one, other in zip(waiting, batch, strict=True)]
+    assert placed.costs == {"a": counted[0] + 400, "b": counted[1] + 1000, "c": 9000 + 1000 - 2000}
+    assert placed.num_cached == (600 if chosen == "a" else 0)
+
+
+def find_home(workers: str, wanted: str) -> str:
+    """Return a home that the hash gives to this worker."""
+    return next(name for name in map(str, range(1000)) if order_by_hash(name, workers)[0] == wanted)
+
+
+def test_what_was_sent_counts_until_a_heartbeat_has_it_or_some_seconds_passed() -> None:
+    home, lasts_s = find_home("abc", "c"), 100.0
+    busy = beat("c", [2], waiting=10**6, lasts_s=lasts_s)
+    placer = placer_of(beat("a", [0], lasts_s=lasts_s), beat("b", [1], waiting=1000, lasts_s=lasts_s), busy)
+
+    def list_costs(name: str, num_tokens: int, now_s: float) -> list[int]:
+        costs = placer.choose_partition(prompt(name, num_tokens, home=home), range(3), now_s).costs
+        return [costs["a"], costs["b"]]
+
+    assert list_costs("one", 700, 1.0) == [700, 1700]
+    assert list_costs("two", 700, 1.0) == [1400, 1700]
+    assert list_costs("three", 700, 1.0) == [2100, 1700]
+    placer.note_beats([beat("a", [0], at_s=1.0 + ON_THE_WAY_S / 2), beat("b", [1], at_s=2.0), busy])
+    assert list_costs("four", 1, 2.0) == [1401, 1], "it may not have been counted there yet"
+    placer.note_beats([beat("a", [0], lasts_s=lasts_s), beat("b", [1], lasts_s=lasts_s), busy])
+    assert list_costs("five", 1, 1.1 + MAX_SENT_S) == [1, 2]
+
+
+def test_characters_become_tokens_by_what_workers_tell() -> None:
+    text = PromptChain("interactive", b"home", (Link(b"first", 300),), 900)
+
+    def list_costs(*ratios: float | None) -> list[int]:
+        placer = placer_of(*(beat(str(number), [number], ratio=ratio) for number, ratio in enumerate(ratios)))
+        return sorted(placer.choose_partition(text, range(3), 0.0).costs.values())
+
+    assert list_costs(None, None) == [225 - 2 * 225, 225], "four, where nothing is told"
+    assert list_costs(2.0, 4.0, None) == [300 - 2 * 300, 300, 300]
+
+
+def test_equal_costs_are_decided_alike_by_placers_that_do_not_talk() -> None:
+    beats = [beat(f"w{number}", [number]) for number in range(4)]
+    chosen = Counter[str]()
+    for number in range(200):
+        new = prompt(f"p{number}", 1)
+        one, other = (placer_of(*order).choose_partition(new, range(4), 0.0) for order in (beats, beats[::-1]))
+        assert one == other
+        chosen[one.worker] += 1
+    assert set(chosen) == {"w0", "w1", "w2", "w3"}
+    assert min(chosen.values()) > 25
+
+
+def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
+    """Who has sent no turn of a chat knows its home too: there may be all of it."""
+    for name in map(str, range(8)):
+        order = order_by_hash(name, "ab")
+        for waiting, chosen in ((0, 0), (200, 0), (201, 1)):
+            beats = [beat(order[0], [0], waiting), beat(order[1], [1])]
+            placed = placer_of(*beats).choose_partition(prompt("p", 100, home=name), [0, 1], 0.0)
+            assert (placed.worker, placed.partition) == (order[chosen], chosen)
+            assert placed.costs == {order[0]: waiting + 100 - 200, order[1]: 100}
+
+
+def order_by_hash(home: str, workers: Iterable[str]) -> list[str]:
+    """Return workers as a home's hash has them."""
+    return sorted(workers, key=lambda worker: hashlib.sha256(home.encode() + worker.encode()).digest())
+
+
+def test_a_worker_with_several_partitions_gets_a_home_in_one() -> None:
+    placer = placer_of(beat("a", [0, 2, 5], lasts_s=1e3))
+    found = [placer.choose_partition(prompt(f"p{number % 9}", 1), range(8), 0.0).partition for number in range(90)]
+    assert found == [choose_by_hash(f"p{number % 9}".encode(), [0, 2, 5]) for number in range(90)]
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        [],
+        [beat("a", [0], lasts_s=1.0)],  # too old
+        [beat("a", [])],  # it reads nothing
+        [beat("a", [3])],  # its partition has no leader
+    ],
+)
+def test_where_no_heartbeat_helps_the_hash_chooses(beats: list[WorkerBeat]) -> None:
+    placer = placer_of(*beats)
+    placed = placer.choose_partition(prompt("p", 1), [0, 1, 2], 1.0)
+    assert placed == Placement(choose_by_hash(b"p", [0, 1, 2]))
+    assert json.loads(placed.describe()) == {"partition": placed.partition, "why": "hash"}
+
+
+def test_a_worker_that_is_gone_or_silent_gets_nothing() -> None:
+    placer, asked = placer_of(beat("a", [0]), beat("b", [1], waiting=9000)), prompt("p", 500)
+    assert placer.choose_partition(asked, [0, 1], 1.0).worker == "a"
+    placer.note_beats([beat("a", [0]), beat("b", [1], waiting=9000, at_s=2.0)])
+    assert placer.choose_partition(asked, [0, 1], 3.0).worker == "b", "the other one's is three periods old"
+    placer.note_beats([beat("b", [1], waiting=9000, at_s=3.0)])
+    assert placer.choose_partition(asked, [0, 1], 3.0).costs == {"b": 9000 + 500 - 500 - 1000 + 500}
+
+
+def test_what_was_sent_is_remembered_for_a_while_and_not_without_end() -> None:
+    placer, asked = placer_of(beat("a", [0], lasts_s=1e9)), prompt("p", 100)
+    placer.choose_partition(asked, [0], 0.0)
+    assert placer.choose_partition(asked, [0], MEMORY_S).num_cached == 100
+    assert placer.choose_partition(asked, [0], 2 * MEMORY_S + 1).num_cached == 0
+    lengths = range(1, MAX_LINKS + 1)
+    for number in range(2 * MAX_REMEMBERED_LINKS // MAX_LINKS):
+        placer.choose_partition(prompt(f"p{number}", *lengths), [0], 1000.0)
+    assert len(placer._memory) <= MAX_REMEMBERED_LINKS
+    placer.choose_partition(prompt("last", 1), [0], 1001.0 + MEMORY_S)
+    assert len(placer._memory) == 1, "its link"
+
+
+def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even() -> None:
+    """200 of them, with four turns, over two producers at random, and heartbeats that are half a second late.
+
+    Each worker computes 2,000 tokens a second, which is about twice what comes.
+    """
+    order, system = random.Random(1), {"role": "system", "content": "Be kind. " * 900}
+    placers, queues, computed = [Placer(), Placer()], Counter[int](), Counter[int]()
+    late: list[list[WorkerBeat]] = []
+    chats: list[list[dict[str, str]]] = [[system] for _ in range(200)]
+    workers: list[list[int]] = [[] for _ in chats]
+    turns = [number for _ in range(4) for number in order.sample(range(200), 200)]
+    for tick, number in enumerate(turns):
+        now_s = tick / 20
+        if tick % 10 == 0:
+            queues = Counter({one: max(0, queues[one] - 1000) for one in range(4)})
+            late.append([beat(str(one), [one], queues[one], at_s=now_s) for one in range(4)])
+            for placer in placers:
+                placer.note_beats(late[-2] if len(late) > 1 else [])
+        turn = len(workers[number])
+        chats[number].append({"role": "user", "content": f"chat {number} turn {turn} " + "word " * 150})
+        worker = order.choice(placers).choose_partition(chain(messages=chats[number]), range(4), now_s).partition
+        chats[number].append({"role": "assistant", "content": "answer " * 30})
+        has_it = bool(workers[number]) and workers[number][-1] == worker
+        num_tokens = 200 if has_it or not turn else 250 * (turn + 1)
+        queues[worker] += num_tokens
+        computed[worker] += num_tokens
+        workers[number].append(worker)
+    kept = sum(one == other for mine in workers for one, other in pairwise(mine))
+    assert kept >= 0.9 * 200 * 3
+    assert max(computed.values()) <= 1.2 * sum(computed.values()) / 4
+
+
+def test_it_is_told_what_was_considered() -> None:
+    placer = placer_of(*(beat(f"w{number:02}", [number], waiting=1000 * number) for number in range(30)))
+    told = json.loads(placer.choose_partition(prompt("p", 100), range(30), 0.0).describe())
+    assert (told["worker"], told["why"], told["cached"]) == ("w00", "least work left", 0)
+    assert list(told["costs"].items())[:2] == [("w00", 100), ("w01", 1100)]
+    assert len(told["costs"]) == 16
