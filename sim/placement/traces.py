@@ -143,7 +143,7 @@ def _make_chat(
             return
         if at_s >= 0:
             session = f"{name}.{turn}" if is_adversary else name if shape.names_sessions else None
-            yield _make_request(f"{name}.{turn}", at_s, segments, answer, session, name, block_size)
+            yield make_placed_request(f"{name}.{turn}", at_s, segments, answer, session, name, block_size)
         segments.append(answer)
         at_s += min(600.0, max(1.0, shape.gap.draw_number(rng)))
         message, turn = shape.later_message, turn + 1
@@ -151,7 +151,7 @@ def _make_chat(
             return
 
 
-def _make_request(
+def make_placed_request(
     request_id: str,
     at_s: float,
     segments: Sequence[Segment],
@@ -160,6 +160,7 @@ def _make_request(
     chat: str,
     block_size: int,
 ) -> PlacedRequest:
+    """Return the request whose prompt these segments are."""
     text = "".join(name.ljust(4 * min(length, AFFINITY_CHARS)) for name, length in segments)[:AFFINITY_CHARS]
     return PlacedRequest(
         request_id,
@@ -204,4 +205,4 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     segments += [(f"user {name}", left)] if left else []
     # What two requests share behind the first block shows that they are turns of one chat.
     chat = f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name
-    return _make_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)
+    return make_placed_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)
