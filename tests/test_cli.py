@@ -20,7 +20,7 @@ import redis
 from rich.console import Console
 
 from penstock.cli import doctor
-from penstock.cli.explain import explain_error
+from penstock.cli.error_lines import explain_error
 from penstock.cli.generate import (
     StreamPosition,
     describe_bus_mismatch,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.bus.streams.client import connect_client
 from penstock.cli import doctor
-from penstock.cli.explain import format_address
+from penstock.cli.error_lines import format_address
 from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
 from penstock.errors import AccessRefused, SettingsError

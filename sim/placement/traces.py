@@ -142,7 +142,7 @@ def _make_chat(
             return
         if at_s >= 0:
             session = f"{name}.{turn}" if is_adversary else name if shape.names_sessions else None
-            yield _make_request(f"{name}.{turn}", at_s, segments, answer, session, name, block_size)
+            yield make_placed_request(f"{name}.{turn}", at_s, segments, answer, session, name, block_size)
         segments.append(answer)
         at_s += min(600.0, max(1.0, shape.gap.draw_number(rng)))
         message, turn = shape.later_message, turn + 1
@@ -150,7 +150,7 @@ def _make_chat(
             return
 
 
-def _make_request(
+def make_placed_request(
     request_id: str,
     at_s: float,
     segments: Sequence[Segment],
@@ -159,6 +159,7 @@ def _make_request(
     chat: str,
     block_size: int,
 ) -> PlacedRequest:
+    """Return the request whose prompt these segments are."""
     num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
     home = blake2b((session or chat).encode(), digest_size=16).digest()
     links = _chain_blocks(keys, num_tokens, block_size)
@@ -204,4 +205,4 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     segments += [(f"user {name}", left)] if left else []
     # What two requests share behind the first block shows that they are turns of one chat.
     chat = f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name
-    return _make_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)
+    return make_placed_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)

@@ -426,7 +426,7 @@ async def test_a_gateway_that_keeps_nothing_says_so(kept: Kept) -> None:
         answer = await kept.clients[0].post("/v1/responses", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     plain = RESPONSES.parse_body({"model": "m", "input": "x"})
-    assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None)
+    assert await routes.prepare_response(kept.gateways[0], "t", plain) == (plain, None, None)
 
 
 async def test_a_response_is_read_on_another_gateway_after_the_first_was_killed(

@@ -1,82 +1,109 @@
-"""Errors as one line that says what to do."""
+"""`penstock explain ID`: what is known of one request: its record, where it was sent and why, its time, its end."""
 
+import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
+from dataclasses import asdict
+from typing import Annotated, Any
 
-import redis
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load_settings
-from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
-from penstock.ops.access import check_access
-from penstock.redis.client import REDIS_TIMEOUT_S, is_away, redis_client
-from penstock.redis.sentinel import split_address
-from penstock.redis.urls import hide_password, split_urls
+from penstock.config.settings import RecordSettings, load_settings
+from penstock.errors import PenstockError
+from penstock.messages import EndEvent
+from penstock.names import Pipeline, is_request_id
+from penstock.record.log import RequestStatus, TokenLog
+from penstock.redis.client import redis_client
+from penstock.redis.servers import Sharded
+from penstock.telemetry.timeline import Timeline, read_timeline
 
-START_KAFKA = "does not answer: start it, or set PENSTOCK_KAFKA to where it is"
-
-
-def explain_error(error: BaseException, addresses: Addresses | None = None) -> str | None:
-    """Return one line for an error of Penstock or Redis, None for any other.
-
-    Where a server is the cause, the servers at these addresses (else those of the settings) are asked for the reason:
-    clients' errors say little.
-    """
-    if not isinstance(error, redis.RedisError | PenstockError):
-        return None
-    if isinstance(error, redis.RedisError | BusUnavailable):
-        try:
-            addresses = addresses or load_settings(Addresses)
-            check_access(addresses, "client")
-        except (SettingsError, AccessRefused) as refused:
-            return str(refused)
-        if silent := describe_silent_server(addresses):
-            return silent
-    prefix = "Redis: " if isinstance(error, redis.RedisError) else ""
-    return f"{error.code}: {error}" if isinstance(error, RequestError) else f"{prefix}{error}"
+PLACEMENT_ATTRIBUTE = "penstock.placement"
+"""In the span of the producer: which worker a request was sent to, as JSON."""
+Row = tuple[str, str]
 
 
-@contextmanager
-def explain_server_errors(addresses: Addresses) -> Iterator[None]:
-    """Explain errors of servers at these addresses, where options gave other ones than the settings have."""
-    try:
-        yield
-    except (redis.RedisError, BusUnavailable) as error:
-        raise PenstockError(explain_error(error, addresses)) from error
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as a gateway's x-request-id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+) -> None:
+    """What is known of a request: its state, its workers, why it was sent there, and where its time went."""
+    if not is_request_id(request_id):
+        raise PenstockError(f"{request_id[:80]!r} is no id of a request")
+    addresses = load_settings(Addresses)
+    servers, pipeline = Sharded.from_urls(addresses.stream_url, redis_client), Pipeline(addresses.pipeline)
+    with closing(servers[request_id]) as client:
+        log = TokenLog(client, pipeline, load_settings(RecordSettings))
+        status, timeline = log.read_status(request_id), read_timeline(client, pipeline, request_id)
+        events = log.read_events(request_id, status.num_tokens - 1) if status is not None else []
+    if status is None and timeline is None:
+        raise PenstockError(
+            f"nothing is known of {request_id} in the pipeline {pipeline.name}: it has expired, or no worker has "
+            "seen it and its producer keeps no spans (PENSTOCK_TRACE_KEEP_S)"
+        )
+    end = next((event for event in events if isinstance(event, EndEvent)), None)
+    if as_json:
+        told = {
+            "record": None if status is None else asdict(status),
+            "placement": find_placement(timeline),
+            "timeline": None if timeline is None else timeline.as_json(),
+            "end": None if end is None else json.loads(end.encode()),
+        }
+        print(json.dumps(told, indent=1))  # noqa: T201
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in [*describe_state(status, end), *describe_placement(find_placement(timeline)), *describe_time(timeline)]:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
 
 
-def describe_silent_server(addresses: Addresses) -> str:
-    """Return which server does not answer now and what to do about it; empty if all of them answer."""
-    for url in split_urls(addresses.stream_url):
-        if is_redis_silent(url):
-            advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
-            return f"Redis at {format_address(url)} does not answer: {advice}"
-    return f"Kafka at {addresses.kafka} {START_KAFKA}" if is_kafka_silent(addresses) else ""
+def find_placement(timeline: Timeline | None) -> dict[str, Any] | None:
+    """Return what the producer noted of its choice; None where it noted nothing."""
+    for span in timeline.spans if timeline is not None else ():
+        if PLACEMENT_ATTRIBUTE in span["attributes"]:
+            found: dict[str, Any] = json.loads(span["attributes"][PLACEMENT_ATTRIBUTE])
+            return found
+    return None
 
 
-def is_redis_silent(url: str) -> bool:
-    """Return whether a server does not answer now."""
-    try:
-        with closing(redis_client(url)) as client:
-            client.ping()
-    except redis.RedisError as error:
-        return is_away(error)
-    return False
+def describe_state(status: RequestStatus | None, end: EndEvent | None) -> Iterator[Row]:
+    """Yield rows about the record, and the end if there is one."""
+    if status is None:
+        yield "state", "no worker has seen it, or its record has expired"
+        return
+    holder = f", held by {status.worker_name}" if status.worker_name else ""
+    told = "cancelled, " if status.cancelled else ""
+    yield "state", f"{told}{status.stage}{holder}; {status.num_tokens:,} tokens, attempt {status.attempts}"
+    if end is not None:
+        usage, error = end.usage, f": {end.error.code}: {end.error.message}" if end.error else ""
+        yield "end", f"{end.finish_reason}{error}"
+        found = f"{usage.prompt_tokens:,} of the prompt, {usage.cached_tokens:,} of them found"
+        yield "tokens", f"{found}; {usage.completion_tokens:,} of the answer"
 
 
-def is_kafka_silent(addresses: Addresses) -> bool:
-    """Return whether there is a Kafka that does not answer now."""
-    if addresses.kafka:
-        try:
-            connect_bus(addresses, load_settings(BusSettings)).check_connection(REDIS_TIMEOUT_S)
-        except BusUnavailable:
-            return True
-    return False
+def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
+    """Yield rows about the choice of the worker, one for each worker that was considered."""
+    if placement is None:
+        yield "placed", "not known: its producer kept no span, or the bus has no partitions to choose from"
+        return
+    worker = f" of {placement['worker']}" if placement.get("worker") else ""
+    found = f"; {placement['cached']:,} tokens of it should be there" if placement.get("cached") else ""
+    yield "placed", f"partition {placement.get('partition')}{worker} by {placement.get('why')}{found}"
+    for name, cost in sorted(placement.get("costs", {}).items(), key=lambda one: float(one[1])):
+        yield "", f"{name}: {cost:,} tokens left to compute, with this prompt's"
 
 
-def format_address(url: str) -> str:
-    """Return host and port of an address, or the whole address without its password if it has neither."""
-    parts = split_address(url)
-    is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
-    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else hide_password(url)
+def describe_time(timeline: Timeline | None) -> Iterator[Row]:
+    """Yield a row for each stretch of the request's time."""
+    if timeline is None:
+        return
+    label = "time"
+    for share in timeline.build_account():
+        where = ", ".join(
+            sorted({span["instance"] for span in timeline.spans if span["name"] == share.name and span.get("instance")})
+        )
+        took = f"{(share.end_s - share.start_s) * 1000:10,.1f} ms  {share.name}"
+        yield label, f"{took}  {share.service}{f' {where}' if where else ''}".rstrip()
+        label = ""

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from penstock.bus.connect import connect_bus
-from penstock.cli.explain import explain_error
+from penstock.cli.error_lines import explain_error
 from penstock.client.core import Event
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses

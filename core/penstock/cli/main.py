@@ -19,6 +19,7 @@ COMMANDS = {
     "from measured rates, and what a simulation says.",
     "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
     "demo": "Three prompts through a prefill and an auto worker: some are handed off, others answered in one hop.",
+    "explain": "What is known of a request: its state, its workers, why it was sent there, and where its time went.",
     "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
     "batch": "Many requests from a file.",
     "config": "What the settings are, and whether they are right.",
@@ -95,7 +96,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        from penstock.cli.explain import explain_error
+        from penstock.cli.error_lines import explain_error
 
         line = explain_error(error)
         if line is None:

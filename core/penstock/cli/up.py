@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli.explain import explain_server_errors
+from penstock.cli.error_lines import explain_server_errors
 from penstock.cli.generate import format_shell_command
 from penstock.cli.up_checks import describe_workers, find_obstacles, list_running_workers
 from penstock.config.addresses import Addresses

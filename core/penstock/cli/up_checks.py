@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from penstock.cli.explain import START_KAFKA, format_address, is_kafka_silent, is_redis_silent
+from penstock.cli.error_lines import START_KAFKA, format_address, is_kafka_silent, is_redis_silent
 from penstock.cli.generate import describe_bus_mismatch
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, TelemetrySettings, load_settings

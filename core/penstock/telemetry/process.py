@@ -45,7 +45,7 @@ def open_telemetry(
         return
     meters = Meters()
     with ExitStack() as stack:
-        stack.enter_context(record_spans(service, traces, addresses.stream_url))
+        stack.enter_context(record_spans(service, traces, addresses.stream_url, instance))
         if otlp.is_configured("metrics"):
             attributes = {
                 "service.name": service,
@@ -67,14 +67,15 @@ def _format_line(span: ReadableSpan) -> str:
 
 
 @contextmanager
-def record_spans(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
+def record_spans(service: str, settings: TraceSettings, keep_in: str = "", instance: str = "") -> Iterator[None]:
     """Record this process's spans: in the settings' file, by OTLP if configured, and in the Redis `keep_in` for as long
     as the settings say. Without any of the three nothing is recorded.
     """
     with ExitStack() as stack:
         processors = list(_make_processors(settings, keep_in, stack))
         if processors:
-            resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
+            about = {"service.name": service, "service.instance.id": instance, "host.name": socket.gethostname()}
+            resource = Resource.create({name: value for name, value in about.items() if value})
             trace.set_tracer_provider(SpanRecorder(resource, processors))
             stack.callback(_shut_down, processors)
         yield

@@ -92,6 +92,7 @@ def _encode_span(span: ReadableSpan) -> dict[str, Any]:
     return {
         "name": span.name,
         "service": span.resource.attributes.get("service.name", ""),
+        "instance": span.resource.attributes.get("service.instance.id", ""),
         "start_s": (span.start_time or 0) / 1e9,
         "end_s": (span.end_time or 0) / 1e9,
         "id": "" if context is None else f"{context.span_id:016x}",

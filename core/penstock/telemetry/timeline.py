@@ -30,8 +30,8 @@ class Timeline:
     """The spans of a request, by their start."""
 
     spans: list[dict[str, Any]]
-    """Each has `name`, `service`, `start_s` and `end_s` (seconds since the epoch), `id`, `parent` (the id of its parent
-    span, or None) and `attributes`.
+    """Each has `name`, `service`, `instance` (its process's name), `start_s` and `end_s` (seconds since the epoch),
+    `id`, `parent` (the id of its parent span, or None) and `attributes`.
     """
 
     @property

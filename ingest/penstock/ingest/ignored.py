@@ -9,7 +9,6 @@ from typing import Any
 
 IGNORED_HEADER = "penstock-ignored"
 _OPENAI = {
-    "prompt_cache_key": "openai 3.54",
     "prompt_cache_options": "openai 3.54",
     "prompt_cache_retention": "openai 3.54",
     "safety_identifier": "openai 3.54",
@@ -53,7 +52,6 @@ IGNORED_FIELDS: Mapping[str, Mapping[str, str]] = {
         # No answer is declined here.
         "fallback_credit_token": "anthropic 2.12",
         "fallbacks": "anthropic 2.12",
-        "metadata": "anthropic 2.12",
         "service_tier": "anthropic 2.12",
         "speed": "anthropic 2.12",
         "output_config.effort": "anthropic 2.12",

@@ -24,6 +24,7 @@ from penstock.ingest.openai.body import (
     StrictModel,
     TokenLimit,
     allow_only,
+    hash_session,
     invalid_value,
     parse_body,
     unsupported_value,
@@ -211,6 +212,18 @@ class CountTokensBody(StrictModel):
         return turns
 
 
+class MetadataParam(StrictModel):
+    """Who asks."""
+
+    user_id: str | None = None
+    """What stands behind `session_` names the chat, whose requests find the worker that has their KV."""
+
+    def find_session(self) -> str | None:
+        """Return the chat that `user_id` names; None where it names none."""
+        _, _, name = (self.user_id or "").rpartition("session_")
+        return hash_session(name) if name != self.user_id and name else None
+
+
 class MessagesBody(CountTokensBody):
     """A request to `/v1/messages`."""
 
@@ -225,10 +238,12 @@ class MessagesBody(CountTokensBody):
     """Sample from this many likeliest tokens; 0: from all."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 takes the likeliest token."""
+    metadata: MetadataParam | None = None
 
     def make_chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat. Raises `ApiError` 400."""
-        given = {"max_tokens": self.max_tokens, "stream": self.stream, "stop": self.stop_sequences}
+        session = None if self.metadata is None else self.metadata.find_session()
+        given = {"max_tokens": self.max_tokens, "stream": self.stream, "stop": self.stop_sequences, "session": session}
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         own = {name: value for name, value in (given | sampling).items() if value is not None}
         return super().make_chat_fields() | own
@@ -238,6 +253,7 @@ class MessagesChat(ChatBody):
     """The chat that a body becomes."""
 
     output_format: dict[str, Any] | None = None
+    session: str | None = None
 
     def grammar_readers(self) -> dict[str, GrammarReader]:
         """Return what reads the grammar of each parameter that may have one. They raise `InvalidRequest`."""

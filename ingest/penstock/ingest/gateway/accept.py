@@ -72,7 +72,7 @@ class RequestHeaders(BaseModel):
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
     """A POST with the key of an earlier one joins its request."""
     x_session_affinity: RequestId | None = None
-    """Requests of one session go to the worker that has their KV."""
+    """Requests of one session find the worker that has their KV. Comes before what the body says of that."""
     x_penstock_reject_if_busy: MaxWait = None
     """Answer 429 at once if the request would have to wait for more than this many seconds; `true`: more than one."""
     x_penstock_deadline_s: Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)] | None = None
@@ -92,17 +92,20 @@ async def accept_request(
     body: Body,
     arrived_s: float,
     input_items: list[dict[str, Any]] | None = None,
+    first_id: str | None = None,
 ) -> tuple[StreamMeta, Ticket | None]:
     """Make a POST's request durable; return its meta data, and a ticket if it is new.
 
     `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there.
-    `input_items` are what a response was asked that is to be kept. Raises `PenstockError`, which `ApiError` is one of.
+    `input_items` are what a response was asked that is to be kept, `first_id` is the first response before it. Raises
+    `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
     name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
     request_id = endpoint.id_prefix + name
-    submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, request_id)]
+    chain = request_id if first_id is None and input_items is not None else first_id
+    submit_args = [_complete_args(args, caller, headers, chain) for args in endpoint.make_requests(body, request_id)]
     meta = make_stream_meta(
         endpoint,
         body,
@@ -134,11 +137,11 @@ async def accept_request(
     return meta, ticket
 
 
-def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) -> SubmitArgs:
-    """Add to a request what follows from the caller and the headers."""
+def _complete_args(args: SubmitArgs, caller: Caller, headers: RequestHeaders, chain: str | None) -> SubmitArgs:
+    """Add to a request what follows from the caller, the headers, and the first response of the chain that it is in."""
     args["tenant"], args["weight"] = caller.tenant, caller.weight
-    if headers.x_session_affinity is not None:
-        args["session"] = headers.x_session_affinity
+    if session := headers.x_session_affinity or args.get("session") or chain:
+        args["session"] = session
     if headers.x_penstock_deadline_s is not None:
         args["deadline"] = now_s() + headers.x_penstock_deadline_s
     return args

@@ -47,11 +47,13 @@ def add_route(endpoint: ApiEndpoint[Any]) -> None:
         gateway, fields = get_gateway(request), read_json(await request.body())
         body, (_, ignored) = endpoint.parse_body(fields), strip_ignored_fields(endpoint.path, fields)
         with tracing.continue_trace(request.headers):
-            input_items = None
+            input_items, first_id = None, None
             if isinstance(body, ResponseBody):
-                body, input_items = await prepare_response(gateway, caller.tenant, body)
+                body, input_items, first_id = await prepare_response(gateway, caller.tenant, body)
             arrived_s = request.scope[ARRIVAL_KEY]
-            meta, ticket = await accept_request(gateway, caller, headers, endpoint, body, arrived_s, input_items)
+            meta, ticket = await accept_request(
+                gateway, caller, headers, endpoint, body, arrived_s, input_items, first_id
+            )
         response: Response
         if isinstance(body, ResponseBody) and body.background and not body.stream:
             response = await _answer_in_background(gateway, meta, ticket)

@@ -166,8 +166,9 @@ async def describe_response(gateway: Gateway, found: KeptResponse) -> Response:
 
 async def prepare_response(
     gateway: Gateway, tenant: str, body: ResponseBody
-) -> tuple[ResponseBody, list[dict[str, Any]] | None]:
-    """Return a new response's body with the turns before it, and its own items if it is to be kept.
+) -> tuple[ResponseBody, list[dict[str, Any]] | None, str | None]:
+    """Return a new response's body with the turns before it, its own items if it is to be kept, and the id of the
+    first response before it, if there is one.
 
     Raises `ApiError`, `RequestTooLarge` and `BusUnavailable`.
     """
@@ -177,13 +178,17 @@ async def prepare_response(
             raise unsupported_value(param, "this server keeps no responses.")
     input_items = body.make_items() if is_on and body.store is not False else None
     if body.previous_response_id is not None:
-        body = body.add_history(await _read_history(gateway, tenant, body.previous_response_id))
-    return body, input_items
+        history, first_id = await _read_history(gateway, tenant, body.previous_response_id)
+        return body.add_history(history), input_items, first_id
+    return body, input_items, None
 
 
-async def _read_history(gateway: Gateway, tenant: str, response_id: str) -> list[dict[str, Any]]:
-    """Return the items of a response and of those before it, in their order: what each was asked, and its output."""
+async def _read_history(gateway: Gateway, tenant: str, response_id: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the items of a response and of those before it, in their order: what each was asked, and its output; and
+    the id of the first of them.
+    """
     turns: list[list[dict[str, Any]]] = []
+    first_id = response_id
     previous: str | None = response_id
     num_bytes = 0
     while previous is not None:
@@ -200,8 +205,9 @@ async def _read_history(gateway: Gateway, tenant: str, response_id: str) -> list
         if num_bytes > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the turns before this one have more than {MAX_REQUEST_BYTES:,} bytes")
         turns.append(turn)
+        first_id = previous
         previous = found.meta.options.get(PREVIOUS)
-    return [item for turn in reversed(turns) for item in turn]
+    return [item for turn in reversed(turns) for item in turn], first_id
 
 
 async def _find_previous(gateway: Gateway, tenant: str, response_id: str) -> KeptResponse:

@@ -159,7 +159,7 @@ async def count_response_tokens(request: Request, caller: CallerDep) -> InputTok
     """Of all that `/v1/responses` makes a prompt of, earlier responses included. It counts as a request."""
     gateway, body = get_gateway(request), RESPONSES.parse_body(await request.body())
     await gateway.admission.take_request(caller)
-    body, _ = await prepare_response(gateway, caller.tenant, body)
+    body, *_ = await prepare_response(gateway, caller.tenant, body)
     return InputTokenCount(input_tokens=await _count_tokens(gateway, RESPONSES, body))
 
 

@@ -5,6 +5,7 @@ these models but in one list (`penstock.ingest.ignored`); and those that would c
 (`Refused`, `allow_only`). For the last, any value except "off" is an error.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,11 @@ TRANSLATED_FIELDS = frozenset({
 """Fields of bodies with the name of a request's that are not given to it as they are. All others are."""
 
 
+def hash_session(key: str) -> str:
+    """Return the session of a chat that a client names `key`, which may be any text, as a request may carry it."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
 class Body(StrictModel):
     """The fields that all endpoints have."""
 
@@ -167,6 +173,8 @@ class Body(StrictModel):
     """Generate up to the limit even if the model ends before; for load tests."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     """End at the first of these tokens."""
+    prompt_cache_key: ShortText | None = None
+    """Requests with the same one find the worker that has their KV, as with `x-session-affinity`. Empty: none."""
 
     # What vLLM and SGLang have besides, and their clients send with its default.
     use_beam_search: Refused = None
@@ -248,6 +256,8 @@ class Body(StrictModel):
         fields |= cast(RequestFields, {name: value for name in names if (value := getattr(self, name)) is not None})
         if (grammar := self.find_grammar()) is not None:
             fields["grammar"] = grammar[1]
+        if self.prompt_cache_key:
+            fields["session"] = hash_session(self.prompt_cache_key)
         if self.top_k is not None:
             fields["top_k"] = max(0, self.top_k)
         if self.top_p == 0:

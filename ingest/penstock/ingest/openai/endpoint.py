@@ -182,8 +182,11 @@ def make_stream_meta(
 
 
 def hash_answer_fields(endpoint: ApiEndpoint[B], body: B) -> str:
-    """Return a hash of the fields that determine the answer: all but whether it is streamed, and how."""
-    fields = body.model_dump(mode="json", exclude_unset=True, exclude={"stream", "stream_options"})
+    """Return a hash of the fields that determine the answer: all but how it is streamed, and where it is computed."""
+    beside = {"stream", "stream_options", "session", "prompt_cache_key"}
+    # An answer that has a field again is another one with another value.
+    unhashed = beside - endpoint.answer_model.model_fields.keys()
+    fields = body.model_dump(mode="json", exclude_unset=True, exclude=unhashed)
     return hashlib.sha256(json.dumps([endpoint.path, fields], sort_keys=True).encode()).hexdigest()
 
 

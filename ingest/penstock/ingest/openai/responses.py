@@ -128,9 +128,8 @@ class ResponseBody(Body):
     previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """The turns of this response, and of those before it, come before `input`; not its `instructions`."""
     metadata: Metadata | None = None
-    """Returned with the response, as the next four."""
+    """Returned with the response, as the next three."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-    prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     user: ShortText | None = None
     text: TextConfig | None = None

@@ -1,0 +1,348 @@
+"""Where requests go, with real processes: Kafka, Redis, four workers and two producers, beside the simulator's word.
+
+python -m benchmarks.placement_run [--quick | --smoke] [--json FILE]
+
+Four `auto` workers run the loop, scheduler, pool and prefix cache of every worker; the model alone is replaced: a step
+sleeps what it costs (`COST`), and every token is the same. There is no KV store below the pools. Two clients with a
+producer each, of which each request takes one at random, stand for two gateways, which two cores have no time for
+beside all this. Requests come at the times of a trace, whatever becomes of those before them.
+
+    one_system_prompt   4,000 chats, 400 live at a time, with one system prompt of 2,000 characters and no sessions
+    skewed              chats of 20 products, of which the largest has a third
+
+    hit_share_later_turns_{rule}    tokens of earlier turns, system prompt aside, found in the worker's own pool
+    load_max_over_mean_s_{rule}     seconds in steps of the busiest worker to the mean
+    ttft_p99_vs_hash_{trace}        the 99th percentile of the product's times to the first token to the hash's
+    plan_error_{…}                  how far the simulator is off on the skewed trace, given what steps cost in the other
+    rank_correlation_sim_vs_run     Kendall's, over pairs of rules that differ by more than 5% in the simulator
+
+The rule `product` is the clients' own. For the others the same clients are told each partition.
+"""
+
+import asyncio
+import math
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.placement_sides import (
+    ANSWER_TOKENS,
+    BLOCK_TOKENS,
+    COST,
+    ENVIRONMENT,
+    MAX_BATCH,
+    MAX_STEP_TOKENS,
+    NUM_WORKERS,
+    STEPS_VARIABLE,
+    SYSTEM_TOKENS,
+    Ask,
+    Shape,
+    SleepingStack,
+    list_words,
+    make_trace,
+)
+from penstock.bus.connect import connect_bus
+from penstock.bus.contract import Outgoing
+from penstock.client.aio import AsyncClient
+from penstock.client.core import make_request
+from penstock.config.settings import BusSettings
+from penstock.engine.cost import StepCost
+from penstock.local.kafka import find_or_start_kafka
+from penstock.local.stack import Stack
+from penstock.messages import EndEvent, encode_request
+from penstock.names import Pipeline
+from penstock.ops.status import read_heartbeats
+from penstock.plan.placing import Beat, PlacedRequest, View, WorkerSpec
+from penstock.plan.simulator import Outcome, Simulation
+from penstock.plan.trace import compute_quantile
+from penstock.redis.client import redis_client
+from sim.placement.rules import RULES
+
+NUM_PRODUCERS = 2
+TIMEOUT_S = 300.0
+MIN_DIFFERENCE = 0.05
+"""Rules are ranked where the simulator tells them apart by more than this share."""
+MAX_DEALS = 10
+MAX_BESIDE_S = 0.05
+"""After a longer pause a worker had nothing to do."""
+PLANNED = "least_work_left"
+"""The rule under which the simulator is held to the run."""
+
+
+@dataclass
+class Seen:
+    """What became of a request of a run."""
+
+    ask: Ask
+    first_s: float = 0.0
+    """Seconds from its time in the trace to its first token, and to its end."""
+    end_s: float = 0.0
+    cached_tokens: int = 0
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds between two tokens."""
+        return (self.end_s - self.first_s) / (ANSWER_TOKENS - 1)
+
+
+class Router:
+    """Tells one client the partition of each message, by a rule over what the client sees."""
+
+    def __init__(self, rule: str, spec: WorkerSpec, partitions: Sequence[int]) -> None:
+        self._rule, self._partitions, self._lock = RULES[rule](), partitions, threading.Lock()
+        self.view, self.placed = View(NUM_WORKERS, spec, None, self._rule.memory_s), dict[str, PlacedRequest]()
+
+    def choose_partition(self, message: Outgoing) -> int:
+        """Return the partition of a message."""
+        placed = self.placed.get(message.key or "")
+        if placed is None:
+            return self._partitions[0]
+        with self._lock:
+            self.view.begin_request(placed, time.monotonic())
+            worker = self._rule.choose_worker(placed, self.view)
+            self.view.record_sent(placed, worker)
+        return self._partitions[worker]
+
+    def note(self, record: Callable[..., None], *given: Any) -> None:
+        """Let the view record something."""
+        with self._lock:
+            record(*given)
+
+
+class Site:
+    """The stack, and what the workers noted of their steps."""
+
+    def __init__(self, stack: Stack, steps: Path) -> None:
+        self.stack, self._steps, self.words = stack, steps, list_words()
+        self.pipeline = Pipeline(stack.addresses.pipeline)
+        self._redis = redis_client(stack.addresses.first_url)
+        self.names = [worker.taken_name or worker.name for worker in stack.workers]
+        self.partitions, beats = list[int](), self.read_beats()
+        self.spec = WorkerSpec(COST, beats[0]["pool"]["total"], BLOCK_TOKENS, MAX_BATCH, MAX_STEP_TOKENS)
+
+    def read_beats(self) -> list[dict[str, Any]]:
+        """Return the heartbeats of the workers, in their order."""
+        beats = {one["name"]: one for one in read_heartbeats(self._redis, self.pipeline)}
+        return [beats[name] for name in self.names]
+
+    def read_steps(self, since_s: float = 0.0) -> list[list[list[float]]]:
+        """Return of each worker the steps since a time."""
+        files = [(self._steps / f"{worker.name}.steps").read_text() for worker in self.stack.workers]
+        steps = [[[float(word) for word in line.split()] for line in file.splitlines()] for file in files]
+        return [[step for step in mine if step[0] >= since_s] for mine in steps]
+
+    async def find_partitions(self) -> None:
+        """Find out which partition each worker reads: who computes what is sent there."""
+        found = dict[int, int]()
+        for _ in range(MAX_DEALS):  # after a start they may still be dealt out
+            found = {await self._find_reader(partition): partition for partition in range(NUM_WORKERS)}
+            if len(found) == NUM_WORKERS:
+                break
+        self.partitions = [found[worker] for worker in range(NUM_WORKERS)]
+
+    async def _find_reader(self, partition: int) -> int:
+        async with self.open_clients(Router("round_robin", self.spec, [partition])) as (client,):
+            before = [len(steps) for steps in self.read_steps()]
+            await client.result(await client.submit(f"{partition}", max_tokens=2), timeout_s=TIMEOUT_S)
+            after = [len(steps) for steps in self.read_steps()]
+        return max(range(NUM_WORKERS), key=lambda worker: after[worker] - before[worker])
+
+    @asynccontextmanager
+    async def open_clients(self, *routers: Router | None) -> AsyncIterator[list[AsyncClient]]:
+        """Open a client for each router; without one it goes by its own rule."""
+        async with AsyncExitStack() as exits:
+            clients = [await exits.enter_async_context(AsyncClient(self.stack.addresses)) for _ in routers]
+            for client, router in zip(clients, routers, strict=True):
+                if router is not None:
+                    publisher: Any = connect_bus(self.stack.addresses, BusSettings()).create_publisher()
+                    publisher._partitions.choose_partition = router.choose_partition  # noqa: SLF001
+                    client._publisher = publisher  # noqa: SLF001
+            yield clients
+
+    async def play(self, trace: Sequence[Ask], rule: str, run: str) -> "Run":
+        """Send the requests of a trace at their times, by a rule; return what became of them."""
+        routers = [
+            None if rule == "product" else Router(rule, self.spec, self.partitions) for _ in range(NUM_PRODUCERS)
+        ]
+        chance = random.Random(run)
+        async with self.open_clients(*routers) as clients:
+            for client in clients:  # who sends for the first time looks up the partitions
+                await client.result(await client.submit(f"{run} ?", max_tokens=2), timeout_s=TIMEOUT_S)
+            self._note_beats(routers)
+            begun_s, since_s = time.monotonic(), time.time()
+            beating = asyncio.create_task(self._note_beats_forever(routers))
+            pairs = [chance.choice(list(zip(clients, routers, strict=True))) for _ in trace]
+            seen = await asyncio.gather(*(
+                self._play_one(ask, client, router, run, begun_s)
+                for ask, (client, router) in zip(trace, pairs, strict=True)
+            ))  # fmt: skip
+            beating.cancel()
+        made = Run(rule, seen, self.read_steps(since_s))
+        print(f"{run}: {made}", flush=True)
+        return made
+
+    async def _play_one(self, ask: Ask, client: AsyncClient, router: Router | None, run: str, begun_s: float) -> "Seen":
+        due_s, request_id = begun_s + ask.placed.at_s, f"{run}-{ask.placed.id}"
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        if router is not None:
+            router.placed[request_id] = ask.placed
+        messages, seen = ask.write_messages(run, self.words), Seen(ask)
+        encoded = encode_request(make_request(None, {
+            "messages": messages, "id": request_id, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True,
+        }))  # fmt: skip
+        await client.send(encoded)
+        async for event in client.stream(request_id, timeout_s=TIMEOUT_S):
+            now_s = time.monotonic() - due_s
+            if isinstance(event, EndEvent):
+                seen.end_s, seen.cached_tokens = now_s, event.usage.cached_tokens
+                assert event.usage.prompt_tokens == ask.placed.prompt_tokens, "texts have the tokens of the trace"
+            elif not seen.first_s:
+                seen.first_s = now_s
+                if router is not None:
+                    router.note(router.view.record_first_token, ask.placed)
+        if router is not None:
+            router.note(router.view.record_end, ask.placed)
+        return seen
+
+    async def _note_beats_forever(self, routers: Sequence[Router | None]) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._note_beats(routers)
+
+    def _note_beats(self, routers: Sequence[Router | None]) -> None:
+        for worker, beat in enumerate(self.read_beats() if any(routers) else ()):
+            load = beat["load"]["interactive"]
+            for router in filter(None, routers):
+                router.note(
+                    router.view.record_beat, worker, Beat(time.monotonic(), load["prompt_tokens"], load["in_place"])
+                )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trace as it was played."""
+
+    rule: str
+    seen: list[Seen]
+    steps: list[list[list[float]]]
+
+    @property
+    def hit_share(self) -> float:
+        """How many tokens of earlier turns were found."""
+        later = [one for one in self.seen if one.ask.num_earlier_tokens]
+        found = sum(max(0, one.cached_tokens - SYSTEM_TOKENS) for one in later)
+        return found / max(1, sum(one.ask.num_earlier_tokens for one in later))
+
+    @property
+    def load_max_over_mean(self) -> float:
+        """Seconds in steps of the busiest worker to the mean."""
+        busy = [sum(step[1] for step in steps) for steps in self.steps]
+        return max(busy) * len(busy) / sum(busy)
+
+    def measure_cost(self) -> StepCost:
+        """Return the cost of steps with what else passes between two that follow each other at once."""
+        pairs = [pair for steps in self.steps for pair in pairwise(steps)]
+        beside = [end_s - before_s - seconds for (before_s, _), (end_s, seconds) in pairs]
+        extra_s = statistics.median(one for one in beside if one < MAX_BESIDE_S)
+        print(f"{extra_s * 1000:.1f} ms pass beside each step")
+        return replace(COST, fixed_s=COST.fixed_s + extra_s, outside_s=0.0)
+
+    def compute_ttft(self, q: float) -> float:
+        """Return a quantile of the seconds to the first token."""
+        return compute_quantile([one.first_s for one in self.seen], q)
+
+    def __str__(self) -> str:
+        ttft = f"first token p50 {self.compute_ttft(0.5):.3f}, p99 {self.compute_ttft(0.99):.3f} s"
+        return f"{len(self.seen)} requests, {ttft}, hits {self.hit_share:.3f}, load {self.load_max_over_mean:.2f}"
+
+
+def merge_rounds(rounds: Sequence[Run]) -> Run:
+    """Return the requests of all rounds of a rule: where a hash sends a product's chats is chance in each of them."""
+    steps = [[step for run in rounds for step in run.steps[worker]] for worker in range(NUM_WORKERS)]
+    return Run(rounds[0].rule, [one for run in rounds for one in run.seen], steps)
+
+
+def simulate(trace: Sequence[Ask], rule: str, spec: WorkerSpec) -> list[Outcome]:
+    """Return what the simulator makes of a trace under a rule."""
+    simulation = Simulation({"auto": (NUM_WORKERS, spec)}, [RULES[rule]() for _ in range(NUM_PRODUCERS)])
+    return simulation.run([ask.placed for ask in trace])
+
+
+def compare_plan(run: Run, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return how far the simulator was off, as a share of what was measured."""
+    pairs = {
+        "ttft": ([one.ttft_s for one in outcomes], [one.first_s for one in run.seen]),
+        "itl": ([one.itl_s for one in outcomes], [one.itl_s for one in run.seen]),
+    }
+    planned = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (one, _) in pairs.items() for q in (50, 99)}
+    measured = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (_, one) in pairs.items() for q in (50, 99)}
+    planned["tokens_s"] = 1 / max(one.end_s for one in outcomes)
+    measured["tokens_s"] = 1 / max(one.end_s + one.ask.placed.at_s for one in run.seen)
+    for name, value in planned.items():
+        print(f"{name}: planned {value:.4f}, measured {measured[name]:.4f}")
+    return {f"plan_error_{name}": abs(value / measured[name] - 1) for name, value in planned.items()}
+
+
+def correlate_ranks(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+    """Return Kendall's correlation over the pairs of rules that the plan tells apart; nothing where there are none."""
+    agreed = [
+        math.copysign(1.0, (planned[one] - planned[other]) * (measured[one] - measured[other]))
+        for one, other in combinations(planned, 2)
+        if abs(planned[one] / planned[other] - 1) > MIN_DIFFERENCE
+    ]
+    return {"rank_correlation_sim_vs_run": statistics.fmean(agreed)} if agreed else {}
+
+
+async def play_all(site: Site, given: Arguments) -> dict[str, float]:
+    """Play all traces by all rules; return the figures."""
+    await site.find_partitions()
+    figures = dict[str, float]()
+    shape = given.choose_size(Shape(4000, 700.0, 28.0), Shape(60, 10.0, 1.5), Shape(6, 0.5, 0.2))
+    trace = make_trace(shape)
+    runs = {rule: await site.play(trace, rule, f"one-{rule}") for rule in ("hash", "product")}
+    for rule, run in runs.items():
+        figures[f"hit_share_later_turns_{rule}"] = run.hit_share
+        figures[f"load_max_over_mean_s_{rule}"] = run.load_max_over_mean
+    cost = runs["hash"].measure_cost()
+    figures["ttft_p99_vs_hash_one_system_prompt"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
+    shape = given.choose_size(Shape(500, 100.0, 8.0, 20), Shape(50, 8.0, 1.5, 8), Shape(6, 0.5, 0.2, 2))
+    trace = make_trace(shape)
+    few = ["hash", PLANNED, "round_robin"]
+    names = ["product", *given.choose_size([*RULES], few, few[:2])]
+    rounds = range(given.choose_size(3, 1, 1))
+    played = [await site.play(trace, rule, f"skewed-{rule}-{number}") for number in rounds for rule in names]
+    runs = {rule: merge_rounds([run for run in played if run.rule == rule]) for rule in names}
+    figures["ttft_p99_vs_hash_skewed"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
+    spec = replace(site.spec, cost=cost)
+    outcomes = {rule: simulate(trace, rule, spec) for rule in names[1:]}
+    figures |= compare_plan(runs[PLANNED], outcomes[PLANNED])
+    planned = {rule: statistics.fmean(one.ttft_s for one in outcomes[rule]) for rule in outcomes}
+    measured = {rule: statistics.fmean(one.first_s for one in runs[rule].seen) for rule in outcomes}
+    return figures | correlate_ranks(planned, measured)
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Start everything, and play."""
+    with ExitStack() as exits:
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
+        kafka = exits.enter_context(find_or_start_kafka(directory / "kafka"))
+        environment = ENVIRONMENT | {STEPS_VARIABLE: str(directory)}
+        stack = SleepingStack(
+            directory / "stack", pipeline="placement", kafka=kafka, prefill=0, decode=0, auto=NUM_WORKERS,
+            environment=environment,
+        )  # fmt: skip
+        exits.enter_context(stack).wait_until_ready(TIMEOUT_S)
+        return asyncio.run(play_all(Site(stack, directory), given))
+
+
+if __name__ == "__main__":
+    run_benchmark(__doc__, run)

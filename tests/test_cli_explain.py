@@ -1,0 +1,53 @@
+"""`penstock explain`: what is known of a request, at each point of its life."""
+
+import json
+from typing import Any
+
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
+from penstock.names import Pipeline
+from penstock.redis.client import redis_client
+from sim.line import InProcessPipeline
+from tests.commands import Terminal
+from tests.pipeline.test_failures import poison
+
+PLACED = {
+    "partition": 2,
+    "worker": "auto-1",
+    "why": "least work left",
+    "cached": 512,
+    "costs": {"auto-0": 4100, "auto-1": 90},
+}
+
+
+def make_span(name: str, start_s: float, end_s: float, **attributes: str) -> str:
+    span: dict[str, Any] = {"name": name, "service": "penstock-auto", "instance": "auto-1", "id": name, "parent": None}
+    return json.dumps(span | {"start_s": start_s, "end_s": end_s, "attributes": attributes})
+
+
+def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    environment = {"COLUMNS": "200", "PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
+    unknown = terminal("explain", "r-1", **environment)
+    assert (unknown.returncode, "nothing is known of r-1" in unknown.stderr) == (1, True)
+    odd = terminal("explain", "../x", **environment)
+    assert (odd.returncode, "'../x' is no id" in odd.stderr) == (1, True)
+    with redis_client(redis_url) as client:
+        client.rpush(
+            pipeline.trace_key("r-1"), make_span("request", 1.0, 1.002, **{"penstock.placement": json.dumps(PLACED)})
+        )
+    waiting = terminal("explain", "r-1", **environment).stdout
+    assert "no worker has seen it" in waiting
+    assert "partition 2 of auto-1 by least work left; 512 tokens" in waiting
+    assert waiting.index("auto-1: 90") < waiting.index("auto-0: 4,100"), "the least first"
+    with InProcessPipeline(addresses, RecordSettings()) as line:
+        line.send_requests(poison("r-1"))
+        line.run_until_results(1)
+    with redis_client(redis_url) as client:
+        client.rpush(pipeline.trace_key("r-1"), make_span("decode", 1.002, 2.0))
+    ended = terminal("explain", "r-1", **environment).stdout
+    for words in ("state   end; ", "end     length", "998.0 ms  decode  penstock-auto auto-1"):
+        assert words in ended
+    told = json.loads(terminal("explain", "r-1", "--json", **environment).stdout)
+    assert (told["placement"], told["record"]["stage"], told["end"]["finish_reason"]) == (PLACED, "end", "length")
+    assert len(told["timeline"]["spans"]) == 2
