@@ -12,10 +12,10 @@ from benchmarks.peers.servers import read_report
 from benchmarks.peers.shapes import BOS, EOS, SHAPES
 from benchmarks.peers.words import list_merges, list_words, make_prompt
 from benchmarks.peers.write import write_tokenizer
-from benchmarks.serve import CELLS, STORED_REPORT, WARM, make_figures, note_values
+from benchmarks.serve import CELLS, STORED_REPORT, WARM, is_hopeless, make_figures, note_values
 from penstock.errors import PenstockError
 
-SHORT = CELLS[-1]
+SHORT = CELLS[0]
 LIKE_NOBODY = {"ttft_ms_p99": 1.0, "itl_ms_p99": 1.0, "cpu_s_per_1000_tokens": 1.0, "load_share": 0.05}
 
 
@@ -30,7 +30,7 @@ def test_a_prompt_of_words_has_the_tokens_that_were_asked_for(tmp_path: Path) ->
 
 
 def test_requests_have_the_same_lengths_in_each_round_and_other_words() -> None:
-    one, other = CELLS[0].make_requests(0), CELLS[0].make_requests(1)
+    one, other = CELLS[1].make_requests(0), CELLS[1].make_requests(1)
     assert [(prompt.count(" "), new) for prompt, new in one] == [(prompt.count(" "), new) for prompt, new in other]
     assert not {prompt for prompt, _ in one} & {prompt for prompt, _ in other}
     assert {(prompt.count(" "), new) for prompt, new in SHORT.make_requests(0)} == {(32, 16)}
@@ -73,6 +73,17 @@ def test_the_best_of_the_others_counts_within_a_round() -> None:
 
 def test_a_run_in_which_the_load_took_too_much_does_not_count() -> None:
     results = Results(SHAPES["small"])
-    note_values(results, SHORT, "embedded", 0, LIKE_NOBODY | {"tokens_s": 1.0, "load_share": 0.1})
+    note_values(results, SHORT, "embedded", 0, LIKE_NOBODY | {"tokens_s": 1.0, "load_share": 0.3})
+    note_values(results, CELLS[1], "embedded", 0, LIKE_NOBODY | {"tokens_s": 1.0, "load_share": 0.1})
     note_values(results, WARM, "embedded", 0, LIKE_NOBODY | {"tokens_s": 1.0})
     assert make_figures(results) == {}
+
+
+def test_one_that_is_far_behind_in_every_load_is_not_asked_again() -> None:
+    results = Results(SHAPES["small"])
+    rates = {"embedded": (1.0, 1.0), "vllm": (100.0, 100.0), "llama-server": (30.0, 50.0), "transformers": (30.0, 30.0)}
+    assert not any(is_hopeless(results, side) for side in rates)
+    for side, both in rates.items():
+        for cell, rate in zip(CELLS, both, strict=False):
+            note_values(results, cell, side, 0, {"tokens_s": rate, "load_share": 0.0})
+    assert [side for side in rates if is_hopeless(results, side)] == ["transformers"]
