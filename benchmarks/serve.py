@@ -17,14 +17,15 @@ server guesses tokens: a random model repeats itself, which would flatter the on
 A server that does not end a run within its time is left out of the rest of the round; one that is far behind the best
 of the others in all cells is not asked in later rounds. Processor time and memory are those of all processes of a side,
 Valkey and the broker among them. A gap (`itl`) is the mean one of a request, as guidellm has it. `--quick` compares one
-pipeline with `llama-server` in the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
+pipeline with `llama-server` in a part of the short cell. `--smoke` only starts a pipeline; its figures are of a
+stored report.
 """
 
 import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -91,7 +92,9 @@ def run(given: Options) -> dict[str, float]:
     if not is_installed("guidellm") and given.size != "smoke":
         raise SystemExit("guidellm is not installed; `python -m benchmarks.peers.setup` installs it")
     shapes, cells, sides, rounds = given.choose_size(
-        (given.shapes, CELLS, SERVERS, 3), (("small",), CELLS[:1], ("embedded", "llama-server"), 1), ((), (), (), 0)
+        (given.shapes, CELLS, SERVERS, 3),
+        (("small",), (replace(CELLS[0], num_requests=64),), ("embedded", "llama-server"), 1),
+        ((), (), (), 0),
     )
     found = [run_smoke(given)] if given.size == "smoke" else [run_rounds(one, cells, sides, rounds) for one in shapes]
     figures: dict[str, float] = {}
