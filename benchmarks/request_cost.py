@@ -23,29 +23,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
 from benchmarks.peers.queues import RUNS
 from benchmarks.peers.setup import environment_python, is_installed
 from benchmarks.processor import Meter
-from benchmarks.systems import DEMO_ENVIRONMENT, GREEDY, answer_requests, open_stack, run_sequences
+from benchmarks.systems import (
+    DEMO_ENVIRONMENT,
+    GREEDY,
+    IDLE_TOKEN_ID,
+    IdleEngineStack,
+    answer_requests,
+    open_idle_engine,
+    open_stack,
+    run_sequences,
+)
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
-from penstock.engine import loading
-from penstock.engine.engine import Engine
+from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_batch import StepBatch
-from penstock.local.processes import Child
-from penstock.local.stack import REDIS_MB_VARIABLE, ProcessSlot
+from penstock.local.stack import REDIS_MB_VARIABLE
 from penstock.local.valkey import ValkeyServer
-from sim.forked import ForkedStack, fork_process, run_penstock
 
-PROMPT_TOKENS, TOKEN_ID = 32, 300
+PROMPT_TOKENS = 32
 SHORT_TOKENS, LONG_TOKENS, ROWS = 4, 64, 16
 """Tokens of a request's answer; those of an answer whose tokens are counted, and how many of these are under way."""
 SIDES = {"one_hop": {"prefill": 0, "decode": 0, "auto": 1}, "two_hops": {"prefill": 1, "decode": 1}}
@@ -59,32 +60,6 @@ LOG_TAIL = 800
 """How many characters of a queue's log an error shows."""
 Load = Callable[[int, int, int], object]
 """Answers so many requests with so many tokens each, so many of them under way at a time."""
-
-
-def open_idle_engine(open_engine: Callable[..., Engine], *given: Any, **how: Any) -> Engine:
-    """Open an engine whose steps compute nothing: the same token follows everywhere."""
-    engine = open_engine(*given, **how)
-    logits = torch.zeros(1, engine.model.vocab_size)
-    logits[0, TOKEN_ID] = 1.0
-
-    def run_step(batch: StepBatch) -> Tensor:
-        return logits.expand(max(1, batch.num_kept_rows), -1)
-
-    engine.runner.run_step = run_step  # type: ignore[method-assign]
-    return engine
-
-
-def run_without_model(*arguments: str) -> None:
-    """Run the `penstock` command with engines that compute nothing."""
-    loading.open_engine = partial(open_idle_engine, loading.open_engine)
-    run_penstock(*arguments)
-
-
-class IdleEngineStack(ForkedStack):
-    """A stack whose engines compute nothing."""
-
-    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
-        return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
 
 
 class Prompts:
@@ -131,7 +106,7 @@ def open_penstock(workers: Mapping[str, int]) -> Iterator[Side]:
                 for _ in range(num_requests)
             ]
             for _, answer in answer_requests(client, asked, max_open):
-                assert answer.token_ids == [TOKEN_ID] * num_tokens
+                assert answer.token_ids == [IDLE_TOKEN_ID] * num_tokens
 
         pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
         assert server.pid is not None
@@ -141,7 +116,7 @@ def open_penstock(workers: Mapping[str, int]) -> Iterator[Side]:
 def open_bare_engine() -> Side:
     """Return the engine in this process."""
     settings = EngineSettings.model_validate({"dtype": "float32", "device": "cpu", "threads": 1, "max_batch": ROWS})
-    engine, prompts = open_idle_engine(loading.open_engine, settings), Prompts()
+    engine, prompts = open_idle_engine(open_engine, settings), Prompts()
 
     def answer_load(num_requests: int, num_tokens: int, _: int) -> None:
         seqs = [

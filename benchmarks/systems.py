@@ -5,9 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks.common import TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
@@ -17,17 +21,23 @@ from penstock.bus.connect import connect_bus
 from penstock.client.core import Answer
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings, EngineSettings
+from penstock.engine import loading
 from penstock.engine.engine import Engine
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.serving import ServingEngine
-from penstock.local.stack import Stack
+from penstock.engine.step_batch import StepBatch
+from penstock.local.processes import Child
+from penstock.local.stack import ProcessSlot, Stack
 from penstock.messages import Result, Sampling, decode_message
 from penstock.names import Pipeline
+from sim.forked import ForkedStack, fork_process, run_penstock
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 """Of workers that have the demo model."""
+IDLE_TOKEN_ID = 300
+"""The token that an engine without a model gives."""
 
 
 @contextmanager
@@ -39,6 +49,32 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
     ):
         stack.wait_until_ready(300)
         yield stack
+
+
+def open_idle_engine(open_engine: Callable[..., Engine], *given: Any, **how: Any) -> Engine:
+    """Open an engine whose steps compute nothing: the same token follows everywhere."""
+    engine = open_engine(*given, **how)
+    logits = torch.zeros(1, engine.model.vocab_size)
+    logits[0, IDLE_TOKEN_ID] = 1.0
+
+    def run_step(batch: StepBatch) -> Tensor:
+        return logits.expand(max(1, batch.num_kept_rows), -1)
+
+    engine.runner.run_step = run_step  # type: ignore[method-assign]
+    return engine
+
+
+def run_without_model(*arguments: str) -> None:
+    """Run the `penstock` command with engines that compute nothing."""
+    loading.open_engine = partial(open_idle_engine, loading.open_engine)
+    run_penstock(*arguments)
+
+
+class IdleEngineStack(ForkedStack):
+    """A stack whose engines compute nothing."""
+
+    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
 
 
 def read_results(stack: Stack) -> list[Result]:

@@ -1,4 +1,4 @@
-"""From a safetensors directory to a GGUF file for llama.cpp: bf16 matrices, float32 norms, no tokenizer."""
+"""From a safetensors directory to a GGUF file for llama.cpp: bf16 matrices, float32 norms."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_tokenizer_model("none")
+    _add_tokenizer(gguf, writer, json.loads((model / "tokenizer.json").read_text()), config["vocab_size"])
     for name, bits in merge_experts(_read_tensors(model / "model.safetensors")):
         if bits.ndim == 1 or name.endswith(_ROUTER):
             writer.add_tensor(rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
@@ -62,6 +62,24 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], vocabulary: int) -> None:
+    """Add byte-level BPE, if it has a text for each token: without that llama.cpp can be given tokens only."""
+    words: dict[str, int] = tokenizer["model"]["vocab"]
+    if len(words) < vocabulary:
+        writer.add_tokenizer_model("none")
+        return
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(list(words))
+    writer.add_token_types([kinds[word in special] for word in words])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(words["<s>"])
+    writer.add_eos_token_id(words["</s>"])
+    writer.add_add_bos_token(False)
 
 
 def _read_tensors(file: Path) -> Iterator[tuple[str, Bits]]:

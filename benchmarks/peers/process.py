@@ -39,7 +39,7 @@ class Side:
         self.name = name
         self.log = log
         python = Path(sys.executable) if name in OWN else environment_python(name)
-        environment = os.environ | _variables(name, python, threads, pool_mb)
+        environment = os.environ | find_variables(name, python, threads, pool_mb)
         theirs_in, self._questions = multiprocessing.Pipe(duplex=False)
         self._answers, theirs_out = multiprocessing.Pipe(duplex=False)
         self._process: subprocess.Popen[bytes] | ForkedProcess
@@ -127,7 +127,7 @@ def start_lmcache(exits: contextlib.ExitStack, directory: Path, url: str, *, thr
     return side
 
 
-def _variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:
+def find_variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:
     """What has to be in an engine's environment before it starts."""
     common = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if name != "vllm":

@@ -25,7 +25,7 @@ STATIC = ("generate",)
 LIMITS = {"decode_b1": "bandwidth", "prefill_2048": "gemm"}
 """What of the machine's limits is measured beside a cell."""
 _WARM_NEW = 8
-_HOPELESS_SHARE = 0.4
+HOPELESS_SHARE = 0.4
 _LOAD_TIMEOUT_S = 900.0
 
 
@@ -181,7 +181,7 @@ class Rounds:
         if name == OURS or name not in values:
             return True
         best = max(max(found.values()) for side, found in values.items() if side not in {OURS, *LIMITS.values()})
-        return max(values[name].values()) >= _HOPELESS_SHARE * best
+        return max(values[name].values()) >= HOPELESS_SHARE * best
 
     def _measure_cell(self, cell: Cell, name: str, number: int, requests: list[Request]) -> None:
         answer = self._ask_side(name, "run", requests=requests, temperature=cell.temperature)

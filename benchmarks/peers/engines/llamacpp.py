@@ -56,7 +56,7 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        self._pool_tokens = pool_mb * 2**20 // _count_token_bytes(model)
+        self._pool_tokens = pool_mb * 2**20 // count_token_bytes(model)
         self._batch = self._api.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._sampler = self._api.llama_sampler_init_dist(7)
         self._room, self._handle = (1, MAX_LENGTH), self._make_room(1, MAX_LENGTH)
@@ -133,7 +133,7 @@ class LlamaCpp:
         return handle
 
 
-def _count_token_bytes(model: Path) -> int:
+def count_token_bytes(model: Path) -> int:
     """KV of one token, 16 bits a number, from the configuration beside the converted model."""
     config = json.loads((model.parent / "config.json").read_text())
     return 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
