@@ -1,4 +1,4 @@
-"""From a safetensors directory to a GGUF file for llama.cpp: bf16 matrices, float32 norms, no tokenizer."""
+"""From a safetensors directory to a GGUF file: bf16 matrices, float32 norms, the tokenizer of bytes."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_tokenizer_model("none")
+    _add_tokenizer(writer, model, config["vocab_size"])
     for name, bits in merge_experts(_read_tensors(model / "model.safetensors")):
         if bits.ndim == 1 or name.endswith(_ROUTER):
             writer.add_tensor(rename_tensor(name), (bits.astype(np.uint32) << 16).view(np.float32))
@@ -62,6 +62,23 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
+    """Add the tokens of bytes, and others up to the model's number; llama.cpp wants a merge, and its token."""
+    known = json.loads((model / "tokenizer.json").read_text())
+    by_number = {number: token for token, number in known["model"]["vocab"].items()}
+    by_number |= {one["id"]: one["content"] for one in known["added_tokens"]}
+    first, second = by_number[0], by_number[1]
+    tokens = [*(by_number[number] for number in sorted(by_number)), first + second]
+    tokens += [f"<unused {number}>" for number in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1 if number < 256 else 3 for number in range(vocab_size)])
+    writer.add_token_merges([f"{first} {second}"])
+    writer.add_bos_token_id(known["added_tokens"][0]["id"])
+    writer.add_eos_token_id(known["added_tokens"][1]["id"])
 
 
 def _read_tensors(file: Path) -> Iterator[tuple[str, Bits]]:

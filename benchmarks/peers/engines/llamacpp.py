@@ -14,6 +14,8 @@ from benchmarks.peers.workload import MAX_BATCH, MAX_LENGTH, Request
 
 BATCH_TOKENS = 2048
 _FLASH_ATTENTION = 1
+_MIXED_FORMS = {"Q4_K_M": 15}
+"""By name: llama.cpp's number of a form with tensors of several types."""
 
 
 def prepare(model: Path, form: str = "BF16") -> Path:
@@ -21,9 +23,21 @@ def prepare(model: Path, form: str = "BF16") -> Path:
     target = model / f"{form}.gguf"
     if not target.exists():
         scratch = target.with_suffix(".unfinished")
-        write_gguf(model, scratch, form)
+        if form in _MIXED_FORMS:
+            _quantize(prepare(model), scratch, _MIXED_FORMS[form])
+        else:
+            write_gguf(model, scratch, form)
         scratch.rename(target)
     return target
+
+
+def _quantize(source: Path, target: Path, number: int) -> None:
+    """Let llama.cpp choose the types of a file's tensors, and round them."""
+    api: Any = importlib.import_module("llama_cpp")
+    given = api.llama_model_quantize_default_params()
+    given.ftype = number
+    if status := api.llama_model_quantize(str(source).encode(), str(target).encode(), given):
+        raise RuntimeError(f"llama.cpp cannot quantise {source}: {status}")
 
 
 def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "LlamaCpp":
