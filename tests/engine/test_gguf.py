@@ -184,7 +184,7 @@ def find_groups(module: nn.Module) -> list[PackedLinears]:
     groups = list[PackedLinears]()
     for part in module.modules():
         groups += part.groups if isinstance(part, NativeLayer) else []
-        groups += [part.group] if isinstance(part, PackedLinear) else []
+        groups += [part.group] if isinstance(part, PackedLinear) and isinstance(part.group, PackedLinears) else []
     return groups
 
 
