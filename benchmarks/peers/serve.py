@@ -7,7 +7,8 @@ python -m benchmarks.peers.serve ENGINE
     {"do": NAME, "with": {…}}         any other public method of what was loaded
                                       → {"is": …} or {"error": "…"}
 
-ENGINE may say after an underscore how it was built. It runs where nothing of this repository is installed but the files themselves. What an engine prints goes to stderr.
+ENGINE may say after an underscore how it was built. It runs where nothing of this repository is installed but the files
+themselves. What an engine prints goes to stderr.
 """
 
 import importlib
