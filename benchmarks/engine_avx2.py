@@ -10,6 +10,8 @@ own; they take turns, and ratios are formed within a round. Torch's side is this
                                     shapes in float32 and bfloat16; each also by shape and dtype
     avx2_prefill_vs_torch           the same of a prompt of 512 tokens
     avx2_int8_vs_float32_b1, …_b64  with weights in 8 bits to ours in float32; int4 likewise
+    avx2_vs_llamacpp_b1, …_b32      ours in bfloat16 to llama.cpp with the same weights, built for AVX2 (`python -m
+                                    benchmarks.peers.setup`); without it they are left out
 
 `--quick` takes the small shape only.
 """
@@ -29,9 +31,10 @@ LIMITED = {
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 INTEGERS = ("int8", "int4")
+LLAMACPP = "llamacpp_avx2"
 POOL_MB = 1024
 CELLS = (
-    *(Cell(f"decode_b{batch}", batch, (16, 16), (24, 24)) for batch in (1, 8, 16, 64)),
+    *(Cell(f"decode_b{batch}", batch, (16, 16), (24, 24)) for batch in (1, 8, 16, 32, 64)),
     Cell("prefill", 1, (512, 512), (1, 1)),
 )
 
@@ -45,8 +48,11 @@ def measure_shape(shape: Shape, num_rounds: int, rounds_s: float, *, is_forked: 
             rounds.load_side("torch", OURS, dtype=dtype, isa="torch")
             for form in INTEGERS if dtype == "float32" else ():
                 rounds.load_side(form, OURS, dtype=dtype, isa="avx2", weights=form)
+            if dtype == "bfloat16" and not is_forked:
+                rounds.load_side(LLAMACPP)
             rounds.run_rounds(num_rounds, rounds_s)
             compared = {f"{dtype}_avx2_{{}}_vs_torch": ("kernels", "torch")}
+            compared |= {"avx2_{}_vs_llamacpp": ("kernels", LLAMACPP)}
             compared |= {f"avx2_{form}_{{}}_vs_float32": (form, "kernels") for form in INTEGERS}
             for name, sides in compared.items():
                 for cell in CELLS:
@@ -60,6 +66,7 @@ def find_least(figures: dict[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the figures that goals are set for: the least of all shapes and dtypes."""
     wanted = {f"avx2_decode_vs_torch_b{batch}": f"avx2_decode_vs_torch_b{batch}" for batch in (1, 8, 16, 64)}
     wanted |= {"avx2_prefill_vs_torch": "avx2_prefill_vs_torch"}
+    wanted |= {f"avx2_vs_llamacpp_b{batch}": f"avx2_decode_vs_llamacpp_b{batch}" for batch in (1, 8, 32)}
     for form in INTEGERS:
         for batch in (1, 64):
             wanted[f"avx2_{form}_vs_float32_b{batch}"] = f"avx2_{form}_decode_vs_float32_b{batch}"

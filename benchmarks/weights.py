@@ -4,7 +4,8 @@ python -m benchmarks.weights [--quick | --smoke] [--json FILE]
 
 First the linear layers of a few decoder layers, more bytes than the caches hold, each form right after the other:
 
-    p12_linear_m1, …           time in bf16 to that in 12 bits, for as many rows; int8 and int4 likewise
+    p12_linear_m1, …           time in bf16 to that in 12 bits, for as many rows; int8, int4, and the blocks of a GGUF
+                               file (gguf_q8_0, gguf_q4_k, gguf_q6_k) likewise
     bf16_gb_per_s_m1, …        bytes of bf16 a second: below the memory's speed, computing takes longer than reading
     p12_bits_per_weight_demo   of the demo model, with palettes and exceptions
     p12_identical              1: every result has the bits of that in bf16
@@ -28,11 +29,13 @@ benchmarks.peers.setup`) is left out.
     load_s_q06                 from the checkpoint, its files in the page cache and all else noted by an earlier start
     load_vs_llamacpp           the former to llama.cpp's start in the same round
     int8_vs_best_peer_b1, …    to the best of the other engines with 8 bits; int4 likewise
+    gguf_q8_0_vs_llamacpp_b1, _b8  to the best of llama.cpp's builds and orders, with the same GGUF file; q4_k_m too
 
 `--quick` takes the shape with 135 million weights, without the others.
 """
 
 import itertools
+import math
 import statistics
 import time
 from contextlib import closing
@@ -53,12 +56,25 @@ from benchmarks.peers.workload import CELLS
 from benchmarks.systems import write_shape
 from benchmarks.weights_kv import measure_kv
 from penstock.config.settings import EngineSettings
+from penstock.engine.gguf_file import BLOCKS, GgufTensor
+from penstock.engine.gguf_weights import GgufMatrix, GgufSlice
 from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.packed import PackedLinears, WeightForm
 from penstock.engine.loading import load_model, pack_model
 
 FORMS = ("p12", "int8", "int4")
-NAMES = {WeightForm.COMPRESSED: "p12", WeightForm.INT8: "int8", WeightForm.INT4: "int4"}
+Form = WeightForm | str
+"""A string is GGUF's name of a type."""
+NAMES: dict[Form, str] = {
+    WeightForm.COMPRESSED: "p12", WeightForm.INT8: "int8", WeightForm.INT4: "int4",
+    **{kind: f"gguf_{kind.lower()}" for kind in ("Q8_0", "Q4_K", "Q6_K")},
+}  # fmt: skip
+ALL_FORMS: tuple[Form, ...] = (WeightForm.STORED, *NAMES)
+GGUF_FILES = ("Q8_0", "Q4_K_M")
+LLAMACPP_SIDES = {
+    "llamacpp": ("llamacpp", "own"), "llamacpp file": ("llamacpp", "file"), "llamacpp avx2": ("llamacpp_avx2", "own"),
+}  # fmt: skip
+"""Its order for AMX ends with a violation of memory on some machines: that side is left out then."""
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
 NUM_LAYERS = 4
 LOAD_POOL_MB = 64
@@ -79,7 +95,7 @@ PEERS: dict[str, dict[str, tuple[str, str]]] = {
 MEASURED = ("decode_b1", "decode_b8", "decode_b32", "prefill_2048")
 
 
-def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLinears]]:
+def make_groups(native: Library, shape: Shape) -> list[dict[Form, PackedLinears]]:
     """Return the groups of linear layers of a few decoder layers, in each form."""
     chance, groups = torch.Generator().manual_seed(0), []
     sizes = shape.linear_shapes()
@@ -89,27 +105,38 @@ def make_groups(native: Library, shape: Shape) -> list[dict[WeightForm, PackedLi
             linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16).requires_grad_(False)
             linear.weight.copy_(torch.randn(outputs, inputs, generator=chance) / inputs**0.5)
             linears.append(linear)
-        groups.append({form: PackedLinears(native, linears, lambda _: None, form=form) for form in WeightForm})
+        groups.append({form: pack_linears(native, linears, form) for form in ALL_FORMS})
     return groups
 
 
+def pack_linears(native: Library, linears: list[nn.Linear], form: Form) -> PackedLinears:
+    """Return a group of linear layers in a form; in one of GGUF with other numbers."""
+    if isinstance(form, WeightForm):
+        return PackedLinears(native, linears, lambda _: None, form=form)
+    size, num_bytes = BLOCKS[form]
+    shapes = [list(linear.weight.shape) for linear in linears]
+    tensors = [GgufTensor(form, shape, 0, math.prod(shape) // size * num_bytes) for shape in shapes]
+    matrices = [GgufMatrix(GgufSlice(torch.full((one.num_bytes,), 17, dtype=torch.uint8), one)) for one in tensors]
+    return PackedLinears(native, linears, lambda _: None, form=WeightForm.GGUF, matrices=matrices)
+
+
 def time_linears(
-    groups: list[dict[WeightForm, PackedLinears]], rows: int, num_rounds: int
-) -> tuple[dict[WeightForm, list[float]], bool]:
+    groups: list[dict[Form, PackedLinears]], rows: int, num_rounds: int
+) -> tuple[dict[Form, list[float]], bool]:
     """Return the seconds of all groups in all forms, by round, and whether the lossless form has the bits of bf16.
 
     A group has its turn in all forms, one right after the other, the order reversed every other round.
     """
-    times: dict[WeightForm, list[float]] = {form: [] for form in WeightForm}
+    times: dict[Form, list[float]] = {form: [] for form in ALL_FORMS}
     given = {
         size: torch.randn(rows, size).to(torch.bfloat16) for size in {one[WeightForm.STORED].inputs for one in groups}
     }
     is_identical = True
     for number in range(num_rounds + 1):
-        spent = dict.fromkeys(WeightForm, 0.0)
+        spent = dict.fromkeys(ALL_FORMS, 0.0)
         for group in groups:
             outs = {}
-            for form in WeightForm if number % 2 else reversed(WeightForm):
+            for form in ALL_FORMS if number % 2 else reversed(ALL_FORMS):
                 x, begun_s = given[group[form].inputs], time.perf_counter()
                 outs[form] = group[form](x)
                 spent[form] += time.perf_counter() - begun_s
@@ -126,7 +153,7 @@ def measure_linears(shape: Shape, row_counts: tuple[int, ...], num_rounds: int) 
     assert native is not None, "the kernels are not built"
     native.set_threads(THREADS)
     groups, figures, identical = make_groups(native, shape), dict[str, float](), True
-    bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in WeightForm}
+    bytes_of = {form: sum(group[form].num_bytes for group in groups) for form in ALL_FORMS}
     for rows in row_counts:
         times, is_identical = time_linears(groups, rows, num_rounds)
         identical &= is_identical
@@ -160,6 +187,25 @@ def measure(shape: Shape, measured: tuple[str, ...], num_rounds: int, *, with_pe
                 rounds.load_side(name, engine, form=own_form)
         rounds.run_rounds(num_rounds)
         return rounds.results
+
+
+def measure_gguf(shape: Shape, num_rounds: int, *, is_forked: bool) -> dict[str, float]:
+    """Return how ours compares with llama.cpp, which makes the files, and so is asked first."""
+    cells, figures = tuple(cell for cell in CELLS if cell.name in ("decode_b1", "decode_b8")), dict[str, float]()
+    if not is_available("llamacpp"):
+        print("GGUF files: left out, llama.cpp is not installed (python -m benchmarks.peers.setup)")
+        return figures
+    for form in GGUF_FILES:
+        with Rounds(shape, cells, POOL_MB[shape.name], is_forked=is_forked) as rounds:
+            for name, (engine, order) in LLAMACPP_SIDES.items():
+                rounds.load_side(name, engine, form=form, order=order)
+            rounds.load_side(OURS, form=form, dtype="auto")
+            rounds.run_rounds(num_rounds)
+            for cell in cells:
+                ratios = [rounds.results.compute_ratio(cell.name, name) for name in LLAMACPP_SIDES]
+                if known := [ratio for ratio in ratios if ratio is not None]:
+                    figures[f"gguf_{form.lower()}_vs_llamacpp_{cell.name.removeprefix('decode_')}"] = min(known)
+    return figures
 
 
 def measure_loads(shape: Shape, num_rounds: int, *, is_forked: bool) -> dict[str, float]:
@@ -223,6 +269,7 @@ def run(given: Arguments) -> dict[str, float]:
     figures = measure_linears(SHAPES["smoke" if is_smoke else "q06"], rows, num_linear_rounds)
     figures |= measure_kv(write_shape(shape), *given.choose_size((2048, 12, 40), (512, 2, 40), (64, 2, 2)))
     figures |= measure_loads(shape, given.choose_size(6, 2, 2), is_forked=is_smoke)
+    figures |= measure_gguf(shape, given.choose_size(5, 3, 1), is_forked=is_smoke)
     cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 1), (MEASURED[:1], 1))
     results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_smoke)
     if given.is_full:

@@ -22,4 +22,4 @@ for _module in _MODULES:
     importlib.import_module(_module)
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
-load_model(EngineSettings(model="demo"))
+load_model(EngineSettings(model="demo", threads=1))

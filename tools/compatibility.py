@@ -106,9 +106,17 @@ or whose values are not finite, is refused with its name.
 
 `PENSTOCK_ENGINE_MODEL` may be a `.gguf` file, or a directory with one, of the architectures `llama` (Llama, Mistral),
 `qwen2` and `qwen3`. Tensors may be F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q5_1, Q5_0, Q4_1 and Q4_0, as in the files
-that are called Q8_0, Q6_K, Q5_K_M, Q4_K_M and the like. Each is unpacked as above, bit by bit to the values that the
-format says; the sizes in memory are those of the plain model. No form of the kernels has GGUF's groups, so
-`PENSTOCK_ENGINE_WEIGHTS` `int8` and `int4` round these values a second time ([precision](precision.md)).
+that are called Q8_0, Q6_K, Q5_K_M, Q4_K_M and the like.
+
+On processors with AVX2 or AVX-512 the kernels compute with the numbers and scales of the file itself, which are put
+into another order once and are never rounded: Q8_0 takes 8.5 bits a weight in memory, Q6_K 6.6, Q5_K 6.8, Q5_0 6.5,
+Q4_K 4.8 and Q4_0 4.5. The inputs of such a layer become integers of 8 bits, as with `int8`
+([precision](precision.md#a-gguf-files-own-numbers)). Layers that read the same input may be of several types, gate and
+up of one. An embedding that is the output layer too is read from its rows there.
+
+All else is unpacked as above, bit by bit to the values that the format says: Q4_1 and Q5_1, an embedding of its own,
+everything with `PENSTOCK_ENGINE_WEIGHTS=bf16`, on other processors and in float16. The log says what is. While a model
+is loaded all its values are in memory, in the engine's dtype; those of layers that keep the file's numbers are let go.
 
 What the header says is written as a configuration and a tokenizer, once, to `gguf` in the
 [cache directory](settings.md) (a gateway that tokenizes: in the default one). The tokenizer is what transformers, 5.23

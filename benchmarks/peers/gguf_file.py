@@ -1,4 +1,4 @@
-"""From a safetensors directory to a GGUF file for llama.cpp: bf16 matrices, float32 norms."""
+"""From a safetensors directory to a GGUF file: bf16 matrices, float32 norms, the tokenizer of bytes."""
 
 import importlib
 import json
@@ -65,20 +65,23 @@ def write_gguf(model: Path, target: Path, form: str = "BF16") -> None:
 
 
 def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], vocabulary: int) -> None:
-    """Add byte-level BPE, if it has a text for each token: without that llama.cpp can be given tokens only."""
-    words: dict[str, int] = tokenizer["model"]["vocab"]
-    if len(words) < vocabulary:
-        writer.add_tokenizer_model("none")
-        return
-    special = {token["content"] for token in tokenizer["added_tokens"]}
-    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
+    """Add byte-level BPE. Where it has fewer tokens than the model, others follow; llama.cpp wants a merge."""
+    added = tokenizer["added_tokens"]
+    by_number = {number: token for token, number in tokenizer["model"]["vocab"].items()}
+    by_number |= {one["id"]: one["content"] for one in added}
+    tokens, merges = [by_number[number] for number in sorted(by_number)], tokenizer["model"]["merges"]
+    normal = set(tokens) - {one["content"] for one in added}
+    if len(tokens) < vocabulary:
+        merges = merges or [tokens[:2]]
+        tokens += ["".join(tokens[:2]), *(f"<unused {number}>" for number in range(len(tokens) + 1, vocabulary))]
+    kinds = {True: gguf.TokenType.NORMAL, False: gguf.TokenType.CONTROL}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(list(words))
-    writer.add_token_types([kinds[word in special] for word in words])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(words["<s>"])
-    writer.add_eos_token_id(words["</s>"])
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds[token in normal] for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(added[0]["id"])
+    writer.add_eos_token_id(added[1]["id"])
     writer.add_add_bos_token(False)
 
 

@@ -7,7 +7,8 @@ python -m benchmarks.peers.serve ENGINE
     {"do": NAME, "with": {…}}         any other public method of what was loaded
                                       → {"is": …} or {"error": "…"}
 
-It runs where nothing of this repository is installed but the files themselves. What an engine prints goes to stderr.
+ENGINE may say after an underscore how it was built. It runs where nothing of this repository is installed but the files
+themselves. What an engine prints goes to stderr.
 """
 
 import importlib
@@ -80,7 +81,7 @@ def serve_pipes(name: str, questions: Connection, answers: Connection) -> None:
 
 def serve_engine(name: str, questions: TextIO, answers: TextIO) -> None:
     """Answer questions until they end."""
-    module = importlib.import_module(f"benchmarks.peers.engines.{name}")
+    module = importlib.import_module(f"benchmarks.peers.engines.{name.partition('_')[0]}")
     engine: Any = None
     for line in questions:
         question = json.loads(line)

@@ -54,6 +54,11 @@ ENVIRONMENTS = {
         "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
+    "llamacpp_avx2": Environment(
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+        "import llama_cpp, gguf",
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAVA_BUILD=OFF"},
+    ),
     "lmcache": Environment(("lmcache==0.5.6",), "import lmcache.v1.storage_backend.remote_backend"),
     "queues": Environment(
         (

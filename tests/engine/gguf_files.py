@@ -185,6 +185,8 @@ def make_tokenizer_keys() -> dict[str, Any]:
 def convert_model(directory: Path, kinds: list[str], seed: int = 0) -> GgufContent:
     """Return a saved model as GGUF content, its matrices in blocks of random numbers, in the types in turn.
 
+    Gate and up are of one type, as llama.cpp has them.
+
     The directory's safetensors become the same model: what the blocks stand for, by `read_block`.
     """
     rng, config = np.random.default_rng(seed), json.loads((directory / "config.json").read_text())
@@ -204,8 +206,10 @@ def convert_model(directory: Path, kinds: list[str], seed: int = 0) -> GgufConte
     metadata[f"{arch}.rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
     content = GgufContent(metadata | make_tokenizer_keys())
     plain: dict[str, Tensor] = {}
+    kind = ""
     for number, (name, tensor) in enumerate(sorted(load_file(directory / "model.safetensors").items())):
-        kind = kinds[number % len(kinds)] if tensor.ndim == 2 else "F32"
+        if "up_proj" not in name:  # the one before is gate
+            kind = kinds[number % len(kinds)] if tensor.ndim == 2 else "F32"
         if kind in DTYPES:
             stored = tensor.to(DTYPES[kind])
             raw = stored.reshape(-1).view(torch.uint8).numpy().tobytes()  # type: ignore[arg-type, unused-ignore]

@@ -2,13 +2,16 @@
 with weights and KV in every form. The oracle is what each sequence says alone."""
 
 import random
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
+from penstock.engine.files import DEMO_MODEL
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
 from penstock.engine.loading import load_stage_models
@@ -16,6 +19,7 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.names import CLASSES
+from tests.engine.gguf_files import convert_model
 from tests.engine.helpers import (
     drain,
     generate_with_transformers,
@@ -30,23 +34,32 @@ NUM_NEW = 24
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
 NUM_BLOCKS = 8
 """Of a pool that is too small for all sequences."""
+GGUF = "blocks of a GGUF file"
+"""With other weights than the demo model's."""
 NATIVE: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {},
     "int8 KV": {"kv_dtype": "int8"},
     "int8 weights": {"weights": "int8"},
     "int4 weights": {"weights": "int4"},
+    GGUF: {"dtype": "float32"},
     "prompts with stored weights, answers in int4": {"weights": "int4", "prefill_weights": "bf16"},
 }
 
 
 @pytest.fixture(scope="module", params=["plain", *(pytest.param(name, marks=needs_kernels) for name in NATIVE)])
-def model(request: pytest.FixtureRequest, demo: LoadedModel) -> Iterator[LoadedModel]:
+def model(
+    request: pytest.FixtureRequest, demo: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LoadedModel]:
     """The demo model as transformers runs it in float32, and on the native kernels in all forms, after their proof."""
     if request.param == "plain":
         yield demo
         return
     given = {"dtype": "bfloat16", "device": "cpu", "pool_mb": 2, **NATIVE[request.param]}
+    if request.param == GGUF:
+        directory = Path(shutil.copytree(DEMO_MODEL, tmp_path_factory.mktemp("gguf") / "demo"))
+        file = convert_model(directory, ["Q8_0", "Q5_0", "Q4_0"]).save(directory.parent / "demo.gguf")
+        given |= {"model": str(file), "cache_dir": str(directory.parent / "cache")}
     yield load_stage_models(EngineSettings.model_validate(given))
     native = library.load_library()
     assert native is not None
@@ -103,7 +116,7 @@ def test_greedy_tokens_are_those_of_transformers(
     demo: LoadedModel, model: LoadedModel, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     """In float32. In bfloat16 the kernels round differently, and the proof at load compares the logits."""
-    if model.dtype == demo.dtype:
+    if model.dtype == demo.dtype and not model.weight_form:
         assert alone[::2] == generate_with_transformers(demo, prompts[::2], NUM_NEW)
 
 

@@ -1,6 +1,7 @@
 """GGUF files: their blocks are unpacked bit by bit as the format says, the model is that of the same safetensors."""
 
 import math
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -11,17 +12,24 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model, compute_probe_logits
+from penstock.engine.engine import Engine
 from penstock.engine.files import check_model_here
 from penstock.engine.gguf_file import BLOCKS, FLOAT_KINDS
 from penstock.engine.gguf_weights import unpack_blocks
-from penstock.engine.loading import load_model, open_engine
+from penstock.engine.kernels.backend import NativeBackend
+from penstock.engine.kernels.library import load_library
+from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear, PackedLinears, WeightForm
+from penstock.engine.layer import NativeLayer
+from penstock.engine.loading import load_model, load_stage_models, open_engine, open_model, pack_model
 from penstock.errors import ModelLoadError
 from penstock.ingest.tokenizer import ModelTokenizers
 from tests.engine.gguf_files import NUMBERS, GgufContent, convert_model, make_blocks, read_blocks
 from tests.engine.header_fuzz import FORMS, fuzz_headers
-from tests.engine.helpers import run_sequences, save_model, sequence
+from tests.engine.helpers import needs_kernels, run_sequences, save_model, sequence, use_instruction_set
 
 oracle = pytest.importorskip("transformers.integrations.gguf.dequant")  # transformers before 5.23 has none
 KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q5_0", "BF16", "Q4_0", "F16", "Q5_1", "Q4_1", "F32"]
@@ -38,6 +46,10 @@ def save_plain(directory: Path, architecture: str = "llama", **given: Any) -> Pa
 
 def load(model: Path, **given: Any) -> Any:
     return load_model(EngineSettings.model_validate({"model": str(model), "pool_mb": 64, **given}))
+
+
+def answer(engine: Engine) -> list[list[int]]:
+    return run_sequences(engine, [sequence(prompt, 20, name=str(prompt)) for prompt in PROMPTS])
 
 
 def refuse(model: Path, message: str) -> None:
@@ -130,9 +142,88 @@ def test_tokens_are_those_of_the_same_safetensors(dtype: str, plain: Path, conte
     file = content.save(plain.parent / "model.gguf")
     answers = []
     for model in (plain, file):
-        engine = open_engine(EngineSettings.model_validate({"model": str(model), "dtype": dtype, "pool_mb": 64}))
-        answers.append(run_sequences(engine, [sequence(prompt, 20, name=str(prompt)) for prompt in PROMPTS]))
+        settings = EngineSettings.model_validate(
+            {"model": str(model), "dtype": dtype, "weights": "bf16", "pool_mb": 64}
+        )
+        answers.append(answer(open_engine(settings)))
     assert answers[0] == answers[1]
+
+
+# What stays as it is in the file
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ["auto", "avx2"])
+@pytest.mark.parametrize(("architecture", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")])
+def test_blocks_are_computed_with_as_they_are(architecture: str, dtype: str, isa: str, tmp_path: Path) -> None:
+    """Logits are nearly those of the values that the blocks stand for, and these values do not stay in memory."""
+    plain = save_plain(tmp_path / "plain", architecture, head_dim=64, tie_word_embeddings=architecture == "qwen3")
+    file = convert_model(plain, ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q5_0"]).save(tmp_path / "model.gguf")
+    given = {"model": str(file), "dtype": dtype, "pool_mb": 64, "isa": isa}
+    with use_instruction_set("" if isa == "auto" else isa):
+        whole, packed = (
+            open_model(EngineSettings.model_validate({**given, "weights": weights})) for weights in ("bf16", "auto")
+        )
+        assert (whole.weight_form, packed.weight_form) == ("", "gguf")
+        assert whole.fingerprint != packed.fingerprint
+        right, mine = compute_probe_logits(whole), compute_probe_logits(packed)
+        assert (mine - right).square().mean().sqrt() <= 0.06 * right.std()
+        assert isinstance(packed.backend, NativeBackend)
+        assert packed.backend.body is not None
+        stored = sum(one.packed.form == WeightForm.GGUF for one in find_groups(packed.module))
+        assert stored == 2 * 4 + 1  # the layers' groups, and the output layer
+        embedding = packed.module.model.embed_tokens
+        assert isinstance(embedding, PackedEmbedding) == (architecture == "qwen3")
+        native = load_library()
+        assert native is not None
+        native.set_threads(1)
+
+
+def find_groups(module: nn.Module) -> list[PackedLinears]:
+    """The packed groups of a model, each once."""
+    groups = list[PackedLinears]()
+    for part in module.modules():
+        groups += part.groups if isinstance(part, NativeLayer) else []
+        groups += [part.group] if isinstance(part, PackedLinear) and isinstance(part.group, PackedLinears) else []
+    return groups
+
+
+@needs_kernels
+def test_types_without_products_are_unpacked_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = save_plain(tmp_path / "plain", num_hidden_layers=1)
+    kinds = ["Q8_0"] * 7 + ["Q4_1"]
+    model = load(convert_model(plain, kinds).save(tmp_path / "model.gguf"))
+    with caplog.at_level("INFO", logger="penstock.engine"):
+        assert accelerate_model(model).weight_form == "gguf"
+    assert re.search("blocks of .*Q4_1.* are unpacked", caplog.text)
+    with use_instruction_set("plain"), caplog.at_level("INFO", logger="penstock.engine"):
+        assert accelerate_model(load(tmp_path / "model.gguf", isa="plain")).weight_form == ""
+    assert "the file's blocks are unpacked: the kernels have no products with them on plain" in caplog.text
+
+
+@needs_kernels
+def test_blocks_are_kept_in_a_file_of_packed_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = save_plain(tmp_path / "plain", head_dim=64, tie_word_embeddings=True)
+    file = convert_model(plain, ["Q4_K", "Q6_K"]).save(tmp_path / "model.gguf")
+    settings = EngineSettings.model_validate({"model": str(file), "pool_mb": 64})
+    before = answer(open_engine(settings))
+    pack_model(settings)
+    with caplog.at_level("INFO", logger="penstock.engine"):
+        engine = open_engine(settings)
+    assert "weights are mapped from" in caplog.text
+    assert engine.model.weight_form == "gguf"
+    assert answer(engine) == before
+
+
+@needs_kernels
+def test_prompts_and_answers_may_have_the_blocks_and_their_values(plain: Path, content: GgufContent) -> None:
+    file = content.save(plain.parent / "model.gguf")
+    settings = EngineSettings.model_validate({"model": str(file), "prefill_weights": "bf16", "pool_mb": 64})
+    model = load_stage_models(settings)
+    assert model.stage_forms == ("", "gguf")
+    assert load_stage_models(settings, only_prompts=True).fingerprint == model.fingerprint
+    other = settings.model_copy(update={"weights": "bf16", "prefill_weights": "auto"})
+    assert load_stage_models(other, only_prompts=True).stage_forms == ("gguf", "")
 
 
 def test_the_rotary_embedding_of_llama_3(tmp_path: Path) -> None:

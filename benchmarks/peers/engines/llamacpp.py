@@ -14,6 +14,8 @@ from benchmarks.peers.workload import MAX_BATCH, MAX_LENGTH, Request
 
 BATCH_TOKENS = 2048
 _FLASH_ATTENTION = 1
+_MIXED_FORMS = {"Q4_K_M": 15}
+"""By name: llama.cpp's number of a form with tensors of several types."""
 
 
 def prepare(model: Path, form: str = "BF16") -> Path:
@@ -21,14 +23,26 @@ def prepare(model: Path, form: str = "BF16") -> Path:
     target = model / f"{form}.gguf"
     if not target.exists():
         scratch = target.with_suffix(".unfinished")
-        write_gguf(model, scratch, form)
+        if form in _MIXED_FORMS:
+            _quantize(prepare(model), scratch, _MIXED_FORMS[form])
+        else:
+            write_gguf(model, scratch, form)
         scratch.rename(target)
     return target
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "LlamaCpp":
-    """The model, and room for the longest request."""
-    return LlamaCpp(model, threads, pool_mb)
+def _quantize(source: Path, target: Path, number: int) -> None:
+    """Let llama.cpp choose the types of a file's tensors, and round them."""
+    api: Any = importlib.import_module("llama_cpp")
+    given = api.llama_model_quantize_default_params()
+    given.ftype = number
+    if status := api.llama_model_quantize(str(source).encode(), str(target).encode(), given):
+        raise RuntimeError(f"llama.cpp cannot quantise {source}: {status}")
+
+
+def load(*, model: Path, threads: int, pool_mb: int, device: str, order: str = "own") -> "LlamaCpp":
+    """The model, and room for the longest request. `order` of the weights: its `own`, or that of the `file`."""
+    return LlamaCpp(model, threads, pool_mb, is_reordered=order == "own")
 
 
 @dataclass
@@ -46,13 +60,15 @@ class _Running:
 class LlamaCpp:
     """One context at a time, made for the run's shape; a shape that comes again finds it there."""
 
-    def __init__(self, model: Path, threads: int, pool_mb: int) -> None:
+    def __init__(self, model: Path, threads: int, pool_mb: int, *, is_reordered: bool = True) -> None:
         self._api: Any = importlib.import_module("llama_cpp")
         self._quiet = self._api.llama_log_callback(lambda *_: None)
         self._api.llama_log_set(self._quiet, None)
         self._api.llama_backend_init()
         self._threads = threads
-        self._model = self._api.llama_model_load_from_file(str(model).encode(), self._api.llama_model_default_params())
+        given = self._api.llama_model_default_params()
+        given.use_extra_bufts = is_reordered
+        self._model = self._api.llama_model_load_from_file(str(model).encode(), given)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))

@@ -19,9 +19,9 @@ _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 _DRAWN = Sampling(temperature=1.0, ignore_eos=True)
 
 
-def prepare(model: Path) -> Path:
-    """The directory as it is."""
-    return model
+def prepare(model: Path, form: str = "") -> Path:
+    """The directory as it is, or the GGUF file that llama.cpp was given in this form."""
+    return model / f"{form}.gguf" if form else model
 
 
 def load(

@@ -139,15 +139,16 @@ class EngineSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the model's own on a GPU. On a CPU bfloat16 where it is the model's own, the processor has AMX, which
     is faster in it, and the kernels compute all of the model, or where float32 does not fit the machine's memory; else,
-    and always where the weights are quantised or a GGUF file, float32, whose tokens are the same on all processors."""
+    and always where the weights are quantised or a GGUF file, float32, whose tokens are the same on all processors, but
+    for a GGUF file's own numbers."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one. On a GPU torch computes, rightly and slowly: there
     `kind=vllm` is the engine to choose."""
     weights: Literal["auto", "bf16", "p12", "int8", "int4"] = "auto"
     """How the weights of linear layers are kept on a CPU. `bf16`: as they are. `p12`: bfloat16 in 12 bits, without
-    loss. `auto`: one of these two, whichever is faster. `int8`: in 8 bits with a scale for each output. `int4`: in 4
-    bits with a scale for each output and 128 inputs, and the output layer in 8 bits. `int8` and `int4` have tokens of
-    their own: the same on all workers of a pipeline."""
+    loss. `auto`: one of these two, whichever is faster; of a GGUF file its own numbers. `int8`: in 8 bits with a scale
+    for each output. `int4`: in 4 bits with a scale for each output and 128 inputs, and the output layer in 8 bits.
+    `int8`, `int4` and a GGUF file's own numbers have tokens of their own: the same on all workers of a pipeline."""
     prefill_weights: Literal["", "auto", "bf16", "p12", "int8", "int4"] = ""
     """The same for the weights that compute prompts, where those of answers are in another form: the same on all
     workers of a pipeline, too. `decode` and `auto` workers then have both in memory. Empty: as

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,9 @@ from penstock.engine.experts import (
     pack_experts,
     pack_router,
 )
+from penstock.engine.gguf_weights import GgufMatrix
 from penstock.engine.kernels.backend import NativeBackend, NativeStep
-from penstock.engine.kernels.forms import QUANTIZED, WeightPacker
+from penstock.engine.kernels.forms import GGUF, QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
@@ -58,6 +60,7 @@ from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
+from penstock.engine.weights import PackedTensor
 from penstock.errors import ModelLoadError
 from penstock.messages import Sampling
 
@@ -65,8 +68,8 @@ NUM_PROBE_TOKENS = 6
 """How many tokens the model reads for the comparison."""
 MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The limit of the root mean square of a replacement's error, relative to what the original adds to its input."""
-MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4}
-"""The same where weights and inputs become integers: random weights lose as much, trained ones less."""
+MAX_QUANTIZED_ERROR = {"int8": 0.1, "int4": 0.4, GGUF: 0.1}
+"""The same where inputs, or weights too, become integers: random weights lose as much, trained ones less."""
 MIN_EQUAL_INDICES = 0.9
 """Share of the experts chosen that must be the same: in 16 bits two of them may be equally good."""
 
@@ -133,13 +136,17 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
     is_quantized = weights in QUANTIZED
     if is_quantized and not replacer.packer.num_quantized:
         raise ModelLoadError(f"PENSTOCK_ENGINE_WEIGHTS={weights}: it has no linear layers that could be made integers")
+    is_from_gguf = replacer.packer.num_from_gguf > 0
+    if is_from_gguf:
+        model.weights.drop_pages()
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
     backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     if model.layout.states is not None:
         has_states = choose_together(model.module, partial(_read_answers, model, backend))
         backend = replace(backend, has_states=has_states)
-    return replace(model, backend=backend, weight_form=weights if is_quantized else "")
+    form = weights if is_quantized else GGUF if is_from_gguf else ""
+    return replace(model, backend=backend, weight_form=form)
 
 
 def _read_answers(model: LoadedModel, backend: NativeBackend) -> tuple[StateStorage, Tensor]:
@@ -294,11 +301,13 @@ class _Replacer:
 
     def __init__(self, model: LoadedModel, native: Library, record: _ForwardRecord, weights: str) -> None:
         self._model, self._native, self._record = model, native, record
-        self.packer = WeightPacker(native, weights, model.dtype, model.weights.num_bytes, model.vocab_size)
+        matrices = _find_matrices(model)
+        self.packer = WeightPacker(native, weights, model.dtype, model.weights.num_bytes, model.vocab_size, matrices)
         self._release: Release = model.weights.drop_tensor_pages
         self._root: nn.Module = model.module
         self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
-        self._layer_tolerance = MAX_QUANTIZED_ERROR.get(weights, self._tolerance)
+        form = GGUF if matrices and weights == "auto" else weights
+        self._layer_tolerance = MAX_QUANTIZED_ERROR.get(form, self._tolerance)
         """Of what linear layers are part of."""
 
     def replace_parts(self) -> None:
@@ -331,7 +340,8 @@ class _Replacer:
         if not all(keeps_rows_apart(self._root.get_submodule(n), c.args, c.kwargs) for n, c in mixtures.items()):
             return None
         step = self._make_step()
-        is_like_stored = not self.packer.num_quantized and not self._record.mixtures
+        num_rounded = self.packer.num_quantized + self.packer.num_from_gguf
+        is_like_stored = not num_rounded and not self._record.mixtures
         right = self._record.logits if is_like_stored else self._compute_logits()
         try:
             with hooks.run_with_step(self._root, step):
@@ -524,6 +534,19 @@ class _Replacer:
             if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == address:
                 return name if type(part) is nn.Embedding and part.max_norm is None else ""
         return None
+
+
+def _find_matrices(model: LoadedModel) -> WeakKeyDictionary[nn.Module, GgufMatrix]:
+    """Return by linear layer what its weight is in a GGUF file."""
+    tensors, found, by_address = model.weights.tensors, WeakKeyDictionary[nn.Module, GgufMatrix](), {}
+    for name, weight in model.module.named_parameters():
+        stored = tensors.get(name)
+        if isinstance(stored, PackedTensor) and stored.matrix is not None:
+            by_address[weight.data_ptr()] = stored.matrix
+    for part in model.module.modules():
+        if isinstance(part, nn.Linear) and part.weight.data_ptr() in by_address:
+            found[part] = by_address[part.weight.data_ptr()]
+    return found
 
 
 def _root_mean_square(x: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ def choose_dtype(
     own = getattr(config.get_text_config(), "dtype", None)
     if device.type != "cpu" and isinstance(own, torch.dtype):
         return ChosenDtype(own, "the model's own")
-    if own != torch.bfloat16 or is_quantized or not isa:
+    if is_quantized:
+        return ChosenDtype(torch.float32, "its weights are quantised")
+    if own != torch.bfloat16 or not isa:
         return ChosenDtype(torch.float32, "its tokens are the same on all processors")
     return _choose_for_kernels(config, isa)
 

@@ -33,7 +33,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.files import Progress, find_model, find_weight_files, to_one_line
 from penstock.engine.fingerprint import FileStats, compute_fingerprint, hash_files, stat_files
 from penstock.engine.kernels.backend import NativeBackend
-from penstock.engine.kernels.forms import QUANTIZED
+from penstock.engine.kernels.forms import GGUF, QUANTIZED
 from penstock.engine.kernels.library import TORCH, load_library
 from penstock.engine.kernels.products import choose_products, find_slow_products, list_products
 from penstock.engine.load_cache import LoadCache
@@ -133,14 +133,13 @@ def load_stage_models(
     `open_engine`.
     """
     for_prompts = settings.model_copy(update={"weights": settings.prefill_weights or settings.weights})
-    forms = (for_prompts.weights, settings.weights)
-    if _has_same_bits(*forms):
+    forms = _name_form(for_prompts, settings.weights), _name_form(settings, for_prompts.weights)
+    if forms[0] == forms[1]:
         used = for_prompts if only_prompts else settings
         return open_model(used, progress)
     for_prompts = for_prompts.model_copy(update={"packed": ""})  # it names the file for answers
     prompts = open_model(for_prompts, progress)
-    stage_forms = (prompts.weight_form, settings.weights if settings.weights in QUANTIZED else "")
-    prompts = replace(prompts, stage_forms=stage_forms)
+    prompts = replace(prompts, stage_forms=forms)
     if prompts.layout.states is not None:
         raise ModelLoadError(
             f"{settings.model} keeps a recurrent or convolution state, which one form of weights computes: leave out "
@@ -155,12 +154,16 @@ def load_stage_models(
     )
     if answers.content_fingerprint != prompts.content_fingerprint:
         raise ModelLoadError(f"{settings.model} was written to while it was loaded")
-    return replace(answers, stage_forms=stage_forms, prompt_model=prompts)
+    return replace(answers, stage_forms=forms, prompt_model=prompts)
 
 
-def _has_same_bits(first: str, second: str) -> bool:
-    """Return whether results with weights in these two forms have the same bits."""
-    return first == second or not {first, second} & set(QUANTIZED)
+def _name_form(settings: EngineSettings, other: str) -> str:
+    """Return the form of a stage's weights: what has the same bits has the same name. `other` is the other stage's."""
+    if settings.weights != "auto" or other == "auto":  # where both stages have one setting there is nothing to tell
+        return settings.weights if settings.weights in QUANTIZED else ""
+    with as_load_errors(settings.model):
+        files = find_weight_files(find_model(settings.model, _ignore_progress, settings.find_cache_directory()))
+    return GGUF if files[0].suffix == ".gguf" else ""
 
 
 def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:

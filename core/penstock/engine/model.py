@@ -79,7 +79,8 @@ class LoadedModel:
     dtype_reason: str = ""
     """Why it is computed in `dtype`."""
     weight_form: str = ""
-    """`int8` or `int4` where the weights were made integers; empty: they are as they are stored."""
+    """`int8` or `int4` where the weights were made integers, `gguf` where they are the integers of a GGUF file; empty:
+    they are as they are stored."""
     stage_forms: tuple[str, str] | None = None
     """The forms of the weights that compute prompts, and answers, if those are not the same: one is `weight_form`."""
     prompt_model: "LoadedModel | None" = None

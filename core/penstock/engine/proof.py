@@ -29,6 +29,7 @@ from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.files import Progress
 from penstock.engine.handover import export_blocks, export_state, import_blocks, import_state
+from penstock.engine.kernels.forms import GGUF
 from penstock.engine.kernels.library import load_library
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
@@ -56,8 +57,8 @@ MAX_RELATIVE_ERROR = {torch.float32: 0.01}
 MAX_RELATIVE_ERROR_16_BIT = 0.1
 """The limit for 16-bit dtypes, where one differently chosen expert changes all logits a little."""
 
-MAX_QUANTIZED_ERROR = {"int8": 0.3, "int4": 1.0}
-"""The limit where weights were made integers. Logits that have nothing to do with the model's are off by 1.4."""
+MAX_QUANTIZED_ERROR = {"int8": 0.3, "int4": 1.0, GGUF: 0.3}
+"""The limit where inputs, or weights too, were made integers. Logits of no relation are off by 1.4."""
 MAX_INT8_KV_ERROR = 0.3
 """The limit, at least, where K and V are int8."""
 

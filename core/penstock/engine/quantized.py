@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.engine.gguf_file import FLOAT_KINDS
 from penstock.engine.gguf_model import rename_tensor
-from penstock.engine.gguf_weights import fill_gguf_weight
+from penstock.engine.gguf_weights import GgufMatrix
 from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.weights import MappedWeights, PackedTensor
 from penstock.errors import ModelLoadError
@@ -157,10 +157,13 @@ class _Stored:
         """Return whether there is a tensor of this name and type."""
         return name in self.left and self.left[name].get_dtype() == kind
 
-    def add_weight(self, name: str, shape: list[int], parts: list[Any], fill_weight: Callable[..., None]) -> None:
+    def add_weight(
+        self, name: str, shape: list[int], parts: list[Any], fill_weight: Callable[..., None],
+        matrix: GgufMatrix | None = None,
+    ) -> None:  # fmt: skip
         """Add a weight of this name and shape. `fill_weight(out, *parts)` computes it when it is read.
 
-        A part that the checkpoint does not have is None, here and there.
+        A part that the checkpoint does not have is None, here and there. `matrix` is what it is stored as in GGUF.
         """
 
         def unpack_parts(*tensors: Tensor) -> Tensor:
@@ -177,7 +180,8 @@ class _Stored:
             raise ModelLoadError(f"{name} has no values: {shape}")
         if name in self.left or name in self.unpacked:
             raise ModelLoadError(f"{name} is in the weights twice, plain and quantised")
-        self.unpacked[name] = PackedTensor(tuple(part for part in parts if part is not None), shape, unpack_parts)
+        given = tuple(part for part in parts if part is not None)
+        self.unpacked[name] = PackedTensor(given, shape, unpack_parts, matrix)
 
     def refuse_left(self, *endings: str) -> None:
         """Raise `ModelLoadError` for a tensor with one of these endings that was not taken: its weight is missing."""
@@ -591,7 +595,8 @@ def _unpack_gguf(stored: _Stored, settings: Settings) -> None:
             continue
         if len(shape) != 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
-        stored.add_weight(plain, shape, [part], partial(fill_gguf_weight, kind=kind, rotary_heads=heads))
+        matrix = GgufMatrix(part, heads)
+        stored.add_weight(plain, shape, [part], matrix.fill, matrix)
 
 
 _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.files import Progress, to_one_line
-from penstock.engine.gguf_weights import map_gguf_tensors
+from penstock.engine.gguf_weights import GgufMatrix, map_gguf_tensors
 from penstock.errors import ModelLoadError
 
 log = logging.getLogger("penstock.engine")
@@ -101,6 +101,8 @@ class PackedTensor:
     shape: list[int]
     unpack: Callable[..., Tensor]
     """Returns the tensor, in memory of its own, of the mapped parts."""
+    matrix: GgufMatrix | None = None
+    """What it is stored as in a GGUF file."""
 
     def get_shape(self) -> list[int]:
         """Return its shape once it is unpacked."""

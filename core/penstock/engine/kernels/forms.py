@@ -1,17 +1,35 @@
 """In which form the weights of a model's linear layers are packed: as the setting says, or as is fastest here."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.gguf_file import FLOAT_KINDS
+from penstock.engine.gguf_weights import GgufMatrix
 from penstock.engine.kernels.library import Library
-from penstock.engine.kernels.packed import Activation, PackedLinears, Release, WeightForm, make_linear, weight_of
+from penstock.engine.kernels.packed import (
+    GGUF_FORMS,
+    Activation,
+    PackedLinears,
+    Release,
+    WeightForm,
+    make_linear,
+    weight_of,
+)
 from penstock.errors import ModelLoadError
 
 QUANTIZED = ("int8", "int4")
+GGUF = "gguf"
+"""What the form of weights is called that are a GGUF file's."""
+GGUF_ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
+"""Instruction sets whose products with a GGUF file's blocks are faster than with what the blocks stand for."""
+
+log = logging.getLogger("penstock.engine")
+
 MIN_QUANTIZED_WEIGHTS = 2**14
 """A matrix with fewer weights, such as a router of experts, does not become integers."""
 NUM_PROBES = 5
@@ -24,9 +42,13 @@ _USUAL_CACHE_BYTES = 32 * 2**20
 class WeightPacker:
     """Packs the linear layers of one model."""
 
-    def __init__(self, native: Library, weights: str, dtype: torch.dtype, num_bytes: int, vocab_size: int) -> None:
+    def __init__(
+        self, native: Library, weights: str, dtype: torch.dtype, num_bytes: int, vocab_size: int,
+        matrices: Mapping[nn.Module, GgufMatrix] | None = None,
+    ) -> None:  # fmt: skip
         """`weights` is the setting, `num_bytes` what the model's weights take as they are stored.
 
+        `matrices` are the weights of linear layers in a GGUF file.
         Raises `ModelLoadError` for a form that the model cannot have.
         """
         if weights == "p12" and dtype != torch.bfloat16:
@@ -41,6 +63,12 @@ class WeightPacker:
         """By the sizes of a group: the form that was faster."""
         self.num_quantized = 0
         """Linear layers whose weights were made integers."""
+        self.num_from_gguf = 0
+        """Those whose weights are a GGUF file's."""
+        self._matrices = matrices if weights == "auto" and matrices is not None else {}
+        if self._matrices and native.isa not in GGUF_ISAS:
+            log.info("the file's blocks are unpacked: the kernels have no products with them on %s", native.isa)
+            self._matrices = {}
 
     def pack_linears(
         self, linears: Sequence[nn.Module], release: Release, activation: Activation = Activation.NONE
@@ -50,6 +78,10 @@ class WeightPacker:
             form = self._choose_quantized(linears)
             self.num_quantized += len(linears) * (form != WeightForm.STORED)
             return PackedLinears(self._native, linears, release, activation, form)
+        matrices = self._find_matrices(linears, activation)
+        if matrices:
+            self.num_from_gguf += len(linears)
+            return PackedLinears(self._native, linears, release, activation, WeightForm.GGUF, matrices)
         if not self._may_compress:
             return PackedLinears(self._native, linears, release, activation)
         if self._weights == "p12":
@@ -58,6 +90,19 @@ class WeightPacker:
         if sizes not in self._found:
             self._found[sizes] = self._probe_forms(linears, activation)
         return PackedLinears(self._native, linears, release, activation, self._found[sizes])
+
+    def _find_matrices(self, linears: Sequence[nn.Module], activation: Activation) -> list[GgufMatrix]:
+        """Return the layers' weights in a GGUF file, or none, after it is logged why they cannot be used together."""
+        found = [self._matrices.get(linear) for linear in linears]
+        kinds = [FLOAT_KINDS[0] if matrix is None else matrix.kind for matrix in found]
+        is_known = all(kind in GGUF_FORMS for kind in kinds)
+        if is_known and (not activation or kinds[::2] == kinds[1::2]):
+            return [matrix for matrix in found if matrix is not None]
+        if any(kind not in FLOAT_KINDS for kind in kinds):
+            log.info(
+                "blocks of %s are unpacked: the kernels have no products with all of them together", ", ".join(kinds)
+            )
+        return []
 
     def _probe_forms(self, linears: Sequence[nn.Module], activation: Activation) -> WeightForm:
         """Return the form in which the first outputs of a group are faster."""

@@ -28,7 +28,7 @@ class Packed(Structure):
     _fields_: ClassVar = [
         ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64),
         ("element_bytes", c_int32), ("form", c_int32), ("scales", c_void_p), ("palettes", c_void_p),
-        ("exceptions", c_void_p), ("first_exception", c_void_p),
+        ("exceptions", c_void_p), ("first_exception", c_void_p), ("kinds", c_void_p), ("places", c_void_p),
     ]  # fmt: skip
 
 
@@ -114,6 +114,16 @@ class PackArgs(Structure):
         ("weight", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("row_stride", c_int64), ("data", c_void_p),
         ("first_panel", c_int64), ("columns", c_int32), ("first_column", c_int32), ("element_bytes", c_int32),
         ("form", c_int32), ("scales", c_void_p),
+    ]  # fmt: skip
+
+
+class PackGgufArgs(Structure):
+    """The parts of one weight's blocks into the panels of its group."""
+
+    _fields_: ClassVar = [
+        ("codes", c_void_p), ("halves", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("outputs", c_int64),
+        ("inputs", c_int64), ("data", c_void_p), ("places", c_void_p), ("first_panel", c_int64), ("columns", c_int32),
+        ("first_column", c_int32), ("kind", c_int32),
     ]  # fmt: skip
 
 
@@ -265,8 +275,8 @@ class Library:
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
         for name in (
-            "pack", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope", "best", "broken",
-            "sample", "rank", "convolve", "delta", "space",
+            "pack", "pack_gguf", "compress", "linear", "experts", "lookup", "attention", "write", "norm", "rope",
+            "best", "broken", "sample", "rank", "convolve", "delta", "space",
         ):  # fmt: skip
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = _check_status
@@ -278,6 +288,7 @@ class Library:
         self.body = handle.penstock_body
         self.read = handle.penstock_read
         self.pack = handle.penstock_pack
+        self.pack_gguf = handle.penstock_pack_gguf
         self.compress = handle.penstock_compress
         self.linear = handle.penstock_linear
         self.experts = handle.penstock_experts

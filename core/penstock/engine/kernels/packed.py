@@ -4,12 +4,13 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from penstock.engine.gguf_weights import GgufMatrix, split_blocks
 from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.memory import Arena, map_zeros
@@ -19,12 +20,11 @@ PANEL_COLUMNS = 32
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that the kernels support."""
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 """Counts the changes of how packed weights lie in memory: files of packed weights are of one version."""
 
 _ARENA = Arena()
 _PAIR_BYTES = 192  # of a compressed panel, for four inputs
-_TABLES = ("palettes", "exceptions", "first_exception")
 _PACKED_ROWS_PER_RELEASE = 128 * PANEL_COLUMNS  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
@@ -52,6 +52,36 @@ class WeightForm(IntEnum):
     """4 bits, a scale for each output and 128 inputs."""
     COMPRESSED = 3
     """bf16 in 12 bits, without loss."""
+    GGUF = 4
+    """The numbers and scales of a GGUF file's blocks."""
+
+
+_TABLES = {WeightForm.COMPRESSED: ("palettes", "exceptions", "first_exception"), WeightForm.GGUF: ("kinds", "places")}
+"""By form: what a group has beside its memory, scales and biases."""
+
+
+class GgufForm(NamedTuple):
+    """How the kernels keep the blocks of a type."""
+
+    number: int
+    bits: int
+    group: int
+    """Inputs with one scale."""
+    nested: int = 0
+    """Float16 that 8-bit scales, and minimums, are multiplied by."""
+
+    def count_panel_bytes(self, inputs: int) -> int:
+        """Return the bytes of a panel."""
+        halves, small = PANEL_COLUMNS * 2, PANEL_COLUMNS * (inputs // self.group)
+        scales = self.nested * (halves * (inputs // GROUP_INPUTS) + small) if self.nested else 2 * small
+        return inputs * self.bits * PANEL_COLUMNS // 8 + scales
+
+
+GGUF_FORMS = {
+    "Q8_0": GgufForm(0, 8, 32), "Q4_0": GgufForm(1, 4, 32), "Q5_0": GgufForm(2, 6, 32), "Q4_K": GgufForm(3, 4, 32, 2),
+    "Q5_K": GgufForm(4, 6, 32, 2), "Q6_K": GgufForm(5, 6, 16, 1),
+}  # fmt: skip
+"""By GGUF's name of a type."""
 
 
 MAX_EXCEPTIONS = 0.003
@@ -63,10 +93,10 @@ GROUP_INPUTS = 128
 class PackedLinears:
     """The weights of linear layers with the same input, packed together: one pass over them serves all.
 
-    With 8 or 4 bits the inputs are made integers of 8 bits, too: products are summed exactly within a group of inputs.
-    With an `activation` they are pairs of gate and up, and the result of each is act(gate) * up, rounded where the
-    separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer or pair out. A row's result
-    depends on that row alone.
+    With 8 or 4 bits, and from GGUF, the inputs are made integers of 8 bits, too: products are summed exactly within a
+    group of inputs. With an `activation` they are pairs of gate and up, and the result of each is act(gate) * up,
+    rounded where the separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer or pair out. A
+    row's result depends on that row alone.
     """
 
     def __init__(
@@ -76,7 +106,9 @@ class PackedLinears:
         release: Release,
         activation: Activation = Activation.NONE,
         form: WeightForm = WeightForm.STORED,
+        matrices: Sequence[GgufMatrix] = (),
     ) -> None:
+        """`matrices` are what the weights are in a GGUF file, for that form."""
         weights = [weight_of(linear) for linear in linears]
         self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
         self.dtype = weights[0].dtype
@@ -86,13 +118,18 @@ class PackedLinears:
         width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         together = 2 if activation else 1  # layers that share panels
         firsts, num_panels = _place_panels(self.outputs, activation)
-        self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
         self._tables: tuple[Tensor, ...] = ()
-        """Of compressed weights."""
+        if form == WeightForm.GGUF:
+            self._tables = self._place_gguf(matrices, firsts, width, num_panels)
+        self._memory, self._scales = self._allocate(num_panels, for_long=not is_compressed)
         self.num_exceptions = 0
         """Weights that compression keeps apart."""
         for i, weight in enumerate(weights):
             column = width * (i % together)
+            if form == WeightForm.GGUF:
+                self._pack_gguf(matrices[i], firsts[i], width, column)
+                release(weight)
+                continue
             for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
                 piece = weight[row : row + _PACKED_ROWS_PER_RELEASE]
                 self._pack_weight(piece, firsts[i] + row // width, width, column)
@@ -111,8 +148,7 @@ class PackedLinears:
         group._native = native  # noqa: SLF001 - this is a constructor
         group._memory, group._scales = tensors["memory"], tensors["scales"]  # noqa: SLF001
         group._bias = tensors.get("bias")  # noqa: SLF001
-        names = _TABLES if group.form == WeightForm.COMPRESSED else ()
-        group._tables = tuple(tensors[name] for name in names)  # noqa: SLF001
+        group._tables = tuple(tensors[name] for name in _TABLES.get(group.form, ()))  # noqa: SLF001
         group._make_arguments(Activation(about["activation"]))  # noqa: SLF001
         return group
 
@@ -122,7 +158,8 @@ class PackedLinears:
             "outputs": self.outputs, "inputs": self.inputs, "dtype": str(self.dtype).removeprefix("torch."),
             "form": int(self.form), "num_exceptions": self.num_exceptions, "activation": int(self._args.activation),
         }  # fmt: skip
-        tensors = {"memory": self._memory, "scales": self._scales, **dict(zip(_TABLES, self._tables, strict=False))}
+        tables = dict(zip(_TABLES.get(self.form, ()), self._tables, strict=True))
+        tensors = {"memory": self._memory, "scales": self._scales, **tables}
         return about, tensors if self._bias is None else {**tensors, "bias": self._bias}
 
     def _make_arguments(self, activation: Activation) -> None:
@@ -131,8 +168,10 @@ class PackedLinears:
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(
             self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize, self.form,
-            self._scales.data_ptr(), *(table.data_ptr() for table in self._tables),
+            self._scales.data_ptr(),
         )  # fmt: skip
+        for name, table in zip(_TABLES.get(self.form, ()), self._tables, strict=True):
+            setattr(self.packed, name, table.data_ptr())
         together = 2 if activation else 1
         count = len(self.outputs) // together
         parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs, firsts, strict=True))
@@ -168,8 +207,8 @@ class PackedLinears:
         self._native.compress(ctypes.addressof(args))
         self._memory, self._tables, self.form = data, (palettes, exceptions, first), WeightForm.COMPRESSED
         self.packed.data, self.packed.form = data.data_ptr(), self.form
-        self.packed.palettes, self.packed.exceptions = palettes.data_ptr(), exceptions.data_ptr()
-        self.packed.first_exception = first.data_ptr()
+        for name, table in zip(_TABLES[self.form], self._tables, strict=True):
+            setattr(self.packed, name, table.data_ptr())
 
     def _allocate(self, num_panels: int, *, for_long: bool) -> tuple[Tensor, Tensor]:
         """Return memory for the weights, all of them zero, and for their scales."""
@@ -177,6 +216,8 @@ class PackedLinears:
             units = -(-self.inputs * self.dtype.itemsize // 4)
             allocate = _ARENA.allocate_zeros if for_long else map_zeros
             return allocate(num_panels * units * PANEL_COLUMNS, torch.int32), torch.empty(0)
+        if self.form == WeightForm.GGUF:
+            return _ARENA.allocate_zeros(int(self._tables[1][-1]), torch.uint8), torch.empty(0)
         bits = 8 if self.form == WeightForm.INT8 else 4
         lines, groups = -(-self.inputs // 4), 1 if bits == 8 else -(-self.inputs // GROUP_INPUTS)
         codes = _ARENA.allocate_zeros(num_panels * lines * 16 * bits, torch.uint8)
@@ -190,6 +231,30 @@ class PackedLinears:
             first_panel, columns, first_column, self.dtype.itemsize, self.form, self._scales.data_ptr(),
         )  # fmt: skip
         self._native.pack(ctypes.addressof(args))
+
+    def _place_gguf(
+        self, matrices: Sequence[GgufMatrix], firsts: list[int], width: int, num_panels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the kind of each panel, and where each is in memory, with the end of all."""
+        kinds, sizes = torch.empty(num_panels, dtype=torch.uint8), torch.empty(num_panels, dtype=torch.int64)
+        for matrix, first, outputs in zip(matrices, firsts, self.outputs, strict=True):
+            form, panels = GGUF_FORMS[matrix.kind], slice(first, first + -(-outputs // width))
+            kinds[panels], sizes[panels] = form.number, form.count_panel_bytes(self.inputs)
+        return kinds, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+    def _pack_gguf(self, matrix: GgufMatrix, first_panel: int, columns: int, first_column: int) -> None:
+        places = matrix.find_rows()
+        for row in range(0, len(places), _PACKED_ROWS_PER_RELEASE):
+            some = places[row : row + _PACKED_ROWS_PER_RELEASE]
+            parts = split_blocks(matrix.read_rows(some), matrix.kind)
+            given = (parts.numbers, parts.halves, parts.scales, parts.minimums)
+            whole = [None if part is None else part.contiguous() for part in given]
+            args = library.PackGgufArgs(
+                *(None if part is None else part.data_ptr() for part in whole), len(some), self.inputs,
+                self._memory.data_ptr(), self._tables[1].data_ptr(), first_panel + row // columns, columns,
+                first_column, GGUF_FORMS[matrix.kind].number,
+            )  # fmt: skip
+            self._native.pack_gguf(ctypes.addressof(args))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return a tensor [.., outputs] for each layer, or with an activation for each pair."""

@@ -42,8 +42,12 @@ class Product:
 
 
 def list_products(module: nn.Module) -> list[Product]:
-    """Return the products of a model's groups of linear layers, each once, as far as they are probed."""
-    products = (Product(min(sum(one.outputs), MAX_OUTPUTS), one.inputs, one.dtype, one.form) for one in _groups(module))
+    """Return the products of a model's groups of linear layers, each once, as far as they are probed.
+
+    Those with a GGUF file's blocks are not: torch has nothing to compare with them.
+    """
+    groups = (one for one in _groups(module) if one.form != WeightForm.GGUF)
+    products = (Product(min(sum(one.outputs), MAX_OUTPUTS), one.inputs, one.dtype, one.form) for one in groups)
     return list(dict.fromkeys(products))
 
 

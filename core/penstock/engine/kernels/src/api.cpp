@@ -26,7 +26,9 @@ namespace {
 // Whether this processor has each of them.
 bool has_plain() { return true; }
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -86,6 +88,7 @@ EXPORT const char* penstock_select(const char* name) {
 
 EXPORT int penstock_set_threads(int count) { return pool::set_threads(count); }
 EXPORT int penstock_pack(const PackArgs* a) { return call(table().pack, a); }
+EXPORT int penstock_pack_gguf(const PackGgufArgs* a) { return call(table().pack_gguf, a); }
 EXPORT int penstock_compress(const CompressArgs* a) { return call(table().compress, a); }
 EXPORT int penstock_linear(const LinearArgs* a) { return call(table().linear, a); }
 EXPORT int penstock_experts(const ExpertsArgs* a) {

@@ -5,6 +5,7 @@
 namespace ISA {
 
 void pack(const PackArgs*);
+void pack_gguf(const PackGgufArgs*);
 void compress(const CompressArgs*);
 void linear(const LinearArgs*);
 void experts(const ExpertsArgs*);

@@ -19,10 +19,14 @@ struct Packed {
   const uint8_t* palettes;           // of compressed weights: see compressed.h
   const uint32_t* exceptions;
   const uint32_t* first_exception;   // of each panel
+  const uint8_t* kinds;              // of a GGUF file's blocks, of each panel: a GgufKind. See gguf.h
+  const int64_t* places;             // of each panel: bytes from `data` on
 };
 
-// How weights are packed: as they are stored, as integers of 8 or 4 bits, or bf16 without loss in 12 bits.
-enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2, kCompressed = 3 };
+// How weights are packed: as they are stored, as integers of 8 or 4 bits, bf16 without loss in 12 bits, or a GGUF file's
+// blocks.
+enum Form : int32_t { kStored = 0, kInt8 = 1, kInt4 = 2, kCompressed = 3, kGguf = 4 };
+enum GgufKind : uint8_t { kQ8_0 = 0, kQ4_0 = 1, kQ5_0 = 2, kQ4_K = 3, kQ5_K = 4, kQ6_K = 5 };
 
 // Of the gate. kBoundedSwish bounds the gate and what it gates, to which it adds one: as gpt-oss does.
 enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kBoundedSwish = 3 };
@@ -217,6 +221,21 @@ struct PackArgs {
   float* scales;
 };
 
+// The same of a GGUF file's blocks, whose parts are apart: a code for each weight, and for each group of them scales.
+struct PackGgufArgs {
+  const uint8_t* codes;     // [outputs, inputs]
+  const uint16_t* halves;   // float16 [outputs, groups]; nested [outputs, inputs / 256], or with minimums [.., 2]
+  const uint8_t* scales;    // nested: [outputs, groups]
+  const uint8_t* minimums;  // [outputs, groups], or null
+  int64_t outputs, inputs;
+  uint8_t* data;            // zeros
+  const int64_t* places;    // of the group's panels
+  int64_t first_panel;
+  int32_t columns;
+  int32_t first_column;
+  int32_t kind;
+};
+
 // Panels of stored bf16 weights, compressed. `inputs` is a multiple of four.
 struct CompressArgs {
   const uint32_t* stored;
@@ -334,6 +353,7 @@ struct SpaceArgs {
 struct Table {
   const char* name;
   void (*pack)(const PackArgs*);
+  void (*pack_gguf)(const PackGgufArgs*);
   void (*compress)(const CompressArgs*);
   void (*linear)(const LinearArgs*);
   void (*experts)(const ExpertsArgs*);

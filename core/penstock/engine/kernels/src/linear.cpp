@@ -137,7 +137,7 @@ struct Input {
 struct QuantizedRows {
   int8_t* codes;   // [rows, units * 4]; zeros behind the inputs
   float* scales;   // [rows, groups]
-  int32_t* sums;   // [rows, groups], of the codes
+  int32_t* sums;   // [rows, groups], of the codes; of GGUF [rows, groups * 8], of each 16
   int units, groups;
 };
 
@@ -464,6 +464,7 @@ template <class T> void lookup_of(const LookupArgs& a) {
 }
 
 #include "quantized.h"
+#include "gguf.h"
 #include "compressed.h"
 
 template <class T> void linears_in_form(const LinearArgs* each, int count) {
@@ -471,6 +472,7 @@ template <class T> void linears_in_form(const LinearArgs* each, int count) {
     case kInt8: return linears_of<Quantized<T, 8>>(each, count);
     case kInt4: return linears_of<Quantized<T, 4>>(each, count);
     case kCompressed: return linears_of<Compressed>(each, count);
+    case kGguf: return linears_of<FromGguf<T>>(each, count);
     default: return linears_of<Stored<T>>(each, count);
   }
 }
@@ -481,6 +483,7 @@ int64_t panel_bytes(const Packed& p) {
     case kInt8: return (p.inputs + 3) / 4 * Codes<8>::kLineBytes;
     case kInt4: return (p.inputs + 3) / 4 * Codes<4>::kLineBytes;
     case kCompressed: return p.inputs / 4 * kPairBytes;
+    case kGguf: return 0;  // `places` says where each is
     default: return (p.inputs * p.element_bytes + 3) / 4 * kColumns * 4;
   }
 }
@@ -497,6 +500,7 @@ template <class T> void lookup_in_form(const LookupArgs& a) {
     case kInt8: return quantized_lookup_of<T, 8>(a);
     case kInt4: return quantized_lookup_of<T, 4>(a);
     case kCompressed: return compressed_lookup(a);
+    case kGguf: return gguf_lookup_of<T>(a);
     default: return lookup_of<T>(a);
   }
 }
@@ -515,10 +519,14 @@ Packed panels_of(const Packed& all, int64_t first, int64_t count) {
   if (all.scales) p.scales += first * kColumns * (all.form == kInt4 ? (all.inputs + kGroup - 1) / kGroup : 1);
   if (all.palettes) p.palettes += first * 16;
   if (all.first_exception) p.first_exception += first;
+  if (all.kinds) p.kinds += first, p.places += first;
   return p;
 }
 void pack(const PackArgs* a) { a->element_bytes == 4 ? pack_in_form<float>(*a) : pack_in_form<bf16>(*a); }
 void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? lookup_in_form<float>(*a) : lookup_in_form<bf16>(*a); }
+void pack_gguf(const PackGgufArgs* a) {
+  with_gguf_form(a->kind, [&](auto form) { pack_gguf_of<decltype(form)>(*a); });
+}
 void compress(const CompressArgs* a) { compress_panels(*a); }
 
 }  // namespace ISA

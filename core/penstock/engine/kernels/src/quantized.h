@@ -71,18 +71,20 @@ template <int BITS> INLINE u32xn codes_at(const uint8_t* w, int half, int v) {
 
 // ---- the inputs as int8
 
-template <class T> void quantize_rows(std::vector<Chunk>& chunks) {
+// `SUMMED`: of how many codes the sums are.
+template <class T, int SUMMED = kGroup> void quantize_rows(std::vector<Chunk>& chunks) {
+  constexpr int kSums = kGroup / SUMMED;
   const int64_t inputs = chunks[0].a->weight->inputs;
   const int units = int((inputs + 3) / 4), groups = int((inputs + kGroup - 1) / kGroup);
   size_t rows = 0;
   for (const Chunk& chunk : chunks) rows += chunk.rows;
   QuantizedRows q{(int8_t*)pool::scratch(4, rows * units * 4), (float*)pool::scratch(5, rows * groups * 4),
-                  (int32_t*)pool::scratch(6, rows * groups * 4), units, groups};
+                  (int32_t*)pool::scratch(6, rows * groups * kSums * 4), units, groups};
   for (Chunk& chunk : chunks) {
     chunk.quantized = q;
     q.codes += int64_t(chunk.rows) * units * 4;
     q.scales += chunk.rows * groups;
-    q.sums += chunk.rows * groups;
+    q.sums += chunk.rows * groups * kSums;
   }
   run_tasks(chunks, [](const Chunk& chunk) { return chunk.rows; }, [&](const Chunk& chunk, int r) {
     const QuantizedRows& own = chunk.quantized;
@@ -91,7 +93,13 @@ template <class T> void quantize_rows(std::vector<Chunk>& chunks) {
       const int left = int(inputs - int64_t(g) * kGroup);
       const int count = left < kGroup ? left : kGroup;
       quantize_group(x + g * kGroup, count, (count + 3) / 4 * 4, own.codes + int64_t(r) * units * 4 + g * kGroup,
-                     own.scales + r * groups + g, own.sums + r * groups + g);
+                     own.scales + r * groups + g, own.sums + (r * groups + g) * kSums);
+      if (kSums > 1) {
+        for (int i = 0; i < count; i += SUMMED) {
+          const int8_t* codes = own.codes + int64_t(r) * units * 4 + g * kGroup + i;
+          own.sums[(r * groups + g) * kSums + i / SUMMED] = int32_t(sum(load(codes)));
+        }
+      }
     }
   });
 }

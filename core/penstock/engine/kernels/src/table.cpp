@@ -6,7 +6,7 @@
 namespace ISA {
 
 extern const Table table;
-const Table table = {TEXT(ISA), pack, compress, linear, experts, lookup, attention, write, norm, rope, best, broken, sample, rank,
+const Table table = {TEXT(ISA), pack, pack_gguf, compress, linear, experts, lookup, attention, write, norm, rope, best, broken, sample, rank,
                      convolve, delta, space, layers, body, read};
 
 }  // namespace ISA

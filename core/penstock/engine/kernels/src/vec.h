@@ -43,7 +43,7 @@ typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
 
 // f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
 template <int N, class F> INLINE void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+  [&]<int... i>(std::integer_sequence<int, i...>) INLINED { (f(i), ...); }(std::make_integer_sequence<int, N>());
 }
 
 template <class V>
@@ -98,6 +98,33 @@ INLINE f32x16 load(const int8_t* p) {
   return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #else
   return __builtin_convertvector(__builtin_convertvector(*(const i8x16_any*)p, i32x16), f32x16);
+#endif
+}
+
+// Float16 that are finite, and integers of 8 bits, as floats: exactly.
+INLINE f32xn load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (f32xn)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (f32xn)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  typedef uint16_t u16xn_any __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  const u32xn bits = __builtin_convertvector(*(const u16xn_any*)p, u32xn);
+  return (f32xn)((u32xn)((f32xn)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+#endif
+}
+template <class B> INLINE f32xn load_bytes(const B* p) {
+#if defined(__AVX512F__)
+  constexpr bool has_sign = std::is_same_v<B, int8_t>;
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return (f32xn)_mm512_cvtepi32_ps(has_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  constexpr bool has_sign = std::is_same_v<B, int8_t>;
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+  return (f32xn)_mm256_cvtepi32_ps(has_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef B bytes_any __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*(const bytes_any*)p, f32xn);
 #endif
 }
 
