@@ -15,8 +15,9 @@ PLACED = {
     "partition": 2,
     "worker": "auto-1",
     "why": "least work left",
+    "home": "auto-[b]0",
     "cached": 512,
-    "costs": {"auto-0": 4100, "auto-1": 90},
+    "costs": {"auto-[b]0": 4100, "auto-1": 90},
 }
 
 
@@ -39,7 +40,7 @@ def test_what_is_known_of_a_request(redis_url: str, pipeline: Pipeline, terminal
     waiting = terminal("explain", "r-1", **environment).stdout
     assert "no worker has seen it" in waiting
     assert "partition 2 of auto-1 by least work left; 512 tokens" in waiting
-    assert waiting.index("auto-1: 90") < waiting.index("auto-0: 4,100"), "the least first"
+    assert waiting.index("auto-1: 90") < waiting.index("auto-[b]0: 4,100"), "the least first"
     with InProcessPipeline(addresses, RecordSettings()) as line:
         line.send_requests(poison("r-1"))
         line.run_until_results(1)

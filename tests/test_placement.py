@@ -43,11 +43,11 @@ from penstock.telemetry import tracing
 num_partitions = st.integers(1, 40)
 
 
-def chain(**fields: Any) -> PromptChain:
+def make_chain(**fields: Any) -> PromptChain:
     return chain_prompt(make_request(None, cast(RequestFields, fields)))
 
 
-def chat(*turns: str) -> list[dict[str, str]]:
+def make_chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
 
 
@@ -82,7 +82,7 @@ def test_a_producer_in_another_language_can_compare(
     fields: dict[str, Any], links: list[str], home: str, partitions: tuple[int, int]
 ) -> None:
     """These are the vectors of the protocol, made by a program of its own."""
-    found = chain(**fields)
+    found = make_chain(**fields)
     assert [link.digest.hex() for link in found.links] == links
     assert found.home.hex().startswith(home)
     assert (choose_by_hash(found.home, range(4)), choose_by_hash(found.home, range(8))) == partitions
@@ -92,64 +92,78 @@ def test_a_producer_in_another_language_can_compare(
 
 
 def test_links_end_pieces_whose_length_doubles_and_messages() -> None:
-    text = chain(prompt="x" * 10_000)
+    text = make_chain(prompt="x" * 10_000)
     assert [link.length for link in text.links[:10]] == [*range(256, 2049, 256), 2560, 3072]
     assert text.links[-1].length == text.length == 10_000
-    turns = chain(messages=chat("x" * 300, "y", "z" * 256))
+    turns = make_chain(messages=make_chat("x" * 300, "y", "z" * 256))
     assert [link.length for link in turns.links] == [256, 300, 301, 557]
-    tokens = chain(token_ids=list(range(150)))
+    tokens = make_chain(token_ids=list(range(150)))
     assert ([link.length for link in tokens.links], tokens.is_tokens) == ([64, 128, 150], True)
-    longest = chain(prompt="x" * 10**6)
+    longest = make_chain(prompt="x" * 10**6)
     assert len(longest.links) == MAX_LINKS
     assert longest.links[-1].length == PIECES_OF_A_LENGTH * PIECE_CHARS * 255, "half a million characters"
 
 
 def test_links_are_those_of_all_that_begin_so() -> None:
     first = "x" * 5000
-    one, longer, other = chain(prompt=first + "y"), chain(prompt=first + "z" * 5000), chain(prompt="y" + first)
-    shared = set(one.links) & set(longer.links)
-    assert max(shared).length if (lengths := {link.length for link in shared}) else 0
-    assert max(lengths) == 4608
+    one, longer, other = (
+        make_chain(prompt=first + "y"),
+        make_chain(prompt=first + "z" * 5000),
+        make_chain(prompt="y" + first),
+    )
+    assert max(link.length for link in set(one.links) & set(longer.links)) == 4608
     assert not set(one.links) & set(other.links)
-    turn, next_turn = chat("question", "answer", "and"), chat("question", "answer", "and", "answer", "why")
-    assert chain(messages=next_turn).links[:3] == chain(messages=turn).links
-    assert not set(chain(messages=chat("ab", "c")).links) & set(chain(messages=chat("a", "bc")).links)
+    turn, next_turn = make_chat("question", "answer", "and"), make_chat("question", "answer", "and", "answer", "why")
+    assert make_chain(messages=next_turn).links[:3] == make_chain(messages=turn).links
+    assert not set(make_chain(messages=make_chat("ab", "c")).links) & set(
+        make_chain(messages=make_chat("a", "bc")).links
+    )
     system = [{"role": "system", "content": "a"}]
-    assert chain(messages=system).links != chain(messages=chat("a")).links
+    assert make_chain(messages=system).links != make_chain(messages=make_chat("a")).links
 
 
 def test_a_session_is_home_else_the_first_user_message_else_the_first_piece() -> None:
-    one = chain(prompt="one", session="s")
-    assert one.home == chain(prompt="two", session="s").home == chain(token_ids=[1], session="s").home
-    assert one.home not in (chain(prompt="one", session="t").home, chain(prompt="one").home)
+    one = make_chain(prompt="one", session="s")
+    assert one.home == make_chain(prompt="two", session="s").home == make_chain(token_ids=[1], session="s").home
+    assert one.home not in (make_chain(prompt="one", session="t").home, make_chain(prompt="one").home)
     system = {"role": "system", "content": "You are helpful. " * 100}
-    turn = chain(messages=[system, *chat("question")])
-    assert turn.home == chain(messages=[system, *chat("question", "answer", "and")]).home == turn.links[-1].digest
-    assert turn.home != chain(messages=[system, *chat("another")]).home
+    turn = make_chain(messages=[system, *make_chat("question")])
+    assert (
+        turn.home
+        == make_chain(messages=[system, *make_chat("question", "answer", "and")]).home
+        == turn.links[-1].digest
+    )
+    assert turn.home != make_chain(messages=[system, *make_chat("another")]).home
     beginning = "é" * PIECE_CHARS
-    assert chain(prompt=beginning).home == chain(prompt=beginning + "more").home != chain(prompt=beginning[1:]).home
+    assert (
+        make_chain(prompt=beginning).home
+        == make_chain(prompt=beginning + "more").home
+        != make_chain(prompt=beginning[1:]).home
+    )
     ids = list(range(PIECE_TOKENS))
-    assert chain(token_ids=ids).home == chain(token_ids=[*ids, 5]).home != chain(token_ids=ids[1:]).home
-    silent = chain(messages=[{"role": "user", "content": ""}])
+    assert make_chain(token_ids=ids).home == make_chain(token_ids=[*ids, 5]).home != make_chain(token_ids=ids[1:]).home
+    silent = make_chain(messages=[{"role": "user", "content": ""}])
     assert (len(silent.home), silent.links) == (16, ())
 
 
 def test_tenants_do_not_meet() -> None:
-    one, other = chain(prompt="one", tenant="a"), chain(prompt="one", tenant="b")
+    one, other = make_chain(prompt="one", tenant="a"), make_chain(prompt="one", tenant="b")
     assert one.home != other.home
     assert not set(one.links) & set(other.links)
-    assert chain(prompt="x", session="s", tenant="a").home != chain(prompt="x", session="s", tenant="b").home
-    assert chain(prompt="x", session="bc", tenant="a").home != chain(prompt="x", session="c", tenant="ab").home
+    assert make_chain(prompt="x", session="s", tenant="a").home != make_chain(prompt="x", session="s", tenant="b").home
+    assert (
+        make_chain(prompt="x", session="bc", tenant="a").home != make_chain(prompt="x", session="c", tenant="ab").home
+    )
 
 
 def test_nothing_else_of_a_request_counts_but_its_class() -> None:
-    one = chain(prompt="x", id="a", max_tokens=3, model="m", deadline=9e9)
-    assert one == chain(prompt="x", id="b", temperature=0.5)
-    assert chain(prompt="x", klass="batch").klass == "batch"
+    one = make_chain(prompt="x", id="a", max_tokens=3, model="m", deadline=9e9)
+    assert one == make_chain(prompt="x", id="b", temperature=0.5)
+    assert make_chain(prompt="x", klass="batch").klass == "batch"
 
 
 def test_characters_are_counted_as_chains_count_them() -> None:
-    for fields in ({"prompt": "é" * 700}, {"messages": chat("a" * 300, "bc")}):
+    for fields in ({"prompt": "é" * 700}, {"messages": make_chat("a" * 300, "bc")}):
         made = make_request(None, cast(RequestFields, fields))
         assert count_prompt_chars(made) == chain_prompt(made).length
     assert count_prompt_chars(make_request(None, {"token_ids": [1, 2]})) == 0
@@ -199,14 +213,14 @@ def test_the_hash_is_the_same_in_every_process_and_version() -> None:
 
 def test_each_of_the_two_workers_of_the_demo_reads_a_prompt() -> None:
     count = BusSettings().partitions
-    chosen = {choose_by_hash(chain(prompt=prompt).home, range(count)) for prompt, _ in PROMPTS}
+    chosen = {choose_by_hash(make_chain(prompt=prompt).home, range(count)) for prompt, _ in PROMPTS}
     assert len(chosen) > count / 2
 
 
 # Placer
 
 
-def beat(
+def make_beat(
     worker: str,
     partitions: Sequence[int],
     waiting: int = 0,
@@ -221,7 +235,7 @@ def beat(
     return WorkerBeat(worker, at_s, at_s + lasts_s, read, tokens, ratio)
 
 
-def prompt(name: str, *lengths: int, klass: PriorityClass = "interactive", home: str = "") -> PromptChain:
+def make_prompt(name: str, *lengths: int, klass: PriorityClass = "interactive", home: str = "") -> PromptChain:
     """Return a prompt of token ids, whose links of these lengths are those of others with this name."""
     links = tuple(Link(f"{name} {length}".encode(), length) for length in lengths)
     return PromptChain(klass, (home or name).encode(), links, lengths[-1], is_tokens=True)
@@ -251,15 +265,15 @@ def test_the_least_work_is_chosen(
     waiting: tuple[int, int], batch: tuple[int, int], klass: PriorityClass, chosen: str
 ) -> None:
     home = find_home("abc", "c")
-    placer = placer_of(beat("a", [0]))
-    placer.choose_partition(prompt("p", 600, home=home), range(3), 0.5)
+    placer = placer_of(make_beat("a", [0]))
+    placer.choose_partition(make_prompt("p", 600, home=home), range(3), 0.5)
     left = zip(waiting, batch, strict=True)
-    beats = [beat("ab"[number], [number], *mine, at_s=1.0) for number, mine in enumerate(left)]
-    placer.note_beats([*beats, beat("c", [2], waiting=9000, at_s=1.0)])
-    placed = placer.choose_partition(prompt("p", 600, 1000, klass=klass, home=home), range(3), 1.5)
+    beats = [make_beat("ab"[number], [number], *mine, at_s=1.0) for number, mine in enumerate(left)]
+    placer.note_beats([*beats, make_beat("c", [2], waiting=9000, at_s=1.0)])
+    placed = placer.choose_partition(make_prompt("p", 600, 1000, klass=klass, home=home), range(3), 1.5)
     assert (placed.worker, placed.partition) == (chosen, "abc".index(chosen))
     counted = [one + (other if klass == "batch" else 0) for one, other in zip(waiting, batch, strict=True)]
-    assert placed.costs == {"a": counted[0] + 400, "b": counted[1] + 1000, "c": 9000 + 1000 - 2000}
+    assert placed.costs == {"a": counted[0] + 400, "b": counted[1] + 1000, "c": 9000 + 1000}
     assert placed.num_cached == (600 if chosen == "a" else 0)
 
 
@@ -270,19 +284,19 @@ def find_home(workers: str, wanted: str) -> str:
 
 def test_what_was_sent_counts_until_a_heartbeat_has_it_or_some_seconds_passed() -> None:
     home, lasts_s = find_home("abc", "c"), 100.0
-    busy = beat("c", [2], waiting=10**6, lasts_s=lasts_s)
-    placer = placer_of(beat("a", [0], lasts_s=lasts_s), beat("b", [1], waiting=1000, lasts_s=lasts_s), busy)
+    busy = make_beat("c", [2], waiting=10**6, lasts_s=lasts_s)
+    placer = placer_of(make_beat("a", [0], lasts_s=lasts_s), make_beat("b", [1], waiting=1000, lasts_s=lasts_s), busy)
 
     def list_costs(name: str, num_tokens: int, now_s: float) -> list[int]:
-        costs = placer.choose_partition(prompt(name, num_tokens, home=home), range(3), now_s).costs
+        costs = placer.choose_partition(make_prompt(name, num_tokens, home=home), range(3), now_s).costs
         return [costs["a"], costs["b"]]
 
     assert list_costs("one", 700, 1.0) == [700, 1700]
     assert list_costs("two", 700, 1.0) == [1400, 1700]
     assert list_costs("three", 700, 1.0) == [2100, 1700]
-    placer.note_beats([beat("a", [0], at_s=1.0 + ON_THE_WAY_S / 2), beat("b", [1], at_s=2.0), busy])
+    placer.note_beats([make_beat("a", [0], at_s=1.0 + ON_THE_WAY_S / 2), make_beat("b", [1], at_s=2.0), busy])
     assert list_costs("four", 1, 2.0) == [1401, 1], "it may not have been counted there yet"
-    placer.note_beats([beat("a", [0], lasts_s=lasts_s), beat("b", [1], lasts_s=lasts_s), busy])
+    placer.note_beats([make_beat("a", [0], lasts_s=lasts_s), make_beat("b", [1], lasts_s=lasts_s), busy])
     assert list_costs("five", 1, 1.1 + MAX_SENT_S) == [1, 2]
 
 
@@ -290,18 +304,18 @@ def test_characters_become_tokens_by_what_workers_tell() -> None:
     text = PromptChain("interactive", b"home", (Link(b"first", 300),), 900)
 
     def list_costs(*ratios: float | None) -> list[int]:
-        placer = placer_of(*(beat(str(number), [number], ratio=ratio) for number, ratio in enumerate(ratios)))
+        placer = placer_of(*(make_beat(str(number), [number], ratio=ratio) for number, ratio in enumerate(ratios)))
         return sorted(placer.choose_partition(text, range(3), 0.0).costs.values())
 
-    assert list_costs(None, None) == [225 - 2 * 225, 225], "four, where nothing is told"
-    assert list_costs(2.0, 4.0, None) == [300 - 2 * 300, 300, 300]
+    assert list_costs(None, None) == [225, 225], "four, where nothing is told"
+    assert list_costs(2.0, 4.0, None) == [300, 300, 300]
 
 
 def test_equal_costs_are_decided_alike_by_placers_that_do_not_talk() -> None:
-    beats = [beat(f"w{number}", [number]) for number in range(4)]
+    beats = [make_beat(f"w{number}", [number]) for number in range(4)]
     chosen = Counter[str]()
     for number in range(200):
-        new = prompt(f"p{number}", 1)
+        new = make_prompt(f"p{number}", 1)
         one, other = (placer_of(*order).choose_partition(new, range(4), 0.0) for order in (beats, beats[::-1]))
         assert one == other
         chosen[one.worker] += 1
@@ -314,10 +328,10 @@ def test_a_request_stays_at_home_unless_that_costs_much_more() -> None:
     for name in map(str, range(8)):
         order = order_by_hash(name, "ab")
         for waiting, chosen in ((0, 0), (200, 0), (201, 1)):
-            beats = [beat(order[0], [0], waiting), beat(order[1], [1])]
-            placed = placer_of(*beats).choose_partition(prompt("p", 100, home=name), [0, 1], 0.0)
+            beats = [make_beat(order[0], [0], waiting), make_beat(order[1], [1])]
+            placed = placer_of(*beats).choose_partition(make_prompt("p", 100, home=name), [0, 1], 0.0)
             assert (placed.worker, placed.partition) == (order[chosen], chosen)
-            assert placed.costs == {order[0]: waiting + 100 - 200, order[1]: 100}
+            assert placed.costs == {order[0]: waiting + 100, order[1]: 100}
 
 
 def order_by_hash(home: str, workers: Iterable[str]) -> list[str]:
@@ -326,8 +340,8 @@ def order_by_hash(home: str, workers: Iterable[str]) -> list[str]:
 
 
 def test_a_worker_with_several_partitions_gets_a_home_in_one() -> None:
-    placer = placer_of(beat("a", [0, 2, 5], lasts_s=1e3))
-    found = [placer.choose_partition(prompt(f"p{number % 9}", 1), range(8), 0.0).partition for number in range(90)]
+    placer = placer_of(make_beat("a", [0, 2, 5], lasts_s=1e3))
+    found = [placer.choose_partition(make_prompt(f"p{number % 9}", 1), range(8), 0.0).partition for number in range(90)]
     assert found == [choose_by_hash(f"p{number % 9}".encode(), [0, 2, 5]) for number in range(90)]
 
 
@@ -335,38 +349,54 @@ def test_a_worker_with_several_partitions_gets_a_home_in_one() -> None:
     "beats",
     [
         [],
-        [beat("a", [0], lasts_s=1.0)],  # too old
-        [beat("a", [])],  # it reads nothing
-        [beat("a", [3])],  # its partition has no leader
+        [make_beat("a", [0], lasts_s=1.0)],  # too old
+        [make_beat("a", [])],  # it reads nothing
+        [make_beat("a", [3])],  # its partition has no leader
     ],
 )
 def test_where_no_heartbeat_helps_the_hash_chooses(beats: list[WorkerBeat]) -> None:
     placer = placer_of(*beats)
-    placed = placer.choose_partition(prompt("p", 1), [0, 1, 2], 1.0)
+    placed = placer.choose_partition(make_prompt("p", 1), [0, 1, 2], 1.0)
     assert placed == Placement(choose_by_hash(b"p", [0, 1, 2]))
     assert json.loads(placed.describe()) == {"partition": placed.partition, "why": "hash"}
 
 
+def test_the_hash_spreads_texts_that_begin_alike_and_keeps_chats_together() -> None:
+    placer, first = placer_of(), "x" * PIECE_CHARS
+
+    def choose(**fields: Any) -> int:
+        return placer.choose_partition(make_chain(**fields), range(16), 0.0).partition
+
+    assert len({choose(prompt=f"{first} {number}") for number in range(200)}) == 16
+    assert len({choose(token_ids=[*range(64), number]) for number in range(200)}) == 16
+    assert len({choose(prompt=f"{first} {number}", session="s") for number in range(20)}) == 1
+    assert len({choose(messages=make_chat("question", "answer", f"{number}")) for number in range(20)}) == 1
+
+
 def test_a_worker_that_is_gone_or_silent_gets_nothing() -> None:
-    placer, asked = placer_of(beat("a", [0]), beat("b", [1], waiting=9000)), prompt("p", 500)
+    placer, asked = placer_of(make_beat("a", [0]), make_beat("b", [1], waiting=9000)), make_prompt("p", 500)
     assert placer.choose_partition(asked, [0, 1], 1.0).worker == "a"
-    placer.note_beats([beat("a", [0]), beat("b", [1], waiting=9000, at_s=2.0)])
+    placer.note_beats([make_beat("a", [0]), make_beat("b", [1], waiting=9000, at_s=2.0)])
     assert placer.choose_partition(asked, [0, 1], 3.0).worker == "b", "the other one's is three periods old"
-    placer.note_beats([beat("b", [1], waiting=9000, at_s=3.0)])
-    assert placer.choose_partition(asked, [0, 1], 3.0).costs == {"b": 9000 + 500 - 500 - 1000 + 500}
+    placer.note_beats([make_beat("b", [1], waiting=9000, at_s=3.0)])
+    assert placer.choose_partition(asked, [0, 1], 3.0).costs == {"b": 9000 + 500}
 
 
 def test_what_was_sent_is_remembered_for_a_while_and_not_without_end() -> None:
-    placer, asked = placer_of(beat("a", [0], lasts_s=1e9)), prompt("p", 100)
+    placer, asked = placer_of(make_beat("a", [0], lasts_s=1e9)), make_prompt("p", 100)
     placer.choose_partition(asked, [0], 0.0)
     assert placer.choose_partition(asked, [0], MEMORY_S).num_cached == 100
     assert placer.choose_partition(asked, [0], 2 * MEMORY_S + 1).num_cached == 0
     lengths = range(1, MAX_LINKS + 1)
     for number in range(2 * MAX_REMEMBERED_LINKS // MAX_LINKS):
-        placer.choose_partition(prompt(f"p{number}", *lengths), [0], 1000.0)
+        placer.choose_partition(make_prompt(f"p{number}", *lengths), [0], 1000.0)
     assert len(placer._memory) <= MAX_REMEMBERED_LINKS
-    placer.choose_partition(prompt("last", 1), [0], 1001.0 + MEMORY_S)
+    placer.choose_partition(make_prompt("last", 1), [0], 1001.0 + MEMORY_S)
     assert len(placer._memory) == 1, "its link"
+    for number in range(100):  # each start of a worker without a set name has a new one
+        placer.note_beats([make_beat(f"w{number}", [0], lasts_s=1e9)])
+        placer.choose_partition(make_prompt("always", 1), [0], 2000.0)
+    assert len(next(reversed(placer._memory.values()))) == 1
 
 
 def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even() -> None:
@@ -384,12 +414,12 @@ def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even()
         now_s = tick / 20
         if tick % 10 == 0:
             queues = Counter({one: max(0, queues[one] - 1000) for one in range(4)})
-            late.append([beat(str(one), [one], queues[one], at_s=now_s) for one in range(4)])
+            late.append([make_beat(str(one), [one], queues[one], at_s=now_s) for one in range(4)])
             for placer in placers:
                 placer.note_beats(late[-2] if len(late) > 1 else [])
         turn = len(workers[number])
         chats[number].append({"role": "user", "content": f"chat {number} turn {turn} " + "word " * 150})
-        worker = order.choice(placers).choose_partition(chain(messages=chats[number]), range(4), now_s).partition
+        worker = order.choice(placers).choose_partition(make_chain(messages=chats[number]), range(4), now_s).partition
         chats[number].append({"role": "assistant", "content": "answer " * 30})
         has_it = bool(workers[number]) and workers[number][-1] == worker
         num_tokens = 200 if has_it or not turn else 250 * (turn + 1)
@@ -402,8 +432,12 @@ def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even()
 
 
 def test_it_is_told_what_was_considered() -> None:
-    placer = placer_of(*(beat(f"w{number:02}", [number], waiting=1000 * number) for number in range(30)))
-    told = json.loads(placer.choose_partition(prompt("p", 100), range(30), 0.0).describe())
-    assert (told["worker"], told["why"], told["cached"]) == ("w00", "least work left", 0)
+    placer = placer_of(*(make_beat(f"w{number:02}", [number], waiting=1000 * number) for number in range(30)))
+    told = json.loads(placer.choose_partition(make_prompt("p", 100), range(30), 0.0).describe())
+    assert (told["worker"], told["why"], told["cached"]) == (
+        "w00",
+        "home" if told["home"] == "w00" else "least work left",
+        0,
+    )
     assert list(told["costs"].items())[:2] == [("w00", 100), ("w01", 1100)]
     assert len(told["costs"]) == 16

@@ -50,12 +50,12 @@ def home(session: str, tenant: str) -> int:
     return choose_by_hash(chain_prompt(Request(id="r", prompt="x", session=session, tenant=tenant)).home, range(NUM))
 
 
-def chain(home: str) -> PromptChain:
+def make_chain(home: str) -> PromptChain:
     """Return that of a prompt of which nothing but its home is known."""
     return PromptChain("interactive", home.encode(), (), 1)
 
 
-def hashed(home: str, count: int = NUM) -> int:
+def choose_hashed(home: str, count: int = NUM) -> int:
     return choose_by_hash(home.encode(), range(count))
 
 
@@ -110,10 +110,10 @@ def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipe
     topic = pipeline.job_topic("batch")
     with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as after:
         taken = take_deliveries(member, 12)
-        outputs = [Outgoing(topic, d.value, d.key, {}, chain(f"a{number % 3}")) for number, d in enumerate(taken)]
+        outputs = [Outgoing(topic, d.value, d.key, {}, make_chain(f"a{number % 3}")) for number, d in enumerate(taken)]
         member.settle([Settlement(d, [o]) for d, o in zip(taken, outputs, strict=True)])
         where = {d.value: partition(d) for d in take_deliveries(after, 12)}
-    assert where == {o.value: hashed(f"a{number % 3}") for number, o in enumerate(outputs)}
+    assert where == {o.value: choose_hashed(f"a{number % 3}") for number, o in enumerate(outputs)}
 
 
 def test_partitions_that_are_added_are_used(
@@ -121,16 +121,16 @@ def test_partitions_that_are_added_are_used(
 ) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     topic = pipeline.request_topic("interactive")
-    moves = next(key for key in map(str, range(1000)) if hashed(key, NUM + 1) == NUM)
+    moves = next(key for key in map(str, range(1000)) if choose_hashed(key, NUM + 1) == NUM)
     with closing(bus.create_publisher()) as publisher, bus.join_group("prefill", "a") as member:
-        publisher.publish([Outgoing(topic, b"before", "k", {}, chain(moves))])
-        assert partition(take_deliveries(member, 1)[0]) == hashed(moves)
+        publisher.publish([Outgoing(topic, b"before", "k", {}, make_chain(moves))])
+        assert partition(take_deliveries(member, 1)[0]) == choose_hashed(moves)
         admin = AdminClient(client_settings(kafka))
         admin.create_partitions([NewPartitions(topic, NUM + 1)])[topic].result()
         seen: set[int] = set()
 
         def arrived() -> bool:
-            publisher.publish([Outgoing(topic, b"after", "k", {}, chain(moves))])
+            publisher.publish([Outgoing(topic, b"after", "k", {}, make_chain(moves))])
             seen.update(partition(d) for d in member.poll(0.5, {"interactive": 100}))
             return NUM in seen
 
@@ -163,16 +163,16 @@ def test_brokers_that_do_not_know_a_topic_or_do_not_answer_are_asked_again_soon(
 ) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_RETRY_S", 0.0)
     partitions, brokers = among([0] * NUM)
-    message = Outgoing("requests", b"", "k", {}, chain("a"))
+    message = Outgoing("requests", b"", "k", {}, make_chain("a"))
     brokers.failure = failure
     assert partitions.choose_partition(message) == ANY_PARTITION
     brokers.failure = None
-    assert partitions.choose_partition(message) == hashed("a")
+    assert partitions.choose_partition(message) == choose_hashed("a")
 
 
 def test_no_message_is_put_in_a_partition_without_leader() -> None:
     partitions, brokers = among([1, -1, 2, -1])
-    messages = [Outgoing("requests", b"", f"k{n}", {}, chain(f"a{n}") if n % 2 else None) for n in range(100)]
+    messages = [Outgoing("requests", b"", f"k{n}", {}, make_chain(f"a{n}") if n % 2 else None) for n in range(100)]
     assert {partitions.choose_partition(message) for message in messages} == {0, 2}
     kept = next(m for m in messages if m.chain and choose_by_hash(m.chain.home, range(NUM)) == 2)
     assert partitions.choose_partition(kept) == 2, "the others stay where they are"
@@ -181,17 +181,17 @@ def test_no_message_is_put_in_a_partition_without_leader() -> None:
 
 def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None:
     partitions, _ = among([-1] * NUM)
-    assert partitions.choose_partition(Outgoing("requests", b"", "k", {}, chain("a"))) == hashed("a")
+    assert partitions.choose_partition(Outgoing("requests", b"", "k", {}, make_chain("a"))) == choose_hashed("a")
     assert partitions.choose_partition(Outgoing("requests", b"", "k")) == ANY_PARTITION
 
 
 def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioner, "LEADERS_REFRESH_S", 0.0)
     partitions, brokers = among([1] * NUM)
-    of_two = next(key for key in map(str, itertools.count()) if hashed(key) == 2)
+    of_two = next(key for key in map(str, itertools.count()) if choose_hashed(key) == 2)
 
     def used() -> int:
-        return partitions.choose_partition(Outgoing("requests", b"", "k", {}, chain(of_two)))
+        return partitions.choose_partition(Outgoing("requests", b"", "k", {}, make_chain(of_two)))
 
     assert used() == 2
     brokers.leaders[2] = -1
@@ -204,33 +204,35 @@ def test_requests_go_where_heartbeats_say_as_soon_as_they_are_read(monkeypatch: 
     """They are read on a thread, and where Redis is away the last ones hold until they are too old."""
     monkeypatch.setattr(partitioner, "BEATS_REFRESH_S", 0.0)
     answers: list[list[WorkerBeat] | Exception] = [redis.ConnectionError("away")]
-    num_read = itertools.count()
+    num_read = 0
 
     def read_beats() -> list[WorkerBeat]:
-        next(num_read)
+        nonlocal num_read
+        num_read += 1
         if isinstance(answer := answers[0], Exception):
             raise answer
         return answer
 
     partitions = Partitioner(Brokers([0] * NUM), read_beats)  # type: ignore[arg-type]
     told = list[str]()
-    message = Outgoing("requests", b"", "k", {}, replace(chain("a"), explain=told.append))
+    message = Outgoing("requests", b"", "k", {}, replace(make_chain("a"), explain=told.append))
 
     def choose() -> int:
         return partitions.choose_partition(message)
 
-    free = (hashed("a") + 1) % NUM
-    wait_for(lambda: (choose(), next(num_read))[1] > 3, "it was asked again, in vain")
-    assert choose() == hashed("a")
+    free = (choose_hashed("a") + 1) % NUM
+    wait_for(lambda: choose() == choose_hashed("a") and num_read > 3, "it was asked again, in vain")
+    assert choose() == choose_hashed("a")
     read, none = {"interactive": [free], "batch": []}, {"interactive": 0, "batch": 0}
     now_s = time.monotonic()
     answers[0] = [WorkerBeat("prefill:a", now_s, now_s + 1e6, read, none)]  # type: ignore[arg-type]
     wait_for(lambda: choose() == free, "the worker's partition is used")
-    answers[0] = redis.ConnectionError("away")
+    answers[0], num_before = redis.ConnectionError("away"), num_read
+    wait_for(lambda: choose() == free and num_read > num_before + 2, "it was asked again, in vain")
     assert choose() == free
     assert json.loads(told[-1])["worker"] == "prefill:a"
     answers[0] = []
-    wait_for(lambda: choose() == hashed("a"), "there is no worker any more")
+    wait_for(lambda: choose() == choose_hashed("a"), "there is no worker any more")
 
 
 def test_a_message_that_the_brokers_refuse_fails_alone(

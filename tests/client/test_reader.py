@@ -1,10 +1,11 @@
 """The stream reader: whatever the live channel drops, repeats or delays, the sequence comes out exact."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client import core
 from penstock.client.core import MIN_KEPT_HASHES, Event, ReadLog, StreamReader, TakeLive, read_stream
 from penstock.errors import StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -133,7 +134,7 @@ def test_what_the_log_lacks_is_listened_for_and_the_log_read_again() -> None:
 
 def test_each_silence_is_twice_as_long_until_something_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, waits_s = 100.0, list[float]()
-    monkeypatch.setattr(core.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     steps = read_stream("r1", StreamReader(), 100.0)
     step = next(steps)
 

@@ -29,8 +29,8 @@ class StreamPipeline(ScriptedPipeline):
         self.folder = folder
         self.url = ""
 
-    def start_gateway(self, **settings: str) -> GatewayProcess:
-        return GatewayProcess(self.addresses, self.folder, settings)
+    def start_gateway(self) -> GatewayProcess:
+        return GatewayProcess(self.addresses, self.folder)
 
     def post(self, **more: Any) -> str:
         """Make a request and return its stream's id; nobody reads it yet."""
@@ -212,7 +212,7 @@ def test_headers_reach_the_request(streams: StreamPipeline) -> None:
 
 
 def test_a_gateway_that_stops_sends_its_readers_elsewhere(streams: StreamPipeline) -> None:
-    leaving = streams.start_gateway(GATEWAY_KEEP_ALIVE_S="86400")  # nothing but the stop wakes a stream
+    leaving = streams.start_gateway()
     stream_id = streams.post()
     claim = streams.write(stream_id, 1)
     source = EventSource(f"{leaving.url}/v1/streams/{stream_id}")

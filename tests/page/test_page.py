@@ -5,12 +5,16 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from playwright.sync_api import FloatRect, Locator, Page, expect
 
 from penstock.local.stack import Stack
+from penstock.names import Pipeline
+from penstock.redis.client import redis_client
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 from sim.chaos.proxy import Proxy
 from sim.waiting import wait_for
 from tests.gateways import EventSource, GatewayProcess, open_stack, write_keys
@@ -278,10 +282,20 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
         page.wait_for_selector("#bars[data-whole=true]")
         life = f"{url}/v1/requests/{page.inner_text('.turn .id')}/timeline"
         assert page.url == f"{url}/", "no key in an address"
+        times: dict[str, Any] = {"start_s": 1.0, "end_s": 2.0, "id": "x", "parent": None, "instance": "auto-0"}
+        placed = {
+            "name": "request",
+            "service": "penstock",
+            **times,
+            "attributes": {PLACEMENT_ATTRIBUTE: "{}", "n": "1"},
+        }
+        with redis_client(line.addresses.stream_url) as client:
+            client.rpush(Pipeline(line.addresses.pipeline).trace_key(page.inner_text(".turn .id")), json.dumps(placed))
         answers = {
             key: httpx.get(life, headers={"Authorization": f"Bearer {key}"}, timeout=None) for key in (mine, other)
         }
-        assert answers[mine].json()["choices"][0]["spans"]
+        told = [span["attributes"] for span in answers[mine].json()["choices"][0]["spans"]]
+        assert {"n": "1"} in told, "a tenant does not see where its requests were sent, and what waits there"
         unknown = httpx.get(
             f"{url}/v1/requests/chatcmpl-0/timeline", headers={"Authorization": f"Bearer {other}"}, timeout=None
         )

@@ -387,7 +387,7 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
 ) -> None:
     """Producers place requests by it: messages count by the mean of what is computed, not of what is found."""
 
-    def reported() -> list[object]:
+    def list_reported() -> list[object]:
         load: dict[str, Any] = line.prefill.report_load()
         found = [load[klass][what] for klass in CLASSES for what in ("partitions", "waiting_tokens")]
         return [*found, load["chars_per_token"]]
@@ -405,27 +405,27 @@ def test_the_reported_load_says_what_waits_for_a_worker_in_tokens(
     waiting = {(topics[0], 0): 2, (topics[0], 3): 1, (topics[1], 5): 4}
     monkeypatch.setattr(line.prefill.member, "count_waiting", lambda: waiting)
     ratio = round(len(text) / num_tokens, 1)
-    assert reported() == [[0, 3], round(3 * mean), [5], 4 * UNKNOWN_PROMPT_TOKENS, ratio]
+    assert list_reported() == [[0, 3], round(3 * mean), [5], 4 * UNKNOWN_PROMPT_TOKENS, ratio]
 
 
 def test_the_reported_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:
     """Workers expect as many tokens as recent answers had, and the default limit before the first answer."""
 
-    def reported(worker: Worker, what: str) -> object:
+    def list_reported(worker: Worker, what: str) -> object:
         load = worker.report_load()["interactive"]
         assert isinstance(load, dict)
         return load[what]
 
     line.send_requests(ask_long("first", 20, NO_LIMIT))
     line.run_prefill(1)
-    assert reported(line.prefill, "mean_output_tokens") == DEFAULT_MAX_TOKENS
+    assert list_reported(line.prefill, "mean_output_tokens") == DEFAULT_MAX_TOKENS
     line.run_until_tokens("first", 5)
     task = line.decode.running["first"]
-    assert reported(line.decode, "output_tokens") == DEFAULT_MAX_TOKENS - task.claim.num_tokens
+    assert list_reported(line.decode, "output_tokens") == DEFAULT_MAX_TOKENS - task.claim.num_tokens
     line.decode.load.mean_output_tokens["interactive"].add(40)
-    assert reported(line.decode, "output_tokens") == 40 - task.claim.num_tokens
+    assert list_reported(line.decode, "output_tokens") == 40 - task.claim.num_tokens
     line.run_until_tokens("first", 44)
-    assert reported(line.decode, "output_tokens") == 1
+    assert list_reported(line.decode, "output_tokens") == 1
     assert line.decode.load.mean_output_tokens["interactive"].value == 40
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.client import core
+from penstock.ingest.gateway import state
 from penstock.testing.gateway import TestGateway
 from penstock.testing.pipeline import TestPipeline
 from sim.waiting import wait_for
@@ -50,10 +52,16 @@ def test_who_closes_an_answer_has_left(pipeline: TestPipeline, gateway: TestGate
         wait_for(lambda: (rec := found(name)) is not None and rec.cancelled, "it is cancelled")
 
 
-def test_a_gateway_that_stops_sends_its_readers_elsewhere(pipeline: TestPipeline) -> None:
+def test_a_gateway_that_stops_sends_its_readers_elsewhere(
+    pipeline: TestPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SILENCE_S", "MAX_SILENCE_S"):
+        monkeypatch.setattr(core, name, 86400.0)
+    monkeypatch.setattr(state, "MAX_SILENCE_S", 86400.0)
+    kept: Any = {"keep_alive_s": 86400.0}  # nothing but the stop wakes a stream
     pipeline.stop_worker("decode-0")
     body = {"model": "formula", "prompt": "x", "max_tokens": 50, "stream": True}
-    with pipeline.gateway() as gateway, gateway.client() as http:
+    with pipeline.gateway(gateway=kept) as gateway, gateway.client() as http:
         answer = http.send(http.build_request("POST", "/v1/completions", json=body), stream=True)
     assert b"gateway_stopping" in answer.read()
 

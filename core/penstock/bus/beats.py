@@ -18,7 +18,7 @@ class BeatReader:
 
     def __init__(self, url: str, pipeline: Pipeline) -> None:
         self._redis = redis_client(url)
-        self._prefixes = tuple(pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto"))
+        self._prefixes = tuple(pipeline.worker_key(kind, "").encode() for kind in ("prefill", "auto", "endpoint"))
         self._num_before = len(pipeline.worker_prefix)
 
     def read_beats(self) -> list[WorkerBeat]:

@@ -62,6 +62,9 @@ class PromptChain:
     length: int
     """Of the whole prompt."""
     is_tokens: bool = False
+    hash_key: bytes = b""
+    """In place of home where no heartbeat is known, if it is not empty: the last link of a text or of token ids without
+    a session, as many of these may begin alike and would all be in one partition."""
     explain: Callable[[str], object] | None = field(default=None, compare=False)
     """Is called with the JSON of what was chosen."""
 
@@ -89,8 +92,9 @@ def chain_prompt(request: Request, explain: Callable[[str], object] | None = Non
         session.update(b"session" + request.session.encode())
         home = session.digest()[:16]
     home = home or digest.digest()[:16]
-    is_tokens = request.token_ids is not None
-    return PromptChain(request.klass or "interactive", home, tuple(links), length, is_tokens, explain)
+    is_tokens, is_alone = request.token_ids is not None, request.session is None and request.messages is None
+    hash_key = links[-1].digest if is_alone and links else b""
+    return PromptChain(request.klass or "interactive", home, tuple(links), length, is_tokens, hash_key, explain)
 
 
 def _begin_digest(tenant: str) -> Any:
@@ -138,6 +142,8 @@ class Placement(NamedTuple):
     partition: int
     worker: str = ""
     """Empty where no worker's heartbeat was fresh: the hash has chosen."""
+    home: str = ""
+    """The worker that is chosen as long as it has not much more to do."""
     costs: Mapping[str, int] = {}
     """By worker that was considered: prompt tokens that it would have left to compute, with this prompt's."""
     num_cached: int = 0
@@ -148,9 +154,10 @@ class Placement(NamedTuple):
         if not self.worker:
             return json.dumps({"partition": self.partition, "why": "hash"})
         costs = dict(sorted(self.costs.items(), key=lambda one: one[1])[:MAX_TOLD_WORKERS])
+        why = "home" if self.worker == self.home else "least work left"
         return json.dumps(
-            {"partition": self.partition, "worker": self.worker, "why": "least work left", "cached": self.num_cached,
-             "costs": costs}
+            {"partition": self.partition, "worker": self.worker, "why": why, "home": self.home,
+             "cached": self.num_cached, "costs": costs}
         )  # fmt: skip
 
 
@@ -194,8 +201,8 @@ class Placer:
         """Choose one of `partitions`, which are those that can be written, and count the request as sent there.
 
         A worker's cost is the work of this class and those above that it has left, and the tokens of this prompt that
-        it does not have; at home it is `HOME_PROMPTS` times the prompt's tokens less. Of equal costs the worker comes
-        first that the home's hash names first.
+        it does not have. The home is chosen unless it costs more than another worker by more than `HOME_PROMPTS` times
+        the prompt's tokens; else the least cost, of equal ones the worker that the home's hash names first.
         """
         readable = frozenset(partitions)
         read = {
@@ -204,7 +211,7 @@ class Placer:
             if now_s < beat.stale_s and (mine := readable.intersection(beat.partitions[chain.klass]))
         }
         if not read:
-            return Placement(choose_by_hash(chain.home, partitions))
+            return Placement(choose_by_hash(chain.hash_key or chain.home, partitions))
         ratio = 1.0 if chain.is_tokens else self._chars_per_token
         hits, classes = self._find_hits(chain, now_s, len(read)), CLASSES[: CLASSES.index(chain.klass) + 1]
         costs = dict[str, int]()
@@ -214,11 +221,11 @@ class Placer:
             waiting, sent = self._beats[worker].waiting_tokens, self._sent[worker].totals
             left = sum(waiting[klass] + sent[klass] for klass in classes)
             costs[worker] = left + round((chain.length - hits.get(worker, 0)) / ratio)
-        costs[order[0]] -= HOME_PROMPTS * round(chain.length / ratio)
-        chosen = min(order, key=costs.__getitem__)
+        home, best = order[0], min(order, key=costs.__getitem__)
+        chosen = home if costs[home] - HOME_PROMPTS * round(chain.length / ratio) <= costs[best] else best
         hit = hits.get(chosen, 0)
         self._note_sent(chain, chosen, round((chain.length - hit) / ratio), now_s)
-        return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, costs, round(hit / ratio))
+        return Placement(choose_by_hash(chain.home, sorted(read[chosen])), chosen, home, costs, round(hit / ratio))
 
     def _find_hits(self, chain: PromptChain, now_s: float, num_workers: int) -> dict[str, int]:
         """Return by worker how much of the prompt it was sent within `MEMORY_S`."""
@@ -235,8 +242,11 @@ class Placer:
         self._sent[worker].add_tokens(now_s, chain.klass, num_tokens)
         memory = self._memory
         for digest, _ in chain.links:
-            memory.setdefault(digest, {})[worker] = now_s
+            sent = memory.setdefault(digest, {})
+            sent[worker] = now_s
             memory.move_to_end(digest)
+            if len(sent) > len(self._beats):
+                memory[digest] = {one: sent[one] for one in sent if one in self._beats}
         while memory:
             oldest_s = max(next(iter(memory.values())).values())
             if len(memory) <= MAX_REMEMBERED_LINKS and now_s - oldest_s <= MEMORY_S:

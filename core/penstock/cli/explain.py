@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.config.addresses import Addresses
@@ -18,10 +19,8 @@ from penstock.names import Pipeline, is_request_id
 from penstock.record.log import RequestStatus, TokenLog
 from penstock.redis.client import redis_client
 from penstock.redis.servers import Sharded
-from penstock.telemetry.timeline import Timeline, read_timeline
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, read_timeline
 
-PLACEMENT_ATTRIBUTE = "penstock.placement"
-"""In the span of the producer: which worker a request was sent to, as JSON."""
 Row = tuple[str, str]
 
 
@@ -41,7 +40,8 @@ def explain(
     if status is None and timeline is None:
         raise PenstockError(
             f"nothing is known of {request_id} in the pipeline {pipeline.name}: it has expired, or no worker has "
-            "seen it and its producer keeps no spans (PENSTOCK_TRACE_KEEP_S)"
+            "seen it and its producer keeps no spans (PENSTOCK_TRACE_KEEP_S); several answers (n) to one request have "
+            f"ids of their own: {request_id}.0, {request_id}.1, …"
         )
     end = next((event for event in events if isinstance(event, EndEvent)), None)
     if as_json:
@@ -55,7 +55,7 @@ def explain(
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in [*describe_state(status, end), *describe_placement(find_placement(timeline)), *describe_time(timeline)]:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console(highlight=False).print(table)
 
 
@@ -92,7 +92,8 @@ def describe_placement(placement: dict[str, Any] | None) -> Iterator[Row]:
     found = f"; {placement['cached']:,} tokens of it should be there" if placement.get("cached") else ""
     yield "placed", f"partition {placement.get('partition')}{worker} by {placement.get('why')}{found}"
     for name, cost in sorted(placement.get("costs", {}).items(), key=lambda one: float(one[1])):
-        yield "", f"{name}: {cost:,} tokens left to compute, with this prompt's"
+        told = ", its home" if name == placement.get("home") else ""
+        yield "", f"{name}: {cost:,} tokens left to compute, with this prompt's{told}"
 
 
 def describe_time(timeline: Timeline | None) -> Iterator[Row]:

@@ -98,8 +98,7 @@ class AsyncClient(BaseClient):
     ) -> AsyncGenerator[list[Event], None]:
         """Yield events as `stream`, in lists of those that came together, and an empty list after a silence.
 
-        The first silence is a fifteenth of `max_silence_s`, each next one is twice as long, so four of them take as
-        long as the longest one.
+        A silence takes a second, each next one is twice as long, `max_silence_s` at most.
 
         An end with an error is yielded as any other event. With `body`, the hash of a request's body
         (`EncodedRequest.body_hash`), `IdConflict` is raised before the first event if the id's record names another.

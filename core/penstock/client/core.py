@@ -52,6 +52,7 @@ from penstock.ops.lag import LagWatch
 from penstock.record.log import RequestStatus, parse_event
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, get_operation
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE
 
 Event = TokenEvent | EndEvent
 
@@ -59,10 +60,8 @@ MIN_KEPT_HASHES = 1024
 """Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
 MAX_SILENCE_S = 15.0
 """The longest time without a live event after which the log is read, as live events may be lost."""
-SILENCE_SHARE = 1 / 15
-"""The part of that which the first silence takes. Each next one is twice as long, so that a stream that waits for its
-worker costs next to nothing, and four of them are as long as the longest one.
-"""
+FIRST_SILENCE_S = 1.0
+"""The first such time. Each next one is twice as long, so that a stream that waits for its worker costs little."""
 MAX_LOG_READ_EVENTS = 128
 """Events that one read of a log returns at most."""
 
@@ -209,7 +208,7 @@ def prepare_message(pipeline: Pipeline, encoded: EncodedRequest, since_s: float 
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(klass)
-    explain = partial(span.set_attribute, "penstock.placement") if span.is_recording() else None
+    explain = partial(span.set_attribute, PLACEMENT_ATTRIBUTE) if span.is_recording() else None
     return span, Outgoing(topic, encoded.value, request.id, headers, chain_prompt(request, explain))
 
 
@@ -263,7 +262,7 @@ class StreamDeadline:
 
     def shorten_silence(self) -> None:
         """Make the next silence short."""
-        self._silence_s = self._max_silence_s * SILENCE_SHARE
+        self._silence_s = min(FIRST_SILENCE_S, self._max_silence_s)
 
     def begin_silence(self) -> float:
         """Return how many seconds to wait for a live event before the log is read."""

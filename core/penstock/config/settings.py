@@ -369,7 +369,8 @@ class GatewaySettings(BaseSettings):
     patience_s: float = Field(default=600.0, gt=0)
     """How long an answer may bring no token, also before the first one, until its reader is asked to come back."""
     keep_alive_s: float = Field(default=15.0, gt=0)
-    """A stream without events for this long is sent a comment, so that proxies keep the connection open."""
+    """A stream without events for this long, or up to twice as long, is sent a comment, so that proxies keep the
+    connection open."""
     stop_s: float = Field(default=10.0, ge=0)
     """How long a stopping gateway goes on with answers that are not streamed."""
 

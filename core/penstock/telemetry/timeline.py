@@ -11,6 +11,8 @@ import redis.asyncio
 
 from penstock.names import Pipeline
 
+PLACEMENT_ATTRIBUTE = "penstock.placement"
+"""In the producer's span: which worker a request was sent to and why, as JSON. It names workers and their backlog."""
 UNKNOWN_SPAN = "unknown"
 """The name of time for which there is no span."""
 

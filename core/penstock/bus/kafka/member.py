@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
 MEMBERSHIP_REFRESH_S = 0.02
 COUNT_INTERVAL_S = 0.25
+PAUSED_INTERVAL_S = 2.0
+"""How often the brokers are asked where paused partitions end."""
 """How often unread messages are counted, for the heartbeat."""
 PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
 """How often the brokers are probed, while they answer and while they do not."""
@@ -122,6 +124,9 @@ class KafkaMember:
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
         self._count_at = 0.0
         self._unread: dict[Partition, int] = {}
+        self._told_ends: dict[Partition, int] = {}
+        """Where paused partitions end, as the brokers said last."""
+        self._ask_paused_at = 0.0
         """How many messages of each partition were not read when they were counted last."""
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
@@ -288,8 +293,8 @@ class KafkaMember:
     def count_waiting(self) -> dict[Partition, int]:
         """Return what waits in each partition of requests; see `contract.Member.count_waiting`.
 
-        It is what is buffered, and what was unread at the last look, within a part of a second. Of a partition that is
-        paused, as the buffer is full, no more is known than at its last fetch.
+        It is what is buffered, and what was unread at the last look, within a part of a second, or, of a partition that
+        is paused as the buffer is full, within some seconds.
         """
         if self._stage == "decode":
             return {}
@@ -604,7 +609,9 @@ class KafkaMember:
             self._refresh_at = now + MEMBERSHIP_REFRESH_S
 
     def _count_unread(self) -> None:
-        """Count what is unread, by the ends of logs that came with what was fetched: the brokers are not asked."""
+        """Count what is unread, by the ends of logs that came with what was fetched. Paused partitions bring none, so
+        the brokers are asked for theirs now and then.
+        """
         if self._turned_at < self._count_at:
             return
         self._count_at = self._turned_at + COUNT_INTERVAL_S
@@ -614,14 +621,19 @@ class KafkaMember:
         for partition, position in positions.items():
             with contextlib.suppress(KafkaException):
                 _, end = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-                unread[partition] = max(0, end - position)
+                unread[partition] = max(0, max(end, self._told_ends.get(partition, 0)) - position)
         self._unread = unread
+        self._told_ends = {one: self._told_ends[one] for one in self._told_ends if one in self._paused}
+        if self._paused and self._turned_at >= self._ask_paused_at:
+            self._ask_paused_at = self._turned_at + PAUSED_INTERVAL_S
+            self._lookup.request_ends(self._paused - self._starting)
 
     def _watch_progress(self) -> None:
         """Request the ends of quiet partitions, and compare the answers with what was read."""
         with self._state:
             positions = {one: self._holdings.next_offset(one) for one in self._holdings.partitions}
         for partition, end in self._lookup.take_ends().items():
+            self._told_ends[partition] = end or 0
             if partition in positions and self._progress.compare_end(
                 partition, positions[partition], end, self._turned_at
             ):

@@ -61,10 +61,12 @@ class Partitioner:
         with self._lock:
             topic = self._topics.setdefault(message.topic, _TopicLeaders())
             if now_s >= topic.refresh_at_s and not topic.is_asked:
-                topic.is_asked = True
                 if topic.num_partitions:
-                    threading.Thread(target=self._refresh_topic, args=(message.topic, topic), daemon=True).start()
+                    with contextlib.suppress(RuntimeError):
+                        threading.Thread(target=self._refresh_topic, args=(message.topic, topic), daemon=True).start()
+                        topic.is_asked = True
                 else:
+                    topic.is_asked = True
                     self._note_leaders(topic, self._fetch_leaders(message.topic))
             num_partitions, led = topic.num_partitions, topic.led
         if not num_partitions:
@@ -77,8 +79,10 @@ class Partitioner:
             )
         with self._lock:
             if self._read_beats is not None and now_s >= self._beats_at_s and not self._is_reading:
-                self._is_reading = True
-                threading.Thread(target=self._refresh_beats, args=(self._read_beats,), daemon=True).start()
+                # It can end when the lock is free again. Where no thread can be started the last heartbeats hold.
+                with contextlib.suppress(RuntimeError):
+                    threading.Thread(target=self._refresh_beats, args=(self._read_beats,), daemon=True).start()
+                    self._is_reading = True
             placed = self._placer.choose_partition(message.chain, led or range(num_partitions), now_s)
         if message.chain.explain is not None:
             message.chain.explain(placed.describe())

@@ -14,7 +14,7 @@ from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT
 from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
-from penstock.telemetry.timeline import Timeline, read_timeline_async
+from penstock.telemetry.timeline import PLACEMENT_ATTRIBUTE, Timeline, read_timeline_async
 
 router = APIRouter()
 
@@ -110,9 +110,18 @@ async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList
         reads = (read_timeline_async(gateway.servers[one], pipeline, one) for one in meta.request_ids)
         found = await asyncio.gather(*reads)
     return LifeList(
-        id=meta.id, choices=[_make_life(one, line) for one, line in zip(meta.request_ids, found, strict=True)]
+        id=meta.id,
+        choices=[
+            _make_life(one, line, is_whole=gateway.keyring.is_open)
+            for one, line in zip(meta.request_ids, found, strict=True)
+        ],
     )
 
 
-def _make_life(request_id: str, line: Timeline | None) -> Life:
-    return Life(id=request_id) if line is None else Life.model_validate({"id": request_id, **line.as_json()})
+def _make_life(request_id: str, line: Timeline | None, *, is_whole: bool) -> Life:
+    """Return what a caller may see of a request: where keys are asked for, nothing of the workers' backlog."""
+    if line is None:
+        return Life(id=request_id)
+    for span in () if is_whole else line.spans:
+        span["attributes"].pop(PLACEMENT_ATTRIBUTE, None)
+    return Life.model_validate({"id": request_id, **line.as_json()})

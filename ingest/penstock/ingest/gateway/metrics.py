@@ -22,7 +22,7 @@ ARRIVAL_KEY = "penstock.came_s"
 """In the scope of every request: when it came, in seconds since the epoch."""
 STREAM_KEY = "penstock.stream"
 """In the scope of a request whose answer is a stream that has begun: what sends the rest, given the server's `receive`,
-when all layers of the application have returned."""
+when the layers within have returned."""
 _SERVER_KEYS = {"type", "method", "path", "http_version"}
 """What uvicorn reads of the scope of an answer that has begun."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")
@@ -96,8 +96,8 @@ def _read_pipeline(name: str, snapshot: Json) -> Iterator[Reading]:
 
 
 class CountingMiddleware:
-    """The outermost layer of the gateway: notes when a request comes, counts each answer when it begins, and sends
-    streams, so that no layer waits for their ends: all of them together take more memory than a stream that is idle.
+    """The outermost of the gateway's own layers: notes when a request comes, counts each answer when it begins, and
+    sends streams, so that no layer within waits for their ends: these take more memory than a stream that is idle.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
@@ -119,4 +119,5 @@ class CountingMiddleware:
         if (send_stream := scope.pop(STREAM_KEY, None)) is not None:
             for key in scope.keys() - _SERVER_KEYS:
                 del scope[key]
+            scope["headers"] = []  # an error's handler reads them
             await send_stream(receive)

@@ -28,6 +28,8 @@ BROWSER_RETRY_MS = 500
 """How soon a browser connects again."""
 KEEP_ALIVE_FRAME = b": keep-alive\n"
 """One line: the SDKs take an empty line after an id for an event, even without data."""
+KEEP_ALIVE_SHARE = 0.95
+"""A comment is due after this share of `keep_alive_s`: timers of the loop may be a moment early."""
 OnEnded = Callable[[Usage | None], Awaitable[None]]
 
 
@@ -89,7 +91,7 @@ class StreamFeed:
                 if sent:
                     yield sent
                     last_sent_at = time.monotonic()
-                elif time.monotonic() >= last_sent_at + self._gateway.settings.gateway.keep_alive_s:
+                elif time.monotonic() > last_sent_at + KEEP_ALIVE_SHARE * self._gateway.settings.gateway.keep_alive_s:
                     yield KEEP_ALIVE_FRAME
                     last_sent_at = time.monotonic()
                 if error is not None:

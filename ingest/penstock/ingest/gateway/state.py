@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from penstock.bus.connect import connect_bus
 from penstock.client.aio import AsyncClient
-from penstock.client.core import Event
+from penstock.client.core import MAX_SILENCE_S, Event
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewayProcessSettings
 from penstock.errors import PenstockError
@@ -141,7 +141,10 @@ class Gateway:
         settings = self.settings.gateway
         return [
             client.stream_batches(
-                request_id, timeout_s=settings.patience_s, body=body, max_silence_s=settings.keep_alive_s
+                request_id,
+                timeout_s=settings.patience_s,
+                body=body,
+                max_silence_s=min(settings.keep_alive_s, MAX_SILENCE_S),
             )
             for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
