@@ -107,12 +107,12 @@ def test_a_worker_of_both_stages_is_shown_in_both_and_its_request_is_drawn_whole
 
 def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
-    ask(page, "Tell me of the beginning.", 900, temperature="0")
-    wait_for_tokens(page, 3)
     with ExitStack() as paused:  # the answer would be whole before a busy browser has clicked
         for worker in line.workers:
             if worker.child is not None and worker.name.startswith("decode"):
                 paused.enter_context(hanging(worker.child.pid))
+        ask(page, "Tell me of the beginning.", 900, temperature="0")
+        wait_for_tokens(page, 1)
         page.click("#stop")
     wait_for_state(page, "stopped")
     stream = f"{line.gateway_url}/v1/streams/{page.inner_text('.turn .id')}"
