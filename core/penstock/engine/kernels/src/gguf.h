@@ -86,7 +86,7 @@ template <class F, int ROWS> void multiply_gguf_block(const BlockArgs& g) {
   }
   for (int first = 0; first < kVectors; first += kTaken) {
     f32xn totals[kSums];
-    unroll<kSums>([&](int i) INLINED { totals[i] = f32xn{}; });
+    unroll_large<kSums>([&](int i) INLINED { totals[i] = f32xn{}; });
     const uint8_t* w = g.w + F::header_bytes(g.units);
     const uint32_t* x = g.x;
     const int32_t* codes = g.sums;  // of the group's inputs
@@ -96,7 +96,7 @@ template <class F, int ROWS> void multiply_gguf_block(const BlockArgs& g) {
         if (g.fetches && first == 0) {
           for (int i = 0; i < F::kPairBytes; i += 64) prefetch_far(w + kAheadBytes + i);
         }
-        unroll<2>([&](int line) INLINED {
+        unroll_large<2>([&](int line) INLINED {
           auto weights = [&](int, int v) INLINED { return gguf_codes_at<F>(w, line, first + v); };
           add_unit<1, ROWS, kTaken>(to + line % kChains * kSums, x + line * kLineRows, weights, add);
         });
@@ -104,12 +104,12 @@ template <class F, int ROWS> void multiply_gguf_block(const BlockArgs& g) {
     };
     for (int group = 0; group < g.units / F::kGroupUnits; group++, codes += kParts) {
       int32_t given[ROWS];
-      unroll<ROWS>([&](int r) INLINED {
+      unroll_large<ROWS>([&](int r) INLINED {
         const int32_t* own = codes + r * g.stride * 8;
         given[r] = kParts == 1 ? own[0] : own[0] + own[1];
       });
       i32xn sums[kChains * kSums];
-      unroll<kChains * kSums>([&](int i) INLINED { sums[i] = i32xn{} - (i < kSums ? kOffset * given[i / kTaken] : 0); });
+      unroll_large<kChains * kSums>([&](int i) INLINED { sums[i] = i32xn{} - (i < kSums ? kOffset * given[i / kTaken] : 0); });
 #if defined(__AVX2__) && !defined(__AVX512F__)
       const __m256i ones = _mm256_set1_epi16(1);
       if constexpr (F::kBits == 8) {
@@ -122,32 +122,32 @@ template <class F, int ROWS> void multiply_gguf_block(const BlockArgs& g) {
         constexpr int kSummed = F::kBits == 4 ? kPairs : 1;  // pairs whose products fit into 16 bits together
         for (int p = 0; p < kPairs; p += kSummed) {
           __m256i pairs[kChains * kSums];
-          unroll<kChains * kSums>([&](int i) INLINED { pairs[i] = _mm256_setzero_si256(); });
+          unroll_large<kChains * kSums>([&](int i) INLINED { pairs[i] = _mm256_setzero_si256(); });
           add_pairs(kSummed, pairs, [](u32xn a, u32xn b, __m256i sum) INLINED {
             return in_register(_mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b)));
           });
-          unroll<kChains * kSums>([&](int i) INLINED { sums[i] += (i32xn)_mm256_madd_epi16(pairs[i], ones); });
+          unroll_large<kChains * kSums>([&](int i) INLINED { sums[i] += (i32xn)_mm256_madd_epi16(pairs[i], ones); });
         }
       }
 #else
       add_pairs(kPairs, sums, [](u32xn a, u32xn b, i32xn sum) INLINED { return dot(a, b, sum); });
 #endif
-      if constexpr (kChains == 2) unroll<kSums>([&](int i) INLINED { sums[i] += sums[i + kSums]; });
-      unroll<kTaken>([&](int v) INLINED {
+      if constexpr (kChains == 2) unroll_large<kSums>([&](int i) INLINED { sums[i] += sums[i + kSums]; });
+      unroll_large<kTaken>([&](int v) INLINED {
         const f32xn scale = gguf_scales_at<F>(g.w, g.units, group, first + v);
-        unroll<ROWS>([&](int r) INLINED {
+        unroll_large<ROWS>([&](int r) INLINED {
           const f32xn products = __builtin_convertvector(sums[r * kTaken + v], f32xn);
           totals[r * kTaken + v] = multiply_add(products, scale, totals[r * kTaken + v]);
         });
         if constexpr (F::kHasMinimums) {
           const f32xn minimum = -gguf_scales_at<F>(g.w, g.units, group, first + v, 1);
-          unroll<ROWS>([&](int r) INLINED {
+          unroll_large<ROWS>([&](int r) INLINED {
             totals[r * kTaken + v] = multiply_add(minimum, f32xn{} + float(given[r]), totals[r * kTaken + v]);
           });
         }
       });
     }
-    unroll<kSums>([&](int i) INLINED {
+    unroll_large<kSums>([&](int i) INLINED {
       f32xn_any* out = (f32xn_any*)(g.out + i / kTaken * kColumns + (first + i % kTaken) * kLanes);
       *out = *out + totals[i] * g.scales[i / kTaken * g.stride];
     });

@@ -43,6 +43,10 @@ typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
 
 // f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
 template <int N, class F> INLINE void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+}
+// The same in large functions, where GCC makes a call of it otherwise. In the others it costs registers: up to a tenth.
+template <int N, class F> INLINE void unroll_large(F&& f) {
   [&]<int... i>(std::integer_sequence<int, i...>) INLINED { (f(i), ...); }(std::make_integer_sequence<int, N>());
 }
 
