@@ -5,9 +5,9 @@ python -m benchmarks.request_cost [--quick | --smoke] [--json FILE]
 The sides take turns in one run, each on a Valkey server of its own: Penstock with one worker that serves both stages
 (one hop), with one prefill and one decode worker (two hops), and Celery, Dramatiq, arq and taskiq with one worker each.
 All requests of a load are sent, then all answers are read; client, workers and server count. A prompt has 32 tokens, an
-answer four. The model's forward pass is left out (it returns the same logits at once), and a task returns its pieces at
-once. All keep results, and acknowledge once the result is there; no other side has a log, streams, or goes on with half
-an answer.
+answer four. The model's forward pass is left out: it sleeps as long as that of a small one takes, and returns the same
+logits. A task returns its pieces at once. All keep results, and acknowledge once the result is there; no other side has
+a log, streams, or goes on with half an answer.
 
 A token's cost is the difference between answers of 64 and of 4 tokens, 16 requests at a time with one hop, less that of
 the same engine in this process.
@@ -59,7 +59,7 @@ ENVIRONMENT = DEMO_ENVIRONMENT | {
 LOG_TAIL = 800
 """How many characters of a queue's log an error shows."""
 Load = Callable[[int, int, int], object]
-"""Answers so many requests with so many tokens each, so many of them under way at a time."""
+"""Answers so many requests with so many tokens each, in groups of so many."""
 
 
 class Prompts:
@@ -108,8 +108,9 @@ def open_penstock(workers: Mapping[str, int]) -> Iterator[Side]:
                 {"token_ids": prompts.make_prompt(), "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
                 for _ in range(num_requests)
             ]
-            for _, answer in answer_requests(client, asked, max_open):
-                assert answer.token_ids == [IDLE_TOKEN_ID] * num_tokens
+            for begin in range(0, num_requests, max_open):  # so many share their steps from beginning to end
+                for _, answer in answer_requests(client, asked[begin : begin + max_open], max_open):
+                    assert answer.token_ids == [IDLE_TOKEN_ID] * num_tokens
 
         pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
         assert server.pid is not None

@@ -38,6 +38,8 @@ DEMO_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE"
 """Of workers that have the demo model."""
 IDLE_TOKEN_ID = 300
 """The token that an engine without a model gives."""
+IDLE_STEP_S, IDLE_ROW_S = 4e-4, 8e-5
+"""How long its step takes, and each token in it: as long as with a small model, so that as many requests share it."""
 
 
 @contextmanager
@@ -52,12 +54,13 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
 
 
 def open_idle_engine(open_engine: Callable[..., Engine], *given: Any, **how: Any) -> Engine:
-    """Open an engine whose steps compute nothing: the same token follows everywhere."""
+    """Open an engine whose steps compute nothing, but take a moment: the same token follows everywhere."""
     engine = open_engine(*given, **how)
     logits = torch.zeros(1, engine.model.vocab_size)
     logits[0, IDLE_TOKEN_ID] = 1.0
 
     def run_step(batch: StepBatch) -> Tensor:
+        time.sleep(IDLE_STEP_S + IDLE_ROW_S * batch.num_tokens)
         return logits.expand(max(1, batch.num_kept_rows), -1)
 
     engine.runner.run_step = run_step  # type: ignore[method-assign]
