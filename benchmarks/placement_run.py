@@ -112,7 +112,7 @@ class Router:
             self.view.record_sent(placed, worker)
         return self._partitions[worker]
 
-    def note(self, record: Callable[..., None], *given: Any) -> None:
+    def note_event(self, record: Callable[..., None], *given: Any) -> None:
         """Let the view record something."""
         with self._lock:
             record(*given)
@@ -168,7 +168,7 @@ class Site:
                     client._publisher = publisher  # noqa: SLF001
             yield clients
 
-    async def play(self, trace: Sequence[Ask], rule: str, run: str) -> "Run":
+    async def play_trace(self, trace: Sequence[Ask], rule: str, run: str) -> "Run":
         """Send the requests of a trace at their times, by a rule; return what became of them."""
         routers = [
             None if rule == "product" else Router(rule, self.spec, self.partitions) for _ in range(NUM_PRODUCERS)
@@ -208,9 +208,9 @@ class Site:
             elif not seen.first_s:
                 seen.first_s = now_s
                 if router is not None:
-                    router.note(router.view.record_first_token, ask.placed)
+                    router.note_event(router.view.record_first_token, ask.placed)
         if router is not None:
-            router.note(router.view.record_end, ask.placed)
+            router.note_event(router.view.record_end, ask.placed)
         return seen
 
     async def _note_beats_forever(self, routers: Sequence[Router | None]) -> None:
@@ -222,7 +222,7 @@ class Site:
         for worker, beat in enumerate(self.read_beats() if any(routers) else ()):
             load = beat["load"]["interactive"]
             for router in filter(None, routers):
-                router.note(
+                router.note_event(
                     router.view.record_beat, worker, Beat(time.monotonic(), load["prompt_tokens"], load["in_place"])
                 )
 
@@ -271,7 +271,7 @@ def merge_rounds(rounds: Sequence[Run]) -> Run:
     return Run(rounds[0].rule, [one for run in rounds for one in run.seen], steps)
 
 
-def simulate(trace: Sequence[Ask], rule: str, spec: WorkerSpec) -> list[Outcome]:
+def simulate_trace(trace: Sequence[Ask], rule: str, spec: WorkerSpec) -> list[Outcome]:
     """Return what the simulator makes of a trace under a rule."""
     simulation = Simulation({"auto": (NUM_WORKERS, spec)}, [RULES[rule]() for _ in range(NUM_PRODUCERS)])
     return simulation.run([ask.placed for ask in trace])
@@ -308,7 +308,7 @@ async def play_all(site: Site, given: Arguments) -> dict[str, float]:
     figures = dict[str, float]()
     shape = given.choose_size(Shape(4000, 700.0, 28.0), Shape(60, 10.0, 1.5), Shape(6, 0.5, 0.2))
     trace = make_trace(shape)
-    runs = {rule: await site.play(trace, rule, f"one-{rule}") for rule in ("hash", "product")}
+    runs = {rule: await site.play_trace(trace, rule, f"one-{rule}") for rule in ("hash", "product")}
     for rule, run in runs.items():
         figures[f"hit_share_later_turns_{rule}"] = run.hit_share
         figures[f"load_max_over_mean_s_{rule}"] = run.load_max_over_mean
@@ -319,11 +319,11 @@ async def play_all(site: Site, given: Arguments) -> dict[str, float]:
     few = ["hash", PLANNED, "round_robin"]
     names = ["product", *given.choose_size([*RULES], few, few[:2])]
     rounds = range(given.choose_size(3, 1, 1))
-    played = [await site.play(trace, rule, f"skewed-{rule}-{number}") for number in rounds for rule in names]
+    played = [await site.play_trace(trace, rule, f"skewed-{rule}-{number}") for number in rounds for rule in names]
     runs = {rule: merge_rounds([run for run in played if run.rule == rule]) for rule in names}
     figures["ttft_p99_vs_hash_skewed"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
     spec = replace(site.spec, cost=cost)
-    outcomes = {rule: simulate(trace, rule, spec) for rule in names[1:]}
+    outcomes = {rule: simulate_trace(trace, rule, spec) for rule in names[1:]}
     figures |= compare_plan(runs[PLANNED], outcomes[PLANNED])
     planned = {rule: statistics.fmean(one.ttft_s for one in outcomes[rule]) for rule in outcomes}
     measured = {rule: statistics.fmean(one.first_s for one in runs[rule].seen) for rule in outcomes}

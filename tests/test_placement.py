@@ -358,7 +358,7 @@ def test_where_no_heartbeat_helps_the_hash_chooses(beats: list[WorkerBeat]) -> N
     placer = placer_of(*beats)
     placed = placer.choose_partition(make_prompt("p", 1), [0, 1, 2], 1.0)
     assert placed == Placement(choose_by_hash(b"p", [0, 1, 2]))
-    assert json.loads(placed.describe()) == {"partition": placed.partition, "why": "hash"}
+    assert json.loads(placed.describe_choice()) == {"partition": placed.partition, "why": "hash"}
 
 
 def test_the_hash_spreads_texts_that_begin_alike_and_keeps_chats_together() -> None:
@@ -433,7 +433,7 @@ def test_chats_with_one_long_system_prompt_keep_their_workers_and_load_is_even()
 
 def test_it_is_told_what_was_considered() -> None:
     placer = placer_of(*(make_beat(f"w{number:02}", [number], waiting=1000 * number) for number in range(30)))
-    told = json.loads(placer.choose_partition(make_prompt("p", 100), range(30), 0.0).describe())
+    told = json.loads(placer.choose_partition(make_prompt("p", 100), range(30), 0.0).describe_choice())
     assert (told["worker"], told["why"], told["cached"]) == (
         "w00",
         "home" if told["home"] == "w00" else "least work left",

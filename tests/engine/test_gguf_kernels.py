@@ -40,7 +40,7 @@ def read_values(matrix: GgufMatrix) -> Tensor:
     return unpack_blocks(matrix.read_rows(matrix.find_rows()), matrix.kind).view(matrix.part.get_shape())
 
 
-def pack(
+def pack_matrices(
     native: Library, matrices: list[GgufMatrix], dtype: torch.dtype, activation: Activation = Activation.NONE
 ) -> PackedLinears:
     linears = []
@@ -60,7 +60,7 @@ def round_inputs(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def compare(mine: Tensor, x: Tensor, matrix: GgufMatrix) -> None:
+def compare_products(mine: Tensor, x: Tensor, matrix: GgufMatrix) -> None:
     inputs, values = round_inputs(x), read_values(matrix).double().T
     right = inputs @ values
     largest = max(right.abs().max(), 0.01 * (inputs.abs() @ values.abs()).max())
@@ -76,20 +76,20 @@ def test_layers_of_all_kinds_together_give_what_their_blocks_stand_for(
     matrices = [make_matrix(kind, 40 + 32 * place, inputs, place) for place, kind in enumerate(GGUF_FORMS)]
     torch.manual_seed(rows)
     x = torch.randn(rows, inputs).to(dtype)
-    for out, matrix in zip(pack(native, matrices, dtype)(x), matrices, strict=True):
-        compare(out, x, matrix)
+    for out, matrix in zip(pack_matrices(native, matrices, dtype)(x), matrices, strict=True):
+        compare_products(out, x, matrix)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0"])
 def test_inputs_need_not_be_whole_groups_of_128(native: Library, kind: str) -> None:
     matrix = make_matrix(kind, 96, 576 + 32)
     x = torch.randn(7, 608)
-    compare(pack(native, [matrix], F32)(x)[0], x, matrix)
+    compare_products(pack_matrices(native, [matrix], F32)(x)[0], x, matrix)
 
 
 @pytest.mark.parametrize("kind", GGUF_FORMS)
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(native: Library, kind: str) -> None:
-    group = pack(native, [make_matrix(kind, 130, 1280)], F32)
+    group = pack_matrices(native, [make_matrix(kind, 130, 1280)], F32)
     x = torch.randn(300, 1280)
     native.set_threads(1)
     alone = torch.cat([group(row[None])[0] for row in x])
@@ -111,13 +111,13 @@ def test_the_bounds_of_all_numbers_fit(native: Library, kind: str) -> None:
         stored.fill_(byte)
         stored[..., places] = halves
         for x in (torch.ones(3, 256), -torch.ones(3, 256), torch.tensor([1.0, -1.0]).repeat(3, 128)):
-            compare(pack(native, [matrix], F32)(x)[0], x, matrix)
+            compare_products(pack_matrices(native, [matrix], F32)(x)[0], x, matrix)
 
 
 def test_gate_and_up_share_panels(native: Library) -> None:
     gate, up = make_matrix("Q4_K", 72, 256, 1), make_matrix("Q4_K", 72, 256, 2)
     x = 3 * torch.randn(37, 256)
-    (out,) = pack(native, [gate, up], F32, Activation.SILU)(x)
+    (out,) = pack_matrices(native, [gate, up], F32, Activation.SILU)(x)
     gated, given = (round_inputs(x) @ read_values(one).double().T for one in (gate, up))
     right = torch.nn.functional.silu(gated) * given
     assert (out.double() - right).abs().max() <= 1e-5 * right.abs().max()
@@ -128,7 +128,7 @@ def test_gate_and_up_share_panels(native: Library) -> None:
 def test_embeddings_are_the_values_of_the_blocks(native: Library, kind: str, dtype: torch.dtype) -> None:
     matrix = make_matrix(kind, 80, 256)
     ids = torch.randint(80, (3, 20))
-    found = PackedEmbedding(native, pack(native, [matrix], dtype))(ids)
+    found = PackedEmbedding(native, pack_matrices(native, [matrix], dtype))(ids)
     assert torch.equal(found, read_values(matrix).to(dtype)[ids])
 
 
@@ -137,19 +137,19 @@ def test_rows_of_rotary_heads_are_put_in_order(native: Library) -> None:
     plain = unpack_blocks(matrix.part[...], "Q8_0").view(4, 16, 2, 256)
     assert torch.equal(read_values(matrix), plain.transpose(1, 2).reshape(128, 256))
     x = torch.randn(2, 256)
-    compare(pack(native, [matrix], F32)(x)[0], x, matrix)
+    compare_products(pack_matrices(native, [matrix], F32)(x)[0], x, matrix)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_K", 4.75), ("Q5_K", 6.75),
                                             ("Q6_K", 6.625), ("Q5_0", 6.5)])  # fmt: skip
 def test_how_much_of_the_memory_is_left(native: Library, kind: str, bits: float) -> None:
-    group = pack(native, [make_matrix(kind, 512, 1024)], F32)
+    group = pack_matrices(native, [make_matrix(kind, 512, 1024)], F32)
     assert sum(table.nbytes for table in group._tables) < 200
     assert group._memory.nbytes == bits / 8 * 512 * 1024
 
 
 def test_a_group_is_made_again_of_what_describes_it(native: Library) -> None:
-    group = pack(native, [make_matrix("Q4_K", 96, 256, 1), make_matrix("Q6_K", 64, 256, 2)], F32)
+    group = pack_matrices(native, [make_matrix("Q4_K", 96, 256, 1), make_matrix("Q6_K", 64, 256, 2)], F32)
     again = PackedLinears.restore(native, *group.describe())
     x = torch.randn(3, 256)
     assert all(torch.equal(*pair) for pair in zip(group(x), again(x), strict=True))

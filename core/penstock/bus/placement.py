@@ -149,7 +149,7 @@ class Placement(NamedTuple):
     num_cached: int = 0
     """How many of the prompt's tokens the worker should have."""
 
-    def describe(self) -> str:
+    def describe_choice(self) -> str:
         """Return it as JSON, with the least costs only where there are many."""
         if not self.worker:
             return json.dumps({"partition": self.partition, "why": "hash"})

@@ -83,7 +83,7 @@ class GgufMatrix:
         is_slice = int(places[-1]) == first + len(places) - 1 and not self.rotary_heads
         return stored[first : first + len(places)] if is_slice else stored[places]
 
-    def fill(self, out: Tensor, _stored: Tensor) -> None:
+    def fill_weight(self, out: Tensor, _stored: Tensor) -> None:
         """Fill a weight with the values, some rows at a time. Raises `ValueError` if they are not finite numbers."""
         rows, columns = out.shape
         places, num_threads = self.find_rows(), torch.get_num_threads()

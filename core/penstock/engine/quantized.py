@@ -596,7 +596,7 @@ def _unpack_gguf(stored: _Stored, settings: Settings) -> None:
         if len(shape) != 2:
             raise ModelLoadError(f"{name} is {shape} in the weights, which is no matrix")
         matrix = GgufMatrix(part, heads)
-        stored.add_weight(plain, shape, [part], matrix.fill, matrix)
+        stored.add_weight(plain, shape, [part], matrix.fill_weight, matrix)
 
 
 _FORMATS: dict[str, Callable[[_Stored, Settings], None]] = {

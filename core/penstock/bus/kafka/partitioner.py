@@ -85,7 +85,7 @@ class Partitioner:
                     self._is_reading = True
             placed = self._placer.choose_partition(message.chain, led or range(num_partitions), now_s)
         if message.chain.explain is not None:
-            message.chain.explain(placed.describe())
+            message.chain.explain(placed.describe_choice())
         return placed.partition
 
     def forget_leaders(self) -> None:
