@@ -63,7 +63,7 @@ class Extent:
     num_processes: int = len(os.sched_getaffinity(0))
 
 
-FULL, QUICK, SMOKE = Extent(4, 300.0, 100.0, 32), Extent(4, 90.0, 30.0, 16), Extent(2, 12.0, 4.0, 2, 1)
+FULL, QUICK, SMOKE = Extent(4, 300.0, 100.0, 32), Extent(4, 90.0, 30.0, 16), Extent(2, 6.0, 2.0, 2, 1)
 
 
 @dataclass(frozen=True)
