@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.systems import DEMO_ENVIRONMENT
+from benchmarks.systems import DEMO_ENVIRONMENT, make_logits
 from penstock.engine.cost import StepCost
 from penstock.engine.engine import Engine
 from penstock.engine.files import DEMO_MODEL
@@ -43,8 +43,7 @@ class SleepingRunner:
 
     def __init__(self, engine: Engine, token_id: int) -> None:
         self._engine = engine
-        self._logits = torch.zeros(1, engine.model.vocab_size)
-        self._logits[0, token_id] = 1.0
+        self._logits = make_logits(engine, token_id)
         name = f"{os.environ['PENSTOCK_WORKER_NAME']}.steps"
         self._file = Path(os.environ[STEPS_VARIABLE], name).open("a", buffering=1)  # noqa: SIM115
 

@@ -53,11 +53,17 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
         yield stack
 
 
+def make_logits(engine: Engine, token_id: int) -> Tensor:
+    """Return logits [1, vocabulary] by which this token follows."""
+    logits = torch.zeros(1, engine.model.vocab_size)
+    logits[0, token_id] = 1.0
+    return logits
+
+
 def open_idle_engine(open_engine: Callable[..., Engine], *given: Any, **how: Any) -> Engine:
     """Open an engine whose steps compute nothing, but take a moment: the same token follows everywhere."""
     engine = open_engine(*given, **how)
-    logits = torch.zeros(1, engine.model.vocab_size)
-    logits[0, IDLE_TOKEN_ID] = 1.0
+    logits = make_logits(engine, IDLE_TOKEN_ID)
 
     def run_step(batch: StepBatch) -> Tensor:
         time.sleep(IDLE_STEP_S + IDLE_ROW_S * batch.num_tokens)

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
 MEMBERSHIP_REFRESH_S = 0.02
 COUNT_INTERVAL_S = 0.25
+"""How often unread messages are counted, for the heartbeat."""
 PAUSED_INTERVAL_S = 2.0
 """How often the brokers are asked where paused partitions end."""
-"""How often unread messages are counted, for the heartbeat."""
 PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
 """How often the brokers are probed, while they answer and while they do not."""
 LEAVE_TIMEOUT_S = 2.0
@@ -124,10 +124,10 @@ class KafkaMember:
         self._probe_at = self._turned_at + PROBE_INTERVAL_S
         self._count_at = 0.0
         self._unread: dict[Partition, int] = {}
+        """How many messages of each partition were not read when they were counted last."""
         self._told_ends: dict[Partition, int] = {}
         """Where paused partitions end, as the brokers said last."""
         self._ask_paused_at = 0.0
-        """How many messages of each partition were not read when they were counted last."""
         self._topic_parts: list[str] = []
         """All partitions of the interactive topic, as the brokers told last."""
         # The problems that `current_problem` describes, each kind by itself.
