@@ -18,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.scheduler import Plan
 
-# Not cuDNN's, which makes a plan for each number of rows, and a decode step has another one than the step before it: on
-# an H200 with torch 2.11 that was 1.5 ms for each layer and step, beside 0.02 ms of computing. Prompts gain by it.
-SINGLE_TOKEN_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Not cuDNN's, which makes a plan for each number of rows: a decode step has another one than the step before it, and a
+# prompt another one than most prompts. On an H200 with torch 2.11 a plan took 1.5 ms for each layer and step, beside
+# 0.02 ms of computing. Prompts of one length gain by it (1.3 to 1.6 times), prompts of unlike lengths lose (0.8 to 0.9).
+GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Visibility = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal."""
@@ -147,11 +148,12 @@ def attend_gathered(gathered: GatheredRows, qkv: QKV, masks: Masks, how: LayerAt
     """Compute attention: query [1, heads, T, size], K and V [1, kv heads, rows, size] to [1, T, heads, size of V]."""
     query, key, value = qkv
     outputs = []
-    if gathered.num_single:
-        outputs.append(_attend_single_tokens(gathered, qkv, masks.single, how))
-    for chunk, mask in zip(gathered.chunks, masks.chunks, strict=True):
-        part = (query[:, :, chunk.query], key[:, :, chunk.rows], value[:, :, chunk.rows])
-        outputs.append(_compute_attention(part, mask, how)[0].transpose(0, 1))
+    with sdpa_kernel(GPU_KERNELS) if query.is_cuda else nullcontext():
+        if gathered.num_single:
+            outputs.append(_attend_single_tokens(gathered, qkv, masks.single, how))
+        for chunk, mask in zip(gathered.chunks, masks.chunks, strict=True):
+            part = (query[:, :, chunk.query], key[:, :, chunk.rows], value[:, :, chunk.rows])
+            outputs.append(_compute_attention(part, mask, how)[0].transpose(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
@@ -163,10 +165,8 @@ def _attend_single_tokens(gathered: GatheredRows, qkv: QKV, mask: Mask, how: Lay
     query, key, value = qkv
     q = query[0, :, : gathered.num_single].transpose(0, 1)
     grouped = q.reshape(gathered.num_single, key.shape[1], -1, q.shape[-1])
-    with sdpa_kernel(SINGLE_TOKEN_KERNELS) if query.is_cuda else nullcontext():
-        return _compute_attention(
-            (grouped, _split_by_sequence(gathered, key), _split_by_sequence(gathered, value)), mask, how
-        ).flatten(1, 2)
+    parts = (grouped, _split_by_sequence(gathered, key), _split_by_sequence(gathered, value))
+    return _compute_attention(parts, mask, how).flatten(1, 2)
 
 
 def _split_by_sequence(gathered: GatheredRows, rows: Tensor) -> Tensor:
