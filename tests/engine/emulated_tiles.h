@@ -14,17 +14,24 @@ inline void load(int tile, const void* from, long stride) {
 inline void save(int tile, void* to, long stride) {
   for (int row = 0; row < 16; row++) memcpy((char*)to + row * stride, tiles[tile][row], 64);
 }
-// For each row, the k-th unit of `a` times the k-th row of `b`, in the order of k.
+// For each row, the products of even and of odd elements have sums of their own, in the order of k, which are added
+// first; numbers below the normal ones are zeros.
 inline void multiply(int sum, int a, int b) {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
   for (int row = 0; row < 16; row++) {
-    __m512 total = _mm512_loadu_ps(tiles[sum][row]);
+    __m512 even = _mm512_setzero_ps(), odd = even;
     for (int k = 0; k < 16; k++) {
       unsigned unit;
       memcpy(&unit, &tiles[a][row][k], 4);
-      total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_set1_epi32(int(unit)), (__m512bh)_mm512_loadu_si512(tiles[b][k]));
+      const __m512i units = _mm512_loadu_si512(tiles[b][k]), upper = _mm512_set1_epi32(int(0xffff0000));
+      const __m512 low = (__m512)_mm512_set1_epi32(int(unit << 16)), high = (__m512)_mm512_set1_epi32(int(unit & 0xffff0000));
+      even = _mm512_fmadd_ps(low, (__m512)_mm512_slli_epi32(units, 16), even);
+      odd = _mm512_fmadd_ps(high, (__m512)_mm512_and_si512(units, upper), odd);
     }
-    _mm512_storeu_ps(tiles[sum][row], total);
+    _mm512_storeu_ps(tiles[sum][row], _mm512_add_ps(_mm512_loadu_ps(tiles[sum][row]), _mm512_add_ps(even, odd)));
   }
+  _mm_setcsr(before);
 }
 
 }  // namespace emulated

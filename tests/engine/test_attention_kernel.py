@@ -30,6 +30,8 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     window: int | None = None
+    value_scale: float = 1.0
+    """What the values are multiplied by."""
 
 
 CASES = {
@@ -43,6 +45,7 @@ CASES = {
     "softcap": Case(softcap=5.0),
     "sinks": Case(sinks=True),
     "window": Case(window=20, block_size=24),
+    "around the least normal number": Case(group=4, value_scale=2e-38),
     "everything": Case(group=4, softcap=5.0, sinks=True, window=70),
 }
 
@@ -69,7 +72,7 @@ class Layer:
         self.scale = 2 * case.k_size**-0.5
         self.q = [torch.randn(n, self.heads, case.k_size).to(dtype) for n in LENGTHS]
         self.k = [torch.randn(n, case.kv_heads, case.k_size).to(dtype) for n in LENGTHS]
-        self.v = [torch.randn(n, case.kv_heads, case.v_size).to(dtype) for n in LENGTHS]
+        self.v = [(torch.randn(n, case.kv_heads, case.v_size) * case.value_scale).to(dtype) for n in LENGTHS]
         self.sinks = torch.randn(self.heads) if case.sinks else None
         nums = [math.ceil(n / case.block_size) for n in LENGTHS]
         self.table = torch.randperm(sum(nums) + 2)[: sum(nums)].int()

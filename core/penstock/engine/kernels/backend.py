@@ -137,6 +137,10 @@ class NativeRunner(ModelRunner):
         return self._body.compute_batch(step)
 
 
+ROUNDING_VERSIONS = {"amx": " 2"}
+"""By instruction set: what counts the changes of how its kernels round; part of the fingerprint."""
+
+
 @dataclass(frozen=True)
 class NativeBackend:
     """The native kernels, for a model of which parts were replaced by them."""
@@ -157,7 +161,8 @@ class NativeBackend:
     def name(self) -> str:
         """Its name in the fingerprint."""
         kinds = {"experts": self.has_experts, "latents": self.has_latents, "states": self.has_states}
-        return " ".join([self.native.isa, *(kind for kind, is_there in kinds.items() if is_there)])
+        isa = self.native.isa + ROUNDING_VERSIONS.get(self.native.isa, "")
+        return " ".join([isa, *(kind for kind, is_there in kinds.items() if is_there)])
 
     def create_runner(
         self, model: LoadedModel, settings: EngineSettings, num_blocks: int, num_states: int = 1

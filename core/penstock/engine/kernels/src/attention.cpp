@@ -25,6 +25,7 @@ namespace {
 
 constexpr int kTile = 64;            // tokens whose scores are taken together
 constexpr int kGroups = kTile / 16;  // of 16 tokens, a lane each
+constexpr int kMostRows = kHasTiles ? kRowsOfTile : kRows;  // whose scores are taken together
 constexpr int kBlockRows = 96;       // rows of a task: they share the rearranged K and V
 constexpr float kLog2e = 1.44269504f;
 
@@ -136,12 +137,16 @@ template <class T, class S> class RowBlock {
       : args_(args), segment_(args.segments[task.segment]), task_(task), span_(span_of(args, task)),
         next_span_(span_of(args, next)), group_(args.heads / args.kv_heads),
         units_((args.k_size + width - 1) / width), columns_((args.v_size + 15) / 16),
+        rounds_as_tiles_(kHasTiles && sizeof(T) == 2 && units_ % 16 == 0),
+        tiles_(rounds_as_tiles_ && task.count > kRows), rows_at_once_(tiles_ ? kRowsOfTile : kRows),
         slope_((args.softcap != 0.0f ? args.softcap : args.scale) * kLog2e) {
     reserve();
     load_rows();
   }
 
   void run() {
+    const FlushScope flush(rounds_as_tiles_);
+    const TileScope scope(tiles_, std::min(task_.count, kRowsOfTile));
     Tile<S> tiles[2];
     int at = first_tile(span_);
     tiles[0].find(args_, span_, at, zeros_);
@@ -152,7 +157,7 @@ template <class T, class S> class RowBlock {
         tiles[i ^ 1].find(args_, next_span_, first_tile(next_span_), zeros_);
       Ahead<S> ahead{tiles[i ^ 1], args_.k_size, args_.v_size};
       pack_keys(at, tiles[i], ahead);
-      for (int r = 0; r < task_.count; r += kRows) score(at, r, tiles[i]);
+      for (int r = 0; r < task_.count; r += rows_at_once_) score(at, r, tiles[i]);
       if constexpr (kLanes == 16) {
         if (task_.count <= kRows) {  // the values are used once: not worth a copy
           add_values(at, 0, ValueLines<T, S>{tiles[i].values, args_.v_size});
@@ -160,7 +165,7 @@ template <class T, class S> class RowBlock {
         }
       }
       pack_values(at, tiles[i]);
-      for (int r = 0; r < task_.count; r += kRows) add_values(at, r, Lines{values_, columns_ * 16});
+      for (int r = 0; r < task_.count; r += rows_at_once_) add_values(at, r, Lines{values_, columns_ * 16});
     }
     for (int r = 0; r < task_.count; r++) finish(r);
   }
@@ -177,6 +182,10 @@ template <class T, class S> class RowBlock {
   const int group_;    // query heads of a KV head
   const int units_;    // of a query or a key
   const int columns_;  // of 16 elements of a value
+  // Whether products round as those of the processor's tiles, for each row alike, and whether it is the tiles that make
+  // them: for few rows vectors are faster.
+  const bool rounds_as_tiles_, tiles_;
+  const int rows_at_once_;
   const float slope_;  // what a score is multiplied by to be a power of 2
   // Of each row: the positions it sees, its highest score so far (times log2 e), and what that rise scales sums by.
   int first_seen_[kBlockRows], seen_end_[kBlockRows];
@@ -185,7 +194,7 @@ template <class T, class S> class RowBlock {
   uint32_t* keys_;     // [units, kTile]
   uint32_t* values_;   // [kTileUnits, columns, 16]
   uint32_t* probabilities_;  // [rows, kTileUnits]
-  float* scores_;  // [kRows, kTile]
+  float* scores_;  // [kMostRows, kTile]
   float* totals_;  // [rows, 16] sums of the probabilities in each lane
   float* sums_;    // [rows, columns, 16]
   S* zeros_;       // a row of K or V, and a scale
@@ -193,14 +202,20 @@ template <class T, class S> class RowBlock {
   static int first_tile(const Span& span) { return span.begin / kTile * kTile; }
   int token(int r) const { return (task_.first + r) / group_; }
   int head(int r) const { return task_.kv_head * group_ + (task_.first + r) % group_; }
-  int rows_from(int r) const { return std::min(kRows, task_.count - r); }
-  // Groups of 16 tokens of the tile at `at`, up to the last one that rows before `r` see.
-  int groups(int at, int r) const { return std::clamp((seen_end_[r - 1] - at + 15) / 16, 0, kGroups); }
+  int rows_from(int r) const { return std::min(rows_at_once_, task_.count - r); }
+  // Groups of 16 tokens of the tile at `at`, up to the last one that rows before `r` see; in tiles of the processor,
+  // which hold 32 tokens of V, two or four.
+  int groups(int at, int r) const {
+    const int count = std::clamp((seen_end_[r - 1] - at + 15) / 16, 0, kGroups);
+    return rounds_as_tiles_ ? (count + 1) / 2 * 2 : count;
+  }
 
   void reserve() {
-    const size_t rows = task_.count, padded = (units_ + 15) / 16 * 16, row = std::max(padded, size_t(columns_) * 16);
+    // Whole tiles are loaded and stored: rows behind the last one are memory that nobody reads.
+    const size_t rows = tiles_ ? (task_.count + kRowsOfTile - 1) / kRowsOfTile * kRowsOfTile : task_.count;
+    const size_t padded = (units_ + 15) / 16 * 16, row = std::max(padded, size_t(columns_) * 16);
     size_t sizes[] = {rows * padded, padded * kTile,         kTileUnits * columns_ * 16ul, rows * kTileUnits,
-                      kRows * kTile, rows * 16, rows * columns_ * 16,        row};
+                      kMostRows * kTile, rows * 16, rows * columns_ * 16,    row};
     size_t total = 0;
     for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
     uint32_t* memory = (uint32_t*)pool::scratch(0, total * 4);
@@ -272,8 +287,11 @@ template <class T, class S> class RowBlock {
   void score(int at, int r, const Tile<S>& tile) {
     const int rows = rows_from(r), num_groups = groups(at, r + rows);
     if (num_groups == 0) return;
-    multiply_rows<T>({queries_ + r * units_, units_, units_, scores_, kTile, nullptr}, Lines{keys_, kTile}, rows,
-                     num_groups * 16);
+    const Product product{queries_ + r * units_, units_, units_, scores_, kTile, nullptr};
+    const Lines lines{keys_, kTile};
+    if (tiles_) multiply_in_tiles(product, keys_, kTile, rows, num_groups * 16);
+    else if (rounds_as_tiles_) multiply_as_tiles(product, lines, rows, num_groups * 16);
+    else multiply_rows<T>(product, lines, rows, num_groups * 16);
     float raised[16] = {};
     for (int i = 0; i < rows; i++) {
       float* scores = scores_ + i * kTile;
@@ -325,9 +343,11 @@ template <class T, class S> class RowBlock {
   template <class L> void add_values(int at, int r, const L& lines) {
     const int rows = rows_from(r), num_groups = groups(at, r + rows), stride = columns_ * 16;
     if (num_groups == 0) return;
-    multiply_rows<T>({probabilities_ + r * kTileUnits, kTileUnits, num_groups * 16 / width, sums_ + r * stride, stride,
-                      factor_ + r},
-                     lines, rows, columns_ * 16);
+    const Product product{probabilities_ + r * kTileUnits, kTileUnits, num_groups * 16 / width, sums_ + r * stride,
+                          stride, factor_ + r};
+    if (tiles_) multiply_in_tiles(product, values_, stride, rows, stride);
+    else if (rounds_as_tiles_) multiply_as_tiles(product, lines, rows, columns_ * 16);
+    else multiply_rows<T>(product, lines, rows, columns_ * 16);
   }
 
   void finish(int r) {

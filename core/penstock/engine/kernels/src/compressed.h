@@ -194,10 +194,7 @@ void compressed_panel(const Chunk& chunk, int64_t number) {
   alignas(64) float sums[kChunkRows * kColumns];
   const Input& input = chunk.input;
   CompressedPanel panel(*chunk.a->weight, number);
-#if defined(__AMX_BF16__)
-  const TileConfig config;
-  if (input.blocks.tiles) _tile_loadconfig(&config);
-#endif
+  const TileScope scope(input.blocks.tiles);
   for (int slice = 0; slice < input.num_slices; slice++) {
 #if defined(__AVX512BW__)
     if (!input.blocks.tiles) {
@@ -211,9 +208,6 @@ void compressed_panel(const Chunk& chunk, int64_t number) {
       multiply_block<bf16>(lines, input, slice, block, sums, Ahead{(const char*)lines, 0});
     }
   }
-#if defined(__AMX_BF16__)
-  if (input.blocks.tiles) _tile_release();
-#endif
   finish<bf16>(chunk, number, sums);
 }
 

@@ -10,6 +10,7 @@
 #include "functions.h"
 #include "integers.h"
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace ISA {
@@ -35,11 +36,6 @@ constexpr int vectors_at_once(int rows) {
 constexpr int kAheadBytes = 8192;  // how far ahead weights are fetched when they are used once
 
 // Tiles take 16 lines of weights at a time and up to 32 rows; what they cannot is left to the vectors.
-#if defined(__AMX_BF16__)
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
 constexpr int kTileRows = 32;
 template <class T> bool fits_tiles(int units) { return kHasTiles && sizeof(T) == 2 && units % 16 == 0; }
 
@@ -257,12 +253,6 @@ void multiply(const uint32_t* line, const uint32_t* x, int units, bool begins, f
 
 #if defined(__AMX_BF16__)
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
 // Tiles 0 to 3 are the sums: rows 0-15 and 16-31 by columns 0-15 and 16-31. `c` has room for all 32 rows.
 void multiply_tiles(const uint32_t* w, const uint32_t* x, int units, int rows, bool begins, float* c, Ahead ahead) {
   constexpr int kLine = kColumns * 4;
@@ -386,10 +376,7 @@ template <class T> void panel_times_rows(const Chunk& chunk, int64_t panel) {
   const Input& input = chunk.input;
   const uint32_t* w = chunk.a->weight->data + panel * input.units * kColumns;
   int count = input.blocks.count;
-#if defined(__AMX_BF16__)
-  const TileConfig config;
-  if (input.blocks.tiles) _tile_loadconfig(&config);
-#endif
+  const TileScope scope(input.blocks.tiles);
   for (int slice = 0; slice < input.num_slices; slice++) {
     int64_t units = input.slice_units(slice);
     const char* next = (const char*)(w + units * kColumns);
@@ -401,9 +388,6 @@ template <class T> void panel_times_rows(const Chunk& chunk, int64_t panel) {
     }
     w += units * kColumns;
   }
-#if defined(__AMX_BF16__)
-  if (input.blocks.tiles) _tile_release();
-#endif
   finish<T>(chunk, panel, sums);
 }
 
