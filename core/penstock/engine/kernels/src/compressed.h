@@ -195,7 +195,7 @@ void compressed_panel(const Chunk& chunk, int64_t number) {
   const Input& input = chunk.input;
   CompressedPanel panel(*chunk.a->weight, number);
   const TileScope scope(input.blocks.tiles);
-  for (int slice = 0; slice < input.num_slices; slice++) {
+  for (int slice = 0; slice < input.num_slices(); slice++) {
 #if defined(__AVX512BW__)
     if (!input.blocks.tiles) {
       multiply_slice(panel, input, slice, sums);

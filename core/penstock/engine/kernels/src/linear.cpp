@@ -21,11 +21,15 @@ constexpr int kColumns = 32;
 // second-level cache, or 32 KB nearer. A chunk is what is packed at a time: half a megabyte a slice, or a fifth of that.
 #if defined(__AVX512F__)
 constexpr int kMaxBlockRows = 14;  // 28 accumulators, two weights, one input: 31 of 32 registers
-constexpr int kLineRows = 16, kSliceUnits = 512, kChunkRows = 224;
+constexpr int kLineRows = 16, kSliceUnits = 512;
 #else
 constexpr int kMaxBlockRows = 6;  // of half a line: 12 accumulators, two weights, one input: 15 of 16 registers
-constexpr int kLineRows = 8, kSliceUnits = 256, kChunkRows = 96;
+constexpr int kLineRows = 8, kSliceUnits = 256;
 #endif
+// Tiles multiply so fast that the weights and inputs of a slice have to stay in the first-level cache, where weights are
+// used by several blocks of rows; and 224 rows would leave 32 of a step's 256 alone with all weights.
+constexpr int kTileSliceUnits = 128;
+constexpr int kChunkRows = kHasTiles ? 256 : kLanes == 16 ? 224 : 96;
 constexpr int kVectors = kColumns / kLanes;  // of a line
 // The vectors of a line that are taken at once for so many rows.
 constexpr int vectors_at_once(int rows) {
@@ -117,15 +121,13 @@ void pack_block(const T* x, int64_t stride, int rows, int64_t inputs, int first_
 struct Input {
   uint32_t* data;
   int units;       // in all
-  int num_slices;
   Blocks blocks;
-  int slice_units(int slice) const {
-    int left = units - slice * kSliceUnits;
-    return left < kSliceUnits ? left : kSliceUnits;
-  }
+  int most_slice_units() const { return blocks.tiles && blocks.count > 1 ? kTileSliceUnits : kSliceUnits; }
+  int num_slices() const { return (units + most_slice_units() - 1) / most_slice_units(); }
+  int slice_units(int slice) const { return std::min(units - slice * most_slice_units(), most_slice_units()); }
   size_t size() const { return size_t(units) * blocks.count * blocks.width; }
   uint32_t* at(int slice, int block) const {
-    return data + (int64_t(slice) * kSliceUnits * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width;
+    return data + (int64_t(slice) * most_slice_units() * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width;
   }
 };
 
@@ -165,9 +167,9 @@ template <class Count, class F> void run_tasks(std::vector<Chunk>& chunks, const
 // Pack the input of each chunk: `row(chunk, r)` is where row r of it begins, of `inputs` elements.
 template <class T, class Lines = LinesOf<T>, class Row> void pack_inputs(std::vector<Chunk>& chunks, int64_t inputs, const Row& row) {
   size_t total = 0;
-  const int units = int((inputs + Unit<T>::width - 1) / Unit<T>::width), slices = (units + kSliceUnits - 1) / kSliceUnits;
+  const int units = int((inputs + Unit<T>::width - 1) / Unit<T>::width);
   for (Chunk& chunk : chunks) {
-    chunk.input = {nullptr, units, slices, blocks_of(chunk.rows, fits_tiles<T>(units), Lines::count * kLineRows)};
+    chunk.input = {nullptr, units, blocks_of(chunk.rows, fits_tiles<T>(units), Lines::count * kLineRows)};
     total += chunk.input.size();
   }
   uint32_t* data = (uint32_t*)pool::scratch(0, total * 4);
@@ -175,14 +177,14 @@ template <class T, class Lines = LinesOf<T>, class Row> void pack_inputs(std::ve
     chunk.input.data = data;
     data += chunk.input.size();
   }
-  auto count = [](const Chunk& chunk) { return chunk.input.blocks.count * chunk.input.num_slices; };
+  auto count = [](const Chunk& chunk) { return chunk.input.blocks.count * chunk.input.num_slices(); };
   run_tasks(chunks, count, [&](const Chunk& chunk, int i) {
     const Input& input = chunk.input;
-    const int block = i / slices, slice = i % slices, first = input.blocks.first(block);
+    const int block = i / input.num_slices(), slice = i % input.num_slices(), first = input.blocks.first(block);
     const T* x = row(chunk, first);
     const int64_t stride = row(chunk, first + 1) - x;
     auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T, Lines>;
-    pack(x, stride, input.blocks.size(block), inputs, slice * kSliceUnits, input.slice_units(slice), input.at(slice, block));
+    pack(x, stride, input.blocks.size(block), inputs, slice * input.most_slice_units(), input.slice_units(slice), input.at(slice, block));
   });
 }
 
@@ -377,7 +379,7 @@ template <class T> void panel_times_rows(const Chunk& chunk, int64_t panel) {
   const uint32_t* w = chunk.a->weight->data + panel * input.units * kColumns;
   int count = input.blocks.count;
   const TileScope scope(input.blocks.tiles);
-  for (int slice = 0; slice < input.num_slices; slice++) {
+  for (int slice = 0; slice < input.num_slices(); slice++) {
     int64_t units = input.slice_units(slice);
     const char* next = (const char*)(w + units * kColumns);
     for (int block = 0; block < count; block++) {
