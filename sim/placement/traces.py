@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from penstock.bus.placement import MAX_LINKS, PIECE_TOKENS, PIECES_OF_A_LENGTH, Link, PromptChain
+from penstock.names import PriorityClass
 from penstock.plan.placing import PlacedRequest
 from penstock.plan.trace import Arrival, read_trace
 
@@ -158,13 +159,14 @@ def make_placed_request(
     session: str | None,
     chat: str,
     block_size: int,
+    klass: PriorityClass = "interactive",
 ) -> PlacedRequest:
     """Return the request whose prompt these segments are."""
     num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
     home = blake2b((session or chat).encode(), digest_size=16).digest()
     links = _chain_blocks(keys, num_tokens, block_size)
-    chain = PromptChain("interactive", home, links, num_tokens, is_tokens=True)
-    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain)
+    chain = PromptChain(klass, home, links, num_tokens, is_tokens=True)
+    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain, klass)
 
 
 def _chain_blocks(keys: Sequence[bytes], num_tokens: int, block_size: int) -> tuple[Link, ...]:
@@ -205,4 +207,5 @@ def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     segments += [(f"user {name}", left)] if left else []
     # What two requests share behind the first block shows that they are turns of one chat.
     chat = f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name
-    return make_placed_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)
+    answer = (f"answer {name}", one.output_tokens)
+    return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.klass)
