@@ -15,12 +15,10 @@ from pathlib import Path
 from penstock.bus.placement import MAX_LINKS, PIECE_TOKENS, PIECES_OF_A_LENGTH, Link, PromptChain
 from penstock.names import PriorityClass
 from penstock.plan.placing import PlacedRequest
-from penstock.plan.trace import Arrival, read_trace
+from penstock.plan.trace import HASH_BLOCK_TOKENS, Arrival, read_trace
 
 Segment = tuple[str, int]
 """A piece of a prompt that others may have as well: its name and its tokens."""
-BLOCK_TOKENS_OF_HASH_IDS = 512
-"""Tokens of a block in traces that name the blocks of prompts."""
 CHAT_MEMORY_S = 1500.0
 """So long before the trace the first chats begin: they go on in it."""
 BURST_S, BURST_PERIOD_S = 10.0, 60.0
@@ -202,10 +200,10 @@ def read_requests(file: Path, block_size: int) -> list[PlacedRequest]:
 def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     left, segments = one.prompt_tokens, list[Segment]()
     for hash_id in one.hash_ids:
-        segments.append((f"hash {hash_id}", min(left, BLOCK_TOKENS_OF_HASH_IDS)))
+        segments.append((f"hash {hash_id}", min(left, HASH_BLOCK_TOKENS)))
         left -= segments[-1][1]
     segments += [(f"user {name}", left)] if left else []
-    # What two requests share behind the first block shows that they are turns of one chat.
-    chat = f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name
+    # Else what two requests share behind the first block shows that they are turns of one chat.
+    chat = one.chat or (f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name)
     answer = (f"answer {name}", one.output_tokens)
     return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.klass)

@@ -14,6 +14,10 @@ TIME_FIELDS = {"at_s": 1.0, "timestamp": 1e-3}
 PROMPT_FIELDS, OUTPUT_FIELDS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
 
 
+HASH_BLOCK_TOKENS = 512
+"""Tokens of a block in traces that name the blocks of prompts."""
+
+
 class Arrival(NamedTuple):
     """One request."""
 
@@ -23,6 +27,8 @@ class Arrival(NamedTuple):
     hash_ids: tuple[int, ...] = ()
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
     klass: PriorityClass = "interactive"
+    chat: str = ""
+    """What turns of one chat have in common, where the trace tells it."""
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -49,7 +55,7 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
             lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
             klass = CLASSES[CLASSES.index(row.get("class", "interactive"))]
-            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass)
+            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass, str(row.get("chat", "")))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None
