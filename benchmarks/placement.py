@@ -9,7 +9,8 @@ DistServe's: the highest rate at which 90% of the requests have their first toke
 the mean.
 
     goodput_{trace}_{rule}          requests a second
-    goodput_vs_hash_{trace}_{rule}  that to the hash's
+    goodput_vs_hash_{trace}_{rule}  that to the hash's; without a rule it is the product's
+    goodput_vs_best_{trace}_{rule}  that to the best of all rules
     hit_share_…                     prompt tokens found in the worker's own pool; this and the rest at hash's goodput
     load_max_over_mean_…            seconds in steps of the busiest worker to the mean
     ttft_p50_s_…, ttft_p99_s_…      time to the first token
@@ -51,6 +52,7 @@ SPEC = WorkerSpec(COST, POOL_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch=64,
 ITL_S = 0.2
 """How long a token may take, on the mean of an answer."""
 NUM_PLACERS = 2
+OURS = "ours"
 RATE_STEP = 1.08
 """Goodput is looked for between rates that differ by this factor, and interpolated there."""
 DETAILS = ("hit_share", "load_max_over_mean", "ttft_p50_s", "ttft_p99_s")
@@ -153,11 +155,14 @@ def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -
         found: list[Search] = list(run(Search.find_goodput, jobs))
         hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
         details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
+    best = {trace: max(one.goodput for one in found if one.trace == trace) for trace in traces}
     figures = {}
     for one, played in zip(found, details, strict=True):
         name = f"{one.trace}_{one.rule}"
         figures[f"goodput_{name}"] = one.goodput
-        figures[f"goodput_vs_hash_{name}"] = one.goodput / hash_goodput[one.trace]
+        for told in [name, one.trace] if one.rule == OURS else [name]:
+            figures[f"goodput_vs_hash_{told}"] = one.goodput / hash_goodput[one.trace]
+            figures[f"goodput_vs_best_{told}"] = one.goodput / best[one.trace]
         figures |= {f"{detail}_{name}": getattr(played, detail) for detail in DETAILS}
     return found, figures
 

@@ -61,11 +61,14 @@ def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> Non
 
 
 def test_the_prompts_that_wait_for_a_worker_are_told_in_seconds() -> None:
-    waiting = {"interactive": {"waiting_tokens": 900}, "batch": {"waiting_tokens": 100}}
-    assert estimate_prompts_s(heartbeat("auto", 500.0, **waiting)) == 2.0
+    def estimate(stage: str, rate: float | None) -> float | None:
+        some, more = {"waiting_tokens": 900}, {"waiting_tokens": 100}
+        return estimate_prompts_s(heartbeat(stage, rate, interactive=some, batch=more))
+
+    assert estimate("auto", 500.0) == 2.0
     assert estimate_prompts_s(heartbeat("prefill", 500.0)) == 0.0
-    assert estimate_prompts_s(heartbeat("prefill", None, **waiting)) is None, "its rate is not known"
-    assert estimate_prompts_s(heartbeat("decode", 500.0, **waiting)) is None, "it reads no requests"
+    assert estimate("prefill", None) is None, "its rate is not known"
+    assert estimate("decode", 500.0) is None, "it reads no requests"
     assert estimate_prompts_s({"stage": "prefill", "state": "loading"}) is None
 
 

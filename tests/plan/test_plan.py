@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.names import Pipeline
-from penstock.plan.goodput import Slo
+from penstock.plan.goodput import Slo, Slos
 from penstock.plan.plan import (
     LOG_REQUEST_BYTES,
     LOG_TOKEN_BYTES,
@@ -105,7 +105,7 @@ def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
 
 def test_each_class_has_limits_of_its_own_and_the_worse_one_counts() -> None:
     trace = [Arrival(0.0, 2000, 1, klass="batch"), Arrival(1.0, 2000, 1), Arrival(30.0, 2000, 1, klass="batch")]
-    slos = {"interactive": Slo(2.5, 1.0), "batch": Slo(3.0, 1.0)}
+    slos: Slos = {"interactive": Slo(2.5, 1.0), "batch": Slo(3.0, 1.0)}
     made = make_plan(trace, replace(RATES, pool_blocks=None), replace(GOALS, slos=slos))
     assert made.met_share == 0.5, "the first one is overtaken by what is interactive"
     assert any("batch 3 s and 1,000 ms" in line for _, line in render_plan(made, trace))

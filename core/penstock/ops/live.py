@@ -99,7 +99,8 @@ def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
     per_s = load.get(RATE_FIELDS["prefill"])
     if "prefill" not in find_stages(worker["stage"]) or not per_s:
         return None
-    return round(sum(load[klass].get("waiting_tokens", 0) for klass in CLASSES) / per_s, 3)
+    num_tokens: int = sum(load[klass].get("waiting_tokens", 0) for klass in CLASSES)
+    return round(num_tokens / float(per_s), 3)
 
 
 def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:

@@ -31,7 +31,7 @@ def record_trace(bus: Bus, pipeline: Pipeline) -> list[Row]:
         raise PlanError(f"no request of the pipeline {pipeline.name} has an answer")
     answered.sort(key=lambda one: one.timings.published)
     begun_s = answered[0].timings.published
-    rows = {
+    rows: dict[str, Row] = {
         one.id: {
             "at_s": round(one.timings.published - begun_s, 3),
             "prompt_tokens": one.usage.prompt_tokens,
