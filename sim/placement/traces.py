@@ -162,15 +162,21 @@ def make_placed_request(
     """Return the request whose prompt these segments are."""
     num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
     home = blake2b((session or chat).encode(), digest_size=16).digest()
-    links = _chain_blocks(keys, num_tokens, block_size)
-    chain = PromptChain(klass, home, links, num_tokens, is_tokens=True)
+    chain = PromptChain(klass, home, _chain_segments(segments), num_tokens, is_tokens=True)
     return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain, klass)
 
 
-def _chain_blocks(keys: Sequence[bytes], num_tokens: int, block_size: int) -> tuple[Link, ...]:
-    """Return those links of a prompt that are at the end of a block, as `chain_prompt` sets them for token ids."""
-    ends = accumulate(PIECE_TOKENS << number // PIECES_OF_A_LENGTH for number in range(MAX_LINKS))
-    return tuple(Link(keys[end // block_size - 1], end) for end in ends if end <= num_tokens and end % block_size == 0)
+def _chain_segments(segments: Sequence[Segment]) -> tuple[Link, ...]:
+    """Return the links of a chat whose messages are these segments, where `chain_prompt` sets them."""
+    links, digest, end = list[Link](), blake2b(digest_size=12), 0
+    for name, length in segments:
+        start = 0
+        while start < length and len(links) < MAX_LINKS:
+            piece = min(length - start, PIECE_TOKENS << len(links) // PIECES_OF_A_LENGTH)
+            digest.update(f"{name} {start} {piece}|".encode())
+            start, end = start + piece, end + piece
+            links.append(Link(digest.digest(), end))
+    return tuple(links)
 
 
 def name_blocks(segments: Sequence[Segment], block_size: int) -> tuple[bytes, ...]:
