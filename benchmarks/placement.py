@@ -4,16 +4,19 @@ python -m benchmarks.placement [--quick | --smoke] [--json FILE] [--only NAME…
 
 Workers around the engine's real scheduler in virtual time, of kind `auto`, and two placers that do not talk. Steps cost
 what an H200 was measured to take for 0.6B weights in bfloat16 (docs/figures/gpu.json); the pool has room for 500,000
-tokens, and behind it is a tier that all read, at a GB a second each. Goodput is DistServe's: the highest rate at which
-90% of the requests have their first token in time, and their tokens in time on the mean.
+tokens; below it are memory and a disk that the two workers of a host share, and a Redis for all. Goodput is
+DistServe's: the highest rate at which 90% of the requests have their first token in time, and their tokens in time on
+the mean.
 
     goodput_{trace}_{rule}          requests a second
-    goodput_vs_hash_{trace}_{rule}  that to the hash's
+    goodput_vs_hash_{trace}_{rule}  that to the hash's; without a rule it is the product's
+    goodput_vs_best_{trace}_{rule}  that to the best of all rules
     hit_share_…                     prompt tokens found in the worker's own pool; this and the rest at hash's goodput
     load_max_over_mean_…            seconds in steps of the busiest worker to the mean
     ttft_p50_s_…, ttft_p99_s_…      time to the first token
 
-`--only` names traces and rules. `--file` plays a recorded trace at the rate that it has: no goodput then.
+`--only` names traces and rules. `--file` plays a recorded trace at the rate that it has: no goodput then, but the share
+that is in time by the settings `PENSTOCK_SLO_…`. `penstock topics record` makes one of a pipeline's topics.
 """
 
 import math
@@ -28,23 +31,28 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, describe_machine, make_parser, report_figures, save_plot
+from penstock.config.settings import SloSettings, load_settings
 from penstock.engine.cost import StepCost
+from penstock.plan.goodput import Slo, Slos, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, Tier, WorkerSpec
 from penstock.plan.simulator import Simulation, compute_imbalance
 from penstock.plan.trace import compute_quantile
 from sim.placement.rules import RULES
 from sim.placement.traces import SHAPES, make_requests, read_requests
 
-BLOCK_TOKENS, POOL_TOKENS, TIER_TOKENS = 128, 500_000, 20_000_000
+BLOCK_TOKENS, POOL_TOKENS = 128, 500_000
 TOKEN_BYTES = 114_688
 """KV of a token of Qwen3-0.6B in bfloat16."""
+WORKERS_OF_HOST = 2
+TIERS = (("shared", 5e9, 0.001, 600_000), ("disk", 2e9, 0.002, 8_000_000), ("redis", 1e9, 0.005, 20_000_000))
+"""The tiers below a pool as a worker has them: bytes a second, seconds of a look-up, and tokens. Workers of one host
+share the first two, all the last."""
 COST = StepCost(fixed_s=0.0267, row_s=0.00094, context_s=2.35e-9, chunk_s=0.0, token_s=9.6e-5)
 SPEC = WorkerSpec(COST, POOL_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch=64, max_step_tokens=1024)
 ITL_S = 0.2
 """How long a token may take, on the mean of an answer."""
-RECORDED_TTFT_S = 10.0
-MET_SHARE = 0.9
 NUM_PLACERS = 2
+OURS = "ours"
 RATE_STEP = 1.08
 """Goodput is looked for between rates that differ by this factor, and interpolated there."""
 DETAILS = ("hit_share", "load_max_over_mean", "ttft_p50_s", "ttft_p99_s")
@@ -78,18 +86,22 @@ class Played:
     ttft_p99_s: float
 
 
-def play_requests(
-    rule: str, requests: Sequence[PlacedRequest], num_workers: int, ttft_s: float, warm_s: float
-) -> Played:
+def play_requests(rule: str, requests: Sequence[PlacedRequest], num_workers: int, slos: Slos, warm_s: float) -> Played:
     """Play requests under a rule."""
-    tier = Tier(1e9, 0.005, TOKEN_BYTES * BLOCK_TOKENS, TIER_TOKENS // BLOCK_TOKENS)
-    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], tier)
+    tiers = [
+        Tier(
+            bytes_per_s, fixed_s, TOKEN_BYTES * BLOCK_TOKENS, tokens // BLOCK_TOKENS,
+            0 if name == "redis" else WORKERS_OF_HOST,
+        )
+        for name, bytes_per_s, fixed_s, tokens in TIERS
+    ]  # fmt: skip
+    simulation = Simulation({"auto": (num_workers, SPEC)}, [RULES[rule]() for _ in range(NUM_PLACERS)], tiers)
     counted = [one for one in simulation.run(requests) if one.request.at_s >= warm_s]
     firsts = [one.ttft_s for one in counted]
     num_tokens = sum(one.request.prompt_tokens for one in counted)
     return Played(
         rate=len(counted) / (requests[-1].at_s - warm_s),
-        met_share=sum(one.ttft_s <= ttft_s and one.itl_s <= ITL_S for one in counted) / len(counted),
+        met_share=compute_met_share(counted, slos),
         hit_share=sum(one.pool_tokens for one in counted) / num_tokens,
         load_max_over_mean=compute_imbalance(simulation.readers),
         ttft_p50_s=compute_quantile(firsts, 0.5),
@@ -113,19 +125,19 @@ class Search:
         if number not in self.played:
             shape, extent, rate = SHAPES[self.trace], self._extent, self._first_rate * RATE_STEP**number
             requests = make_requests(shape, rate, extent.length_s, BLOCK_TOKENS)
-            self.played[number] = play_requests(self.rule, requests, extent.num_workers, shape.ttft_s, extent.warm_s)
+            slos: Slos = {"interactive": Slo(shape.ttft_s, ITL_S)}
+            self.played[number] = play_requests(self.rule, requests, extent.num_workers, slos, extent.warm_s)
         return self.played[number]
 
     def find_goodput(self) -> "Search":
-        """Find the goodput by bisection, as fewer requests are in time at higher rates; return the search itself."""
+        """Find the goodput, and return the search itself."""
+
+        def play(number: int) -> tuple[float, float]:
+            played = self.play_rate(number)
+            return played.rate, played.met_share
+
         high = self._extent.num_rates // 2
-        low = -high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.play_rate(middle).met_share >= MET_SHARE else (low, middle)
-        under, over = self.play_rate(low), self.play_rate(high)
-        part = (under.met_share - MET_SHARE) / max(under.met_share - over.met_share, 1e-9)
-        self.goodput = under.rate + min(1.0, max(0.0, part)) * (over.rate - under.rate)
+        self.goodput = find_goodput(play, -high, high)
         return self
 
     def play_near(self, rate: float) -> Played:
@@ -143,11 +155,14 @@ def compare_rules(traces: Sequence[str], rules: Sequence[str], extent: Extent) -
         found: list[Search] = list(run(Search.find_goodput, jobs))
         hash_goodput = {one.trace: one.goodput for one in found if one.rule == "hash"}
         details: list[Played] = list(run(Search.play_near, found, [hash_goodput[one.trace] for one in found]))
+    best = {trace: max(one.goodput for one in found if one.trace == trace) for trace in traces}
     figures = {}
     for one, played in zip(found, details, strict=True):
         name = f"{one.trace}_{one.rule}"
         figures[f"goodput_{name}"] = one.goodput
-        figures[f"goodput_vs_hash_{name}"] = one.goodput / hash_goodput[one.trace]
+        for told in [name, one.trace] if one.rule == OURS else [name]:
+            figures[f"goodput_vs_hash_{told}"] = one.goodput / hash_goodput[one.trace]
+            figures[f"goodput_vs_best_{told}"] = one.goodput / best[one.trace]
         figures |= {f"{detail}_{name}": getattr(played, detail) for detail in DETAILS}
     return found, figures
 
@@ -170,9 +185,13 @@ def draw_plot(found: Sequence[Search]) -> None:
 
 def play_file(file: Path, rules: Sequence[str], extent: Extent) -> dict[str, float]:
     """Play a recorded trace under each rule; return the figures."""
-    requests, figures = read_requests(file, BLOCK_TOKENS), dict[str, float]()
+    requests, figures, slos = (
+        read_requests(file, BLOCK_TOKENS),
+        dict[str, float](),
+        read_slos(load_settings(SloSettings)),
+    )
     for rule in rules:
-        played = play_requests(rule, requests, extent.num_workers, RECORDED_TTFT_S, extent.warm_s)
+        played = play_requests(rule, requests, extent.num_workers, slos, extent.warm_s)
         figures |= {f"{detail}_recorded_{rule}": getattr(played, detail) for detail in ("met_share", *DETAILS)}
     return figures
 

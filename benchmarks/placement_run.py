@@ -1,6 +1,6 @@
 """Where requests go, with real processes: Kafka, Redis, four workers and two producers, beside the simulator's word.
 
-python -m benchmarks.placement_run [--quick | --smoke] [--json FILE]
+python -m benchmarks.placement_run [--middle | --quick | --smoke] [--json FILE]
 
 Four `auto` workers run the loop, scheduler, pool and prefix cache of every worker; the model alone is replaced: a step
 sleeps what it costs (`COST`), and every token is the same. There is no KV store below the pools. Two clients with a
@@ -9,6 +9,8 @@ beside all this. Requests come at the times of a trace, whatever becomes of thos
 
     one_system_prompt   4,000 chats, 400 live at a time, with one system prompt of 2,000 characters and no sessions
     skewed              chats of 20 products, of which the largest has a third
+
+`--middle` takes a quarter of an hour: 1,000 chats, 200 live at a time, and few rules in two rounds of the second trace.
 
     hit_share_later_turns_{rule}    tokens of earlier turns, system prompt aside, found in the worker's own pool
     load_max_over_mean_s_{rule}     seconds in steps of the busiest worker to the mean
@@ -28,12 +30,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Arguments, run_benchmark
+from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
 from benchmarks.placement_sides import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
@@ -78,20 +80,42 @@ PLANNED = "least_work_left"
 """The rule under which the simulator is held to the run."""
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is played."""
+
+    one_system_prompt: Shape
+    skewed: Shape
+    rules: Sequence[str]
+    """Those of the skewed trace beside the product's, and how often each plays it."""
+    num_rounds: int
+
+
+FEW = ("hash", PLANNED, "round_robin")
+FULL = Extent(Shape(4000, 700.0, 28.0), Shape(500, 100.0, 8.0, 20), tuple(RULES), 3)
+MIDDLE = Extent(Shape(1000, 175.0, 14.0), Shape(250, 50.0, 4.0, 20), FEW, 2)
+QUICK = Extent(Shape(60, 10.0, 1.5), Shape(50, 8.0, 1.5, 8), FEW, 1)
+SMOKE = Extent(Shape(6, 0.5, 0.2), Shape(6, 0.5, 0.2, 2), FEW[:2], 1)
+
+
 @dataclass
 class Seen:
     """What became of a request of a run."""
 
     ask: Ask
-    first_s: float = 0.0
-    """Seconds from its time in the trace to its first token, and to its end."""
-    end_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+    """Seconds from its time in the trace to each token."""
     cached_tokens: int = 0
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to its first token."""
+        return self.token_s[0]
 
     @property
     def itl_s(self) -> float:
         """Mean seconds between two tokens."""
-        return (self.end_s - self.first_s) / (ANSWER_TOKENS - 1)
+        return (self.token_s[-1] - self.token_s[0]) / (ANSWER_TOKENS - 1)
 
 
 class Router:
@@ -203,12 +227,12 @@ class Site:
         async for event in client.stream(request_id, timeout_s=TIMEOUT_S):
             now_s = time.monotonic() - due_s
             if isinstance(event, EndEvent):
-                seen.end_s, seen.cached_tokens = now_s, event.usage.cached_tokens
+                seen.cached_tokens = event.usage.cached_tokens
                 assert event.usage.prompt_tokens == ask.placed.prompt_tokens, "texts have the tokens of the trace"
-            elif not seen.first_s:
-                seen.first_s = now_s
-                if router is not None:
-                    router.note_event(router.view.record_first_token, ask.placed)
+                continue
+            if router is not None and not seen.token_s:
+                router.note_event(router.view.record_first_token, ask.placed)
+            seen.token_s.append(now_s)
         if router is not None:
             router.note_event(router.view.record_end, ask.placed)
         return seen
@@ -223,7 +247,7 @@ class Site:
             load = beat["load"]["interactive"]
             for router in filter(None, routers):
                 router.note_event(
-                    router.view.record_beat, worker, Beat(time.monotonic(), load["prompt_tokens"], load["in_place"])
+                    router.view.record_beat, worker, Beat(time.monotonic(), load["waiting_tokens"], load["in_place"])
                 )
 
 
@@ -286,7 +310,7 @@ def compare_plan(run: Run, outcomes: Sequence[Outcome]) -> dict[str, float]:
     planned = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (one, _) in pairs.items() for q in (50, 99)}
     measured = {f"{name}_p{q}": compute_quantile(one, q / 100) for name, (_, one) in pairs.items() for q in (50, 99)}
     planned["tokens_s"] = 1 / max(one.end_s for one in outcomes)
-    measured["tokens_s"] = 1 / max(one.end_s + one.ask.placed.at_s for one in run.seen)
+    measured["tokens_s"] = 1 / max(one.token_s[-1] + one.ask.placed.at_s for one in run.seen)
     for name, value in planned.items():
         print(f"{name}: planned {value:.4f}, measured {measured[name]:.4f}")
     return {f"plan_error_{name}": abs(value / measured[name] - 1) for name, value in planned.items()}
@@ -302,23 +326,18 @@ def correlate_ranks(planned: Mapping[str, float], measured: Mapping[str, float])
     return {"rank_correlation_sim_vs_run": statistics.fmean(agreed)} if agreed else {}
 
 
-async def play_all(site: Site, given: Arguments) -> dict[str, float]:
+async def play_all(site: Site, extent: Extent) -> dict[str, float]:
     """Play all traces by all rules; return the figures."""
     await site.find_partitions()
     figures = dict[str, float]()
-    shape = given.choose_size(Shape(4000, 700.0, 28.0), Shape(60, 10.0, 1.5), Shape(6, 0.5, 0.2))
-    trace = make_trace(shape)
+    trace = make_trace(extent.one_system_prompt)
     runs = {rule: await site.play_trace(trace, rule, f"one-{rule}") for rule in ("hash", "product")}
     for rule, run in runs.items():
         figures[f"hit_share_later_turns_{rule}"] = run.hit_share
         figures[f"load_max_over_mean_s_{rule}"] = run.load_max_over_mean
     cost = runs["hash"].measure_cost()
     figures["ttft_p99_vs_hash_one_system_prompt"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
-    shape = given.choose_size(Shape(500, 100.0, 8.0, 20), Shape(50, 8.0, 1.5, 8), Shape(6, 0.5, 0.2, 2))
-    trace = make_trace(shape)
-    few = ["hash", PLANNED, "round_robin"]
-    names = ["product", *given.choose_size([*RULES], few, few[:2])]
-    rounds = range(given.choose_size(3, 1, 1))
+    trace, names, rounds = make_trace(extent.skewed), ["product", *extent.rules], range(extent.num_rounds)
     played = [await site.play_trace(trace, rule, f"skewed-{rule}-{number}") for number in rounds for rule in names]
     runs = {rule: merge_rounds([run for run in played if run.rule == rule]) for rule in names}
     figures["ttft_p99_vs_hash_skewed"] = runs["product"].compute_ttft(0.99) / runs["hash"].compute_ttft(0.99)
@@ -330,7 +349,7 @@ async def play_all(site: Site, given: Arguments) -> dict[str, float]:
     return figures | correlate_ranks(planned, measured)
 
 
-def run(given: Arguments) -> dict[str, float]:
+def run(extent: Extent) -> dict[str, float]:
     """Start everything, and play."""
     with ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
@@ -341,8 +360,17 @@ def run(given: Arguments) -> dict[str, float]:
             environment=environment,
         )  # fmt: skip
         exits.enter_context(stack).wait_until_ready(TIMEOUT_S)
-        return asyncio.run(play_all(Site(stack, directory), given))
+        return asyncio.run(play_all(Site(stack, directory), extent))
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--middle", action="store_true", help="a quarter of an hour")
+    parsed = vars(parser.parse_args())
+    is_middle, given = parsed.pop("middle"), Arguments(**parsed)
+    print(describe_machine())
+    report_figures(run(MIDDLE if is_middle else given.choose_size(FULL, QUICK, SMOKE)), given)
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, run)
+    main()

@@ -16,6 +16,7 @@ from penstock.engine.engine import Sampled
 from penstock.messages import Request, Sampling, extract_request_id
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, compute_lag
+from penstock.ops.live import estimate_prompts_s
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.running_mean import RunningMean
 from penstock.worker.heartbeat import Heartbeat
@@ -57,6 +58,18 @@ def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> Non
     found = lag_of([heartbeat("prefill", 500.0, interactive=held), heartbeat("decode", None)], requests_interactive=10)
     assert found.stages["prefill"]["interactive"] == Lag(10, 250 + 7 * 100, 90 + 7 * 40)
     assert found.stages["prefill"]["batch"] == found.stages["decode"]["interactive"] == Lag(0, 0, 0)
+
+
+def test_the_prompts_that_wait_for_a_worker_are_told_in_seconds() -> None:
+    def estimate(stage: str, rate: float | None) -> float | None:
+        some, more = {"waiting_tokens": 900}, {"waiting_tokens": 100}
+        return estimate_prompts_s(heartbeat(stage, rate, interactive=some, batch=more))
+
+    assert estimate("auto", 500.0) == 2.0
+    assert estimate_prompts_s(heartbeat("prefill", 500.0)) == 0.0
+    assert estimate("prefill", None) is None, "its rate is not known"
+    assert estimate("decode", 500.0) is None, "it reads no requests"
+    assert estimate_prompts_s({"stage": "prefill", "state": "loading"}) is None
 
 
 def test_where_nothing_was_measured_nothing_is_made_up() -> None:

@@ -217,7 +217,9 @@ class Placed:
 
 
 def _translate_beat(worker: str, beat: Beat) -> WorkerBeat:
-    tokens: dict[PriorityClass, int] = {"interactive": beat.waiting_tokens, "batch": 0}
+    tokens: dict[PriorityClass, int] = {
+        "interactive": beat.waiting_tokens - beat.batch_tokens, "batch": beat.batch_tokens,
+    }  # fmt: skip
     read = {klass: (int(worker),) for klass in CLASSES}
     return WorkerBeat(worker, beat.at_s, beat.at_s + Placed.HEARTBEAT_LASTS_S, read, tokens)
 

@@ -13,13 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from penstock.bus.placement import MAX_LINKS, PIECE_TOKENS, PIECES_OF_A_LENGTH, Link, PromptChain
+from penstock.names import PriorityClass
 from penstock.plan.placing import PlacedRequest
-from penstock.plan.trace import Arrival, read_trace
+from penstock.plan.trace import HASH_BLOCK_TOKENS, Arrival, read_trace
 
 Segment = tuple[str, int]
 """A piece of a prompt that others may have as well: its name and its tokens."""
-BLOCK_TOKENS_OF_HASH_IDS = 512
-"""Tokens of a block in traces that name the blocks of prompts."""
 CHAT_MEMORY_S = 1500.0
 """So long before the trace the first chats begin: they go on in it."""
 BURST_S, BURST_PERIOD_S = 10.0, 60.0
@@ -158,19 +157,26 @@ def make_placed_request(
     session: str | None,
     chat: str,
     block_size: int,
+    klass: PriorityClass = "interactive",
 ) -> PlacedRequest:
     """Return the request whose prompt these segments are."""
     num_tokens, keys = sum(length for _, length in segments), name_blocks([*segments, answer], block_size)
     home = blake2b((session or chat).encode(), digest_size=16).digest()
-    links = _chain_blocks(keys, num_tokens, block_size)
-    chain = PromptChain("interactive", home, links, num_tokens, is_tokens=True)
-    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain)
+    chain = PromptChain(klass, home, _chain_segments(segments), num_tokens, is_tokens=True)
+    return PlacedRequest(request_id, at_s, num_tokens, answer[1], keys, session or "", chain, klass)
 
 
-def _chain_blocks(keys: Sequence[bytes], num_tokens: int, block_size: int) -> tuple[Link, ...]:
-    """Return those links of a prompt that are at the end of a block, as `chain_prompt` sets them for token ids."""
-    ends = accumulate(PIECE_TOKENS << number // PIECES_OF_A_LENGTH for number in range(MAX_LINKS))
-    return tuple(Link(keys[end // block_size - 1], end) for end in ends if end <= num_tokens and end % block_size == 0)
+def _chain_segments(segments: Sequence[Segment]) -> tuple[Link, ...]:
+    """Return the links of a chat whose messages are these segments, where `chain_prompt` sets them."""
+    links, digest, end = list[Link](), blake2b(digest_size=12), 0
+    for name, length in segments:
+        start = 0
+        while start < length and len(links) < MAX_LINKS:
+            piece = min(length - start, PIECE_TOKENS << len(links) // PIECES_OF_A_LENGTH)
+            digest.update(f"{name} {start} {piece}|".encode())
+            start, end = start + piece, end + piece
+            links.append(Link(digest.digest(), end))
+    return tuple(links)
 
 
 def name_blocks(segments: Sequence[Segment], block_size: int) -> tuple[bytes, ...]:
@@ -200,9 +206,10 @@ def read_requests(file: Path, block_size: int) -> list[PlacedRequest]:
 def _make_recorded(name: str, one: Arrival, block_size: int) -> PlacedRequest:
     left, segments = one.prompt_tokens, list[Segment]()
     for hash_id in one.hash_ids:
-        segments.append((f"hash {hash_id}", min(left, BLOCK_TOKENS_OF_HASH_IDS)))
+        segments.append((f"hash {hash_id}", min(left, HASH_BLOCK_TOKENS)))
         left -= segments[-1][1]
     segments += [(f"user {name}", left)] if left else []
-    # What two requests share behind the first block shows that they are turns of one chat.
-    chat = f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name
-    return make_placed_request(name, one.at_s, segments, (f"answer {name}", one.output_tokens), None, chat, block_size)
+    # Else what two requests share behind the first block shows that they are turns of one chat.
+    chat = one.chat or (f"hash {one.hash_ids[1]}" if len(one.hash_ids) > 1 else name)
+    answer = (f"answer {name}", one.output_tokens)
+    return make_placed_request(name, one.at_s, segments, answer, None, chat, block_size, one.klass)

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.names import Pipeline
+from penstock.plan.goodput import Slo, Slos
 from penstock.plan.plan import (
     LOG_REQUEST_BYTES,
     LOG_TOKEN_BYTES,
     Goals,
     make_plan,
+    measure_waits,
+    play_trace,
     render_plan,
-    simulate_waits,
 )
 from penstock.plan.rates import DecodeBatch, WorkerRates
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
@@ -79,9 +81,34 @@ def test_what_no_number_of_workers_can_do_is_an_error_that_says_so() -> None:
 
 def test_the_simulation_is_that_of_workers_one_step_after_the_other() -> None:
     trace = [Arrival(0.0, 100, 3), Arrival(0.0, 200, 3), Arrival(1.0, 100, 1)]
-    waits = simulate_waits(trace, RATES, DecodeBatch(1, 50.0), 1, 1)
+    waits = measure_waits(play_trace(trace, RATES, DecodeBatch(1, 50.0), 1, 1))
     assert (waits.ttft_p50_s, waits.ttft_p99_s) == pytest.approx((0.1, 0.3)), "after 0.1, 0.3 and 0.1 s"
     assert waits.itl_p99_s == pytest.approx(0.02), "22 ms a step of one row; the first is done before the other comes"
+
+
+def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
+    """Each request takes two seconds, and comes when the one before it is done: at a higher rate more and more wait."""
+    trace = [Arrival(2.0 * at, 2000, 1) for at in range(10)]
+    rates = replace(RATES, pool_blocks=None)
+    in_time = replace(GOALS, utilisation=1.0, window_s=20.0, slos={"interactive": Slo(2.5, 1.0)})
+    made = make_plan(trace, rates, in_time)
+    assert (made.prefill, made.mean_rate, made.met_share) == (1, 0.5, 1.0), "one after the other, without a pause"
+    assert made.mean_rate < made.goodput < made.mean_rate * 1.2, "a fifth faster, from the third on they are late"
+    lines = dict(render_plan(made, trace))
+    assert lines["goodput"] == f"{made.goodput:.2f} requests/s, 90% of them in time"
+    easy = make_plan(trace, rates, replace(in_time, slos={"interactive": Slo(60.0, 1.0)}))
+    assert dict(render_plan(easy, trace))["goodput"].startswith("at least 2.15 requests/s")
+    hopeless = make_plan(trace, rates, replace(in_time, slos={"interactive": Slo(1.0, 1.0)}))
+    assert dict(render_plan(hopeless, trace))["goodput"].startswith("at most 0.12 requests/s")
+    assert hopeless.met_share == 0
+
+
+def test_each_class_has_limits_of_its_own_and_the_worse_one_counts() -> None:
+    trace = [Arrival(0.0, 2000, 1, klass="batch"), Arrival(1.0, 2000, 1), Arrival(30.0, 2000, 1, klass="batch")]
+    slos: Slos = {"interactive": Slo(2.5, 1.0), "batch": Slo(3.0, 1.0)}
+    made = make_plan(trace, replace(RATES, pool_blocks=None), replace(GOALS, slos=slos))
+    assert made.met_share == 0.5, "the first one is overtaken by what is interactive"
+    assert any("batch 3 s and 1,000 ms" in line for _, line in render_plan(made, trace))
 
 
 def test_a_peak_is_that_of_any_window() -> None:
@@ -129,7 +156,7 @@ def test_more_load_or_slower_workers_never_need_fewer(
 @settings(max_examples=30)
 @given(trace=TRACES)
 def test_nobody_waits_where_each_has_a_worker(trace: list[Arrival]) -> None:
-    waits = simulate_waits(trace, replace(RATES, pool_blocks=None), RATES.batches[0], len(trace), 1)
+    waits = measure_waits(play_trace(trace, replace(RATES, pool_blocks=None), RATES.batches[0], len(trace), 1))
     alone_s = [one.prompt_tokens / RATES.prefill_tokens_per_s for one in trace]
     assert waits.ttft_p99_s == pytest.approx(compute_quantile(alone_s, 0.99), abs=1e-6)
 

@@ -57,7 +57,10 @@ def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: s
         "             leaves out: prefix hits",
     ):
         assert line in done.stdout
-    made = json.loads(terminal(*asked, "--json", **beating).stdout)
+    limits = {"PENSTOCK_SLO_INTERACTIVE_TTFT_S": "4.2", "PENSTOCK_SLO_INTERACTIVE_ITL_S": "9"}
+    assert "interactive 4.2 s and 9,000 ms between tokens" in terminal(*asked, **beating, **limits).stdout
+    made = json.loads(terminal(*asked, "--json", **beating, **limits).stdout)
+    assert made["met_share"] == pytest.approx(2 / 3), "4.5 s are too long for the second"
     assert (made["prefill"], made["decode"], made["batch"]["size"]) == (1, 3, 4)
     assert made["waits"]["ttft_p99_s"] == pytest.approx(4.5), "the second waits for half a second, and takes four"
 
@@ -72,6 +75,11 @@ def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Te
     assert "no running prefill worker has measured its rate: send some requests, or use --measure" in idle.stderr
     assert "Redis" in terminal("plan", "--trace", trace).stderr, "there is none"
     assert terminal("plan", "--trace", trace, "--utilisation", "2", **beating).returncode == 2
+    negative = terminal("plan", "--trace", trace, **beating, PENSTOCK_SLO_BATCH_ITL_S="-1")
+    assert (negative.returncode, negative.stdout) == (1, "")
+    assert "PENSTOCK_SLO_BATCH_ITL_S" in negative.stderr
+    unanswered = terminal("topics", "record", f"{trace}.recorded", **beating)
+    assert f"no request of the pipeline {pipeline.name} has an answer" in unanswered.stderr
 
 
 @pytest.mark.full
@@ -103,6 +111,7 @@ def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> N
         ),
         ('{"prompt_tokens": 2, "output_tokens": 3}', "line 1: no at_s or timestamp"),
         ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": 1, "prompt_tokens": 2, "output_tokens": 3, "class": "high"}', "line 1: "),
         ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
         ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
         ('{"at_s": [], "prompt_tokens": 1, "output_tokens": 3}', "line 1: "),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.bus.placement import Link, PromptChain
 from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
-from penstock.plan.placing import MAX_SENT_S, Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec
+from penstock.plan.placing import MAX_SENT_S, Beat, PlacedRequest, RoundRobin, Tier, View, WorkerSpec, plan_fetch
 from penstock.plan.simulator import Simulation, compute_imbalance
 from sim.placement.rules import RULES
 
@@ -52,21 +52,30 @@ def test_a_turn_finds_prompt_and_answer_in_the_pool_of_its_worker() -> None:
 @pytest.mark.parametrize(("block_s", "fetched", "ttft_s"), [(0.001, 96, 0.042), (0.02, 0, 0.13)])
 def test_another_worker_fetches_it_where_that_is_quicker(block_s: float, fetched: int, ttft_s: float) -> None:
     tier = Tier(bytes_per_s=1 / block_s, fixed_s=0.002, block_bytes=1, num_blocks=100)
-    _, later = Simulation({"auto": (2, SPEC)}, [Always(1, 0)], tier).run([FIRST, LATER])
+    _, later = Simulation({"auto": (2, SPEC)}, [Always(1, 0)], [tier]).run([FIRST, LATER])
     assert (later.pool_tokens, later.fetched_tokens) == (0, fetched)
     assert later.ttft_s == pytest.approx(ttft_s), "8 ms and 24 tokens; or 120 tokens, as 122 ms are more"
 
 
 def test_a_tier_forgets_the_ends_of_what_was_not_used_for_longest() -> None:
     tier = Tier(1.0, 0.0, 1, num_blocks=8)
-    tier.store_blocks(KEYS[:6])
-    tier.store_blocks((b"other", b"text", b"more"))
-    assert tier.count_prefix(KEYS) == 5
+    tier.store_blocks(0, KEYS[:6])
+    tier.store_blocks(1, (b"other", b"text", b"more"))
+    assert tier.count_prefix(2, KEYS) == 5
+
+
+def test_each_block_is_read_from_the_first_tier_that_has_it() -> None:
+    memory, redis = Tier(1.0, 0.5, 1, 100, workers_of_host=2), Tier(0.1, 0.0, 1, 100)
+    for tier, count in ((memory, 3), (redis, 6)):
+        tier.store_blocks(0, KEYS[:count])
+    assert plan_fetch([memory, redis], 1, KEYS, 1) == (6, 0.5 + 2 + 30), "it is on the same host"
+    assert plan_fetch([memory, redis], 2, KEYS, 1) == (6, 50), "five blocks, at ten seconds each"
+    assert plan_fetch([memory, redis], 2, KEYS, 8) == (8, 0), "it has more than they"
 
 
 def test_a_job_is_decoded_elsewhere_and_computes_no_prompt() -> None:
     tier = Tier(bytes_per_s=1000, fixed_s=0.05, block_bytes=1, num_blocks=100)
-    fleet = Simulation({"prefill": (1, SPEC), "decode": (1, SPEC)}, [RoundRobin()], tier)
+    fleet = Simulation({"prefill": (1, SPEC), "decode": (1, SPEC)}, [RoundRobin()], [tier])
     (done,) = fleet.run([PlacedRequest("r", 0.0, 100, 3)])
     assert done.ttft_s == pytest.approx(0.11)
     assert done.end_s == pytest.approx(0.11 + 0.056 + 2 * 0.011), "six blocks are fetched, then two steps of one row"
@@ -75,6 +84,24 @@ def test_a_job_is_decoded_elsewhere_and_computes_no_prompt() -> None:
 def test_what_fits_no_pool_is_an_error() -> None:
     with pytest.raises(PlanError, match="r needs 65 KV blocks, and the pool has 64"):
         Simulation({"auto": (1, SPEC)}, [RoundRobin()]).run([PlacedRequest("r", 0.0, 1000, 26)])
+
+
+def test_batch_work_waits_for_what_is_interactive_and_heartbeats_tell_both() -> None:
+    class Watching(RoundRobin):
+        def choose_worker(self, request: PlacedRequest, view: View) -> int:
+            beats.append(view.beats[0])
+            return 0
+
+    beats = list[Beat]()
+    requests = [
+        PlacedRequest("batch", 0.5, 800, 2, klass="batch"),
+        PlacedRequest("asked", 0.6, 400, 2),
+        PlacedRequest("late", 1.01, 16, 2),
+    ]
+    spec = replace(SPEC, num_blocks=1000)
+    batch, asked, _ = Simulation({"auto": (1, spec)}, [Watching()], heartbeat_delay_s=0.0).run(requests)
+    assert asked.first_s < batch.first_s
+    assert (beats[-1].waiting_tokens, beats[-1].batch_tokens) == (944, 544), "the first step is over"
 
 
 def test_a_placer_sees_heartbeats_late_and_its_own_requests_at_once() -> None:
@@ -144,7 +171,7 @@ def test_every_request_is_answered_and_nothing_stays(
     fleet = Simulation(
         {"prefill": (counts[0], SPEC), "auto": (counts[1], SPEC), "decode": (counts[2], SPEC)},
         [RULES[rule](), RULES[rule]()],
-        Tier(1e6, 0.001, 1000, 50),
+        [Tier(1e7, 0.0, 1000, 20, workers_of_host=1), Tier(1e6, 0.001, 1000, 50)],
     )
     for done in fleet.run(requests):
         assert done.request.at_s < done.first_s <= done.end_s

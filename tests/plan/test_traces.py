@@ -1,5 +1,6 @@
 """Traces of placement: their lengths are those published, and prompts share what chats share."""
 
+import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -54,8 +55,11 @@ def find_home(request: PlacedRequest) -> bytes:
 def test_chats_with_one_system_prompt_have_one_beginning_and_homes_of_their_own() -> None:
     requests = make_requests(SHAPES["one_system_prompt"], 4.0, 60.0, SIZE)
     chains = [one.chain for one in requests if one.chain is not None]
-    assert len({one.links[0] for one in chains}) == len({one.links[2] for one in chains}) == 1
-    assert [link.length for link in chains[0].links[:4]] == [128, 256, 384, 512]
+    assert len({one.links[0] for one in chains}) == len({one.links[7] for one in chains}) == 1
+    assert len({one.links[8] for one in chains}) > 1
+    assert [link.length for link in chains[0].links[:10]] == [64, 128, 192, 256, 320, 384, 448, 500, 628, 756], (
+        "a link ends the system prompt; after eight their pieces are twice as long"
+    )
     assert len({one.home for one in chains}) == len({one.id.rpartition(".")[0] for one in requests}) > 20
 
 
@@ -85,10 +89,12 @@ def test_a_recorded_trace_shares_what_its_hash_ids_say(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]},
         {"timestamp": 500, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]},
-        {"timestamp": 900, "input_length": 600, "output_length": 5},
+        {"timestamp": 900, "input_length": 600, "output_length": 5, "chat": "c", "class": "batch"},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
     first, second, third = read_requests(file, SIZE)
     assert [one.prompt_tokens for one in (first, second, third)] == [1000, 1500, 600]
     assert find_home(first) == find_home(second) != find_home(third)
+    assert find_home(third) == hashlib.blake2b(b"c", digest_size=16).digest(), "the trace names the chat"
+    assert third.klass == "batch"
     assert count_found([first, second, third]) == pytest.approx((0 + 7 + 0) / (7 + 11 + 4))

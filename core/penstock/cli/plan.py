@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import EngineSettings, RecordSettings, load_settings
+from penstock.config.settings import EngineSettings, RecordSettings, SloSettings, load_settings
 from penstock.errors import DependencyMissing
 from penstock.ops.status import read_worker_status
 from penstock.plan.trace import compute_quantile, read_trace
@@ -28,12 +28,14 @@ def plan(
 ) -> None:
     """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
     try:
+        from penstock.plan.goodput import read_slos
         from penstock.plan.plan import Goals, make_plan, render_plan
         from penstock.plan.rates import average_rates
     except ImportError as error:  # the scheduler's own needs
         raise DependencyMissing(f"`penstock plan` needs pip install 'penstock[worker]' ({error})") from None
     arrivals = read_trace(trace)
-    goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
+    slos = read_slos(load_settings(SloSettings))
+    goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s, slos)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:
         from penstock.cli.plan_measure import measure_engine

@@ -1,4 +1,8 @@
-"""`penstock topics create`: create missing topics."""
+"""`penstock topics create | record`: create missing topics; make a trace of what the pipeline has served."""
+
+import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -6,6 +10,8 @@ from rich.console import Console
 from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
+from penstock.errors import PlanError
+from penstock.names import Pipeline
 
 app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
 
@@ -23,3 +29,17 @@ def create_topics() -> None:
         Console().print(f"made {topic}", highlight=False)
     if not made:
         Console().print("all topics exist")
+
+
+@app.command("record")
+def record_topics(file: Annotated[Path, typer.Argument(help="JSONL, for `penstock plan --trace`.")]) -> None:
+    """Write when the requests came whose results are kept, their tokens, and which prompts begin alike. No text."""
+    from penstock.plan.recording import record_trace
+
+    addresses = load_settings(Addresses)
+    rows = record_trace(connect_bus(addresses, load_settings(BusSettings)), Pipeline(addresses.pipeline))
+    try:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise PlanError(f"{file} cannot be written: {error.strerror}") from None
+    Console().print(f"{len(rows):,} requests in {file}", highlight=False)

@@ -444,6 +444,21 @@ class WebhookSettings(BaseSettings):
         return frozenset(name.strip().lower() for name in self.hosts.split(",") if name.strip())
 
 
+class SloSettings(BaseSettings):
+    """What is in time. `penstock plan` tells the highest rate at which nine of ten requests of each class are."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_SLO_", extra="forbid")
+
+    interactive_ttft_s: float = Field(default=4.0, gt=0)
+    """The longest time to the first token of an interactive request."""
+    interactive_itl_s: float = Field(default=0.2, gt=0)
+    """The longest time between two tokens of it, on the mean of its answer."""
+    batch_ttft_s: float = Field(default=600.0, gt=0)
+    """The longest time to the first token of a request of the class `batch`."""
+    batch_itl_s: float = Field(default=1.0, gt=0)
+    """The longest time between two tokens of it, on the mean of its answer."""
+
+
 class FaultSettings(BaseSettings):
     """Deliberate failures, for tests."""
 
@@ -457,7 +472,7 @@ SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, EndpointSettings, WorkerSettings, StaySettings,
     TraceSettings, TelemetrySettings,
     AdmissionSettings, GuardSettings,
-    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, FaultSettings,
+    GatewaySettings, BatchSettings, ResponsesSettings, WebhookSettings, SloSettings, FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)

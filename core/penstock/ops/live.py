@@ -13,8 +13,8 @@ import redis
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.names import find_stages
-from penstock.ops.lag import PipelineWatch, compute_lag
+from penstock.names import CLASSES, find_stages
+from penstock.ops.lag import RATE_FIELDS, PipelineWatch, compute_lag
 from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
 from penstock.telemetry.recent import sum_buckets, sum_values, summarize_percentiles
@@ -82,11 +82,25 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
         "progress": worker.get("progress") if is_loading else None,
         "running": worker.get("running", 0),
         "waiting": worker.get("waiting", 0),
+        "prompts_s": estimate_prompts_s(worker),
         "tokens_per_s": per_s.get(find_stages(worker["stage"])[-1]),
         "blocks_used": pool["used"],
         "blocks_total": pool["total"],
         "age_s": round(max(0.0, now_s - worker["since"]), 1),
     }
+
+
+def estimate_prompts_s(worker: Mapping[str, Any]) -> float | None:
+    """Return how long a worker will compute the prompts that wait for it; None where that is not known.
+
+    Those of messages in its partitions are counted, by the mean of what it computed.
+    """
+    load = worker.get("load", {})
+    per_s = load.get(RATE_FIELDS["prefill"])
+    if "prefill" not in find_stages(worker["stage"]) or not per_s:
+        return None
+    num_tokens: int = sum(load[klass].get("waiting_tokens", 0) for klass in CLASSES)
+    return round(num_tokens / float(per_s), 3)
 
 
 def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:

@@ -1,1 +1,3 @@
-"""How many workers a load needs: `trace` (the load), `rates` (how fast a worker is), `plan`; `simulator`, `placing`."""
+"""How many workers a load needs: `trace`, `recording` (the load), `rates` (how fast a worker is), `plan`, `goodput`;
+`simulator`, `placing`.
+"""

@@ -4,12 +4,14 @@ A placer is a gateway, or another producer. It sees heartbeats, which are late, 
 their first tokens and their ends. It does not see what other placers send. A worker stands for the partition it reads.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.bus.placement import PromptChain
 from penstock.engine.cost import StepCost
+from penstock.names import PriorityClass
 
 MAX_REMEMBERED_BLOCKS = 2**17
 """How many blocks a placer remembers; beyond that it forgets those that were not sent for longest."""
@@ -31,6 +33,7 @@ class PlacedRequest:
     session: str = ""
     chain: PromptChain | None = None
     """What a producer sees of its prompt; None where it is placed by no rule that looks at it."""
+    klass: PriorityClass = "interactive"
 
 
 @dataclass(frozen=True)
@@ -52,29 +55,49 @@ class WorkerSpec:
 
 @dataclass
 class Tier:
-    """A store of KV blocks that all workers read, each at this rate."""
+    """Stores of KV blocks, one for each host or one for all, which each worker reads at this rate."""
 
     bytes_per_s: float
     fixed_s: float
     block_bytes: int
     num_blocks: int
-    _blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """Blocks of a store."""
+    workers_of_host: int = 0
+    """So many workers, by their numbers, share a store; 0: all of them do."""
+    _stores: defaultdict[int, OrderedDict[bytes, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
 
     def fetch_seconds(self, num_blocks: int) -> float:
         """Return how long a worker fetches so many blocks."""
         return self.fixed_s + num_blocks * self.block_bytes / self.bytes_per_s if num_blocks > 0 else 0.0
 
-    def store_blocks(self, keys: tuple[bytes, ...]) -> None:
-        """Store blocks, in the place of those that were not used for longest."""
+    def store_blocks(self, worker: int, keys: Sequence[bytes]) -> None:
+        """Store blocks of a worker, in the place of those that were not used for longest."""
+        blocks = self._find_store(worker)
         for key in reversed(keys):  # the first ones are used last: others are worth nothing without them
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-        while len(self._blocks) > self.num_blocks:
-            self._blocks.popitem(last=False)
+            blocks[key] = None
+            blocks.move_to_end(key)
+        while len(blocks) > self.num_blocks:
+            blocks.popitem(last=False)
 
-    def count_prefix(self, keys: tuple[bytes, ...]) -> int:
-        """Return how many of the leading blocks it has."""
-        return next((count for count, key in enumerate(keys) if key not in self._blocks), len(keys))
+    def count_prefix(self, worker: int, keys: Sequence[bytes], start: int = 0) -> int:
+        """Return how many of the leading blocks a worker has with those that it finds here from `start` on."""
+        blocks = self._find_store(worker)
+        return next((count for count in range(start, len(keys)) if keys[count] not in blocks), max(start, len(keys)))
+
+    def _find_store(self, worker: int) -> OrderedDict[bytes, None]:
+        return self._stores[worker // self.workers_of_host if self.workers_of_host else 0]
+
+
+def plan_fetch(tiers: Sequence[Tier], worker: int, keys: Sequence[bytes], num_cached: int) -> tuple[int, float]:
+    """Return how many leading blocks a worker has once it has fetched what its tiers have, and how long that takes.
+
+    It has `num_cached` by itself. A block is read from the first tier that has it.
+    """
+    found, seconds = num_cached, 0.0
+    for tier in tiers:
+        before, found = found, tier.count_prefix(worker, keys, found)
+        seconds += tier.fetch_seconds(found - before)
+    return found, seconds
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,8 @@ class Beat:
     num_decodes: int = 0
     context_tokens: int = 0
     """Tokens before those that decode, of all of them together."""
+    batch_tokens: int = 0
+    """Those of the waiting tokens that belong to batch work."""
 
 
 @dataclass

@@ -1,18 +1,22 @@
 """From a trace and measured rates to numbers of workers: each calculation, and the line that shows it."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from penstock.config.settings import SloSettings
 from penstock.engine.cost import StepCost
 from penstock.errors import PlanError
+from penstock.plan.goodput import MET_SHARE, Slos, compute_met_share, find_goodput, read_slos
 from penstock.plan.placing import PlacedRequest, RoundRobin, WorkerSpec
 from penstock.plan.rates import DecodeBatch, WorkerRates
-from penstock.plan.simulator import LEFT_OUT, Simulation
+from penstock.plan.simulator import LEFT_OUT, Outcome, Simulation
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
 NOT_SIMULATED = f"prefix hits, and sessions, which go to one worker; the transfer of KV; {LEFT_OUT}"
+GOODPUT_STEP, GOODPUT_STEPS = 1.2, 8
+"""Goodput is looked for between rates that differ by this factor, so many above the trace's own and below."""
 STEPS_TO_DOUBLE = 8
 """In about so many steps the number of prefill workers that are tried doubles; few workers are tried one by one."""
 MAX_POOL_BLOCKS = 2**16
@@ -35,6 +39,8 @@ class Goals:
     """The peak rate is the highest over a window of this length."""
     keep_s: float = 3600.0
     """How long ended streams can be read."""
+    slos: Slos = field(default_factory=lambda: read_slos(SloSettings()))
+    """When requests are in time, for the goodput."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,12 @@ class Plan:
     prefill: int
     decode: int
     waits: Waits
+    mean_rate: float
+    """Requests a second."""
+    met_share: float
+    """How many requests of the trace are in time; of two classes, of the one where these are fewer."""
+    goodput: float
+    """The highest rate at which `MET_SHARE` of the requests would be in time, if they came faster or more slowly."""
     goals: Goals
     rates: WorkerRates
     meets_ttft: bool
@@ -105,16 +117,30 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
     num_decode = max(decode, by_blocks)
 
     def is_met(workers: int) -> bool:
-        return goals.ttft_s is None or simulate_waits(trace, rates, batch, workers, 0).ttft_p99_s <= goals.ttft_s
+        return (
+            goals.ttft_s is None
+            or measure_waits(play_trace(trace, rates, batch, workers, 0)).ttft_p99_s <= goals.ttft_s
+        )
 
     alone_s = [one.prompt_tokens / rates.prefill_tokens_per_s for one in trace]
     meets = goals.ttft_s is None or compute_quantile(alone_s, 0.99) <= goals.ttft_s
     num_prefill = prefill
     while meets and num_prefill < len(trace) and not is_met(num_prefill):
         num_prefill += 1 + num_prefill // STEPS_TO_DOUBLE
+    played = play_trace(trace, rates, batch, num_prefill, num_decode)
+
+    seconds = trace[-1].at_s - trace[0].at_s
+    mean_rate = len(trace) / max(seconds, goals.window_s)
+
+    def play_rate(number: int) -> tuple[float, float]:
+        factor = GOODPUT_STEP**number
+        faster = [one._replace(at_s=one.at_s / factor) for one in trace]
+        outcomes = play_trace(faster, rates, batch, num_prefill, num_decode) if number else played
+        return mean_rate * factor, compute_met_share(outcomes, goals.slos)
+
     return Plan(
         requests=len(trace),
-        seconds=trace[-1].at_s - trace[0].at_s,
+        seconds=seconds,
         prompt_tokens_per_s=prompts,
         output_tokens_per_s=outputs,
         batch=batch,
@@ -126,17 +152,20 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
         decode_by_blocks=by_blocks,
         prefill=num_prefill,
         decode=num_decode,
-        waits=simulate_waits(trace, rates, batch, num_prefill, num_decode),
+        waits=measure_waits(played),
+        mean_rate=mean_rate,
+        met_share=compute_met_share(played, goals.slos),
+        goodput=find_goodput(play_rate, -GOODPUT_STEPS, GOODPUT_STEPS),
         goals=goals,
         rates=rates,
         meets_ttft=meets,
     )
 
 
-def simulate_waits(
+def play_trace(
     trace: Sequence[Arrival], rates: WorkerRates, batch: DecodeBatch, num_prefill: int, num_decode: int
-) -> Waits:
-    """Return how long requests wait with these numbers of workers, to which they go in turn.
+) -> list[Outcome]:
+    """Return what becomes of the requests with these numbers of workers, to which they go in turn.
 
     Without decode workers all answers have one token.
     """
@@ -144,13 +173,17 @@ def simulate_waits(
     prefill = _make_spec(rates, batch, StepCost(0.0, token_s, 0.0, 0.0, token_s))
     decode = _make_spec(rates, batch, rates.fit_cost())
     requests = [
-        PlacedRequest(str(number), one.at_s, one.prompt_tokens, one.output_tokens if num_decode else 1)
+        PlacedRequest(str(number), one.at_s, one.prompt_tokens, one.output_tokens if num_decode else 1, klass=one.klass)
         for number, one in enumerate(trace)
     ]
-    played = Simulation(
+    return Simulation(
         {"prefill": (num_prefill, prefill), "decode": (max(1, num_decode), decode)},
         [RoundRobin()],
     ).run(requests)
+
+
+def measure_waits(played: Sequence[Outcome]) -> Waits:
+    """Return how long these requests waited."""
     firsts, tokens = [one.ttft_s for one in played], [one.itl_s for one in played]
     return Waits(*(compute_quantile(values, share) for values in (firsts, tokens) for share in (0.5, 0.99)))
 
@@ -217,7 +250,7 @@ def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str
     kept = f"ended streams of {goals.keep_s:,.0f} s, {LOG_REQUEST_BYTES:,} bytes each and {LOG_TOKEN_BYTES} a token"
     yield "stream Redis", f"{plan.redis_bytes / 2**20:,.0f} MB: {kept}"
     yield "plan", f"{plan.prefill} prefill and {plan.decode} decode workers{_format_extra(plan)}"
-    yield from _render_simulation(plan)
+    yield from _render_simulation(plan, {one.klass for one in trace})
 
 
 def _format_extra(plan: Plan) -> str:
@@ -225,10 +258,20 @@ def _format_extra(plan: Plan) -> str:
     return f" ({added} prefill more than by rate, for the goal of {plan.goals.ttft_s:g} s)" if added else ""
 
 
-def _render_simulation(plan: Plan) -> Iterator[tuple[str, str]]:
+def _render_simulation(plan: Plan, classes: Container[str]) -> Iterator[tuple[str, str]]:
     waits = plan.waits
     yield "simulated", f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
     yield "", f"between tokens {waits.itl_p50_s * 1e3:,.0f} ms (p50), {waits.itl_p99_s * 1e3:,.0f} ms (p99)"
+    limits = ", ".join(
+        f"{klass} {slo.ttft_s:g} s and {slo.itl_s * 1e3:,.0f} ms"
+        for klass, slo in plan.goals.slos.items()
+        if klass in classes
+    )
+    lowest, highest = (plan.mean_rate * GOODPUT_STEP**number for number in (-GOODPUT_STEPS, GOODPUT_STEPS))
+    beyond = "at most " if plan.goodput <= lowest else "at least " if plan.goodput >= highest else ""
+    yield "goodput", f"{beyond}{plan.goodput:,.2f} requests/s, {MET_SHARE:.0%} of them in time"
+    yield "", f"the trace has {plan.mean_rate:,.2f}, and {plan.met_share:.1%} are"
+    yield "", f"in time: {limits} between tokens (PENSTOCK_SLO_…)"
     if not plan.meets_ttft:
         yield (
             "",

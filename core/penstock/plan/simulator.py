@@ -21,11 +21,11 @@ from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.engine.sequence import State
 from penstock.errors import PlanError
 from penstock.messages import Sampling
-from penstock.names import WorkerKind
-from penstock.plan.placing import Beat, PlacedRequest, Rule, Tier, View, WorkerSpec
+from penstock.names import CLASSES, WorkerKind
+from penstock.plan.placing import Beat, PlacedRequest, Rule, Tier, View, WorkerSpec, plan_fetch
 
 LEFT_OUT = (
-    "the time of bus, records and token logs; tenants and batch work; early hand-offs of auto workers; requests that "
+    "the time of bus, records and token logs; tenants; early hand-offs of auto workers; requests that "
     "are moved from a full worker; failures and restarts"
 )
 GREEDY = Sampling(temperature=0.0)
@@ -62,14 +62,14 @@ class Outcome:
 class SimulatedWorker:
     """A worker: the real scheduler over a pool without memory."""
 
-    def __init__(self, kind: WorkerKind, spec: WorkerSpec) -> None:
-        self.kind, self.spec = kind, spec
+    def __init__(self, kind: WorkerKind, spec: WorkerSpec, number: int) -> None:
+        self.kind, self.spec, self.number = kind, spec, number
         self.scheduler = Scheduler(BlockPool(spec.num_blocks, spec.block_size))
         self.scheduler.cost = spec.cost
         self.busy_s = 0.0
         """Seconds in steps."""
         self.link_free_s = 0.0
-        """When its last fetch from the tier ends."""
+        """When its last fetch from the tiers ends."""
         self.sequences: dict[EngineSequence, None] = {}
         """Those that are not done."""
         self.plan: Plan = []
@@ -114,10 +114,10 @@ class SimulatedWorker:
     def make_beat(self, now_s: float) -> Beat:
         """Return the heartbeat of this moment."""
         decodes = [seq.num_computed_tokens for seq in self.sequences if seq.num_output_tokens]
-        prompts = [
-            seq.num_prompt_tokens - seq.num_computed_tokens for seq in self.sequences if not seq.num_output_tokens
-        ]
-        return Beat(now_s, sum(prompts), len(decodes), sum(decodes))
+        left = dict.fromkeys(CLASSES, 0)
+        for seq in self.sequences:
+            left[seq.klass] += 0 if seq.num_output_tokens else seq.num_prompt_tokens - seq.num_computed_tokens
+        return Beat(now_s, sum(left.values()), len(decodes), sum(decodes), left["batch"])
 
 
 class Simulation:
@@ -127,7 +127,7 @@ class Simulation:
         self,
         fleet: Mapping[WorkerKind, tuple[int, WorkerSpec]],
         rules: Sequence[Rule],
-        tier: Tier | None = None,
+        tiers: Sequence[Tier] = (),
         *,
         heartbeat_s: float = 1.0,
         heartbeat_delay_s: float = 0.5,
@@ -135,16 +135,21 @@ class Simulation:
     ) -> None:
         """`fleet` has how many workers of each kind there are; each of `rules` is that of a placer of its own.
 
-        The delay is from a heartbeat until placers have read it: they read once a second.
+        Workers look into `tiers` in their order, and write to all. Rules that count on a fetch take it to be from the
+        last one. The delay is from a heartbeat until placers have read it: they read once a second.
         """
-        workers = {kind: [SimulatedWorker(kind, spec) for _ in range(num)] for kind, (num, spec) in fleet.items()}
+        numbers = count()
+        workers = {
+            kind: [SimulatedWorker(kind, spec, next(numbers)) for _ in range(num)]
+            for kind, (num, spec) in fleet.items()
+        }
         self.readers = [*workers.get("prefill", ()), *workers.get("auto", ())]
         self._decoders = [*workers.get("decode", ()), *workers.get("auto", ())]
         assert self.readers, "nobody reads requests"
         assert self._decoders, "nobody decodes"
         spec = self.readers[0].spec
-        self._rules, self._tier = rules, tier
-        self._views = [View(len(self.readers), spec, tier, rule.memory_s) for rule in rules]
+        self._rules, self._tiers = rules, tiers
+        self._views = [View(len(self.readers), spec, tiers[-1] if tiers else None, rule.memory_s) for rule in rules]
         self._heartbeat_s, self._delay_s = heartbeat_s, heartbeat_delay_s
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -186,9 +191,8 @@ class Simulation:
         # The last token is computed in any case: its logits are needed.
         size = worker.spec.block_size
         wanted = request.keys[: (request.prompt_tokens - 1) // size]
-        found = self._tier.count_prefix(wanted) if self._tier else 0
-        fetch_s = max(0.0, worker.link_free_s - self._now_s)
-        fetch_s += self._tier.fetch_seconds(found - cached) if self._tier else 0.0
+        found, fetch_s = plan_fetch(self._tiers, worker.number, wanted, cached)
+        fetch_s += max(0.0, worker.link_free_s - self._now_s)
         if found <= cached or fetch_s >= worker.spec.prompt_seconds((found - cached) * size, cached * size):
             self._add_sequence(worker, seq)
             return
@@ -217,6 +221,7 @@ class Simulation:
             max_new_tokens=1 if worker.kind == "prefill" else request.output_tokens,
             output_token_ids=[0] if is_job else (),
             block_keys=request.keys[: request.prompt_tokens // size],
+            klass=request.klass,
             context=(outcome, view),
         )
         if is_job:
@@ -241,17 +246,20 @@ class Simulation:
         for seq in worker.end_step():
             outcome, view = seq.context
             if seq.num_output_tokens == 1:
-                self._note_first_token(outcome, view, seq)
+                self._note_first_token(worker, outcome, view, seq)
             if seq.state is State.DONE:
                 self._end_sequence(worker, seq, outcome, view)
         self._begin_step(worker)
 
-    def _note_first_token(self, outcome: Outcome, view: View, seq: EngineSequence) -> None:
+    def _note_first_token(self, worker: SimulatedWorker, outcome: Outcome, view: View, seq: EngineSequence) -> None:
         outcome.first_s = self._now_s
         outcome.pool_tokens = max(0, seq.num_cached_tokens - outcome.fetched_tokens)
         view.record_first_token(outcome.request)
-        if self._tier:
-            self._tier.store_blocks(tuple(seq.block_keys))
+        self._store_blocks(worker, seq.block_keys)
+
+    def _store_blocks(self, worker: SimulatedWorker, keys: Sequence[bytes]) -> None:
+        for tier in self._tiers:
+            tier.store_blocks(worker.number, keys)
 
     def _end_sequence(self, worker: SimulatedWorker, seq: EngineSequence, outcome: Outcome, view: View) -> None:
         request, num_named = outcome.request, len(seq.block_keys)
@@ -259,8 +267,7 @@ class Simulation:
         worker.scheduler.add_block_keys(seq, list(request.keys[num_named:num_full]))
         worker.scheduler.remove_sequence(seq)
         del worker.sequences[seq]
-        if self._tier:
-            self._tier.store_blocks(tuple(seq.block_keys[num_named:]))
+        self._store_blocks(worker, seq.block_keys[num_named:])
         if seq.num_output_tokens == request.output_tokens:
             outcome.end_s = self._now_s
             view.record_end(request)
@@ -274,9 +281,10 @@ class Simulation:
         worker = self._decoders[zlib.crc32(request.id.encode()) % len(self._decoders)]
         seq = self._make_sequence(outcome, worker, view, is_job=True)
         keys = seq.block_keys
-        num_missing = len(keys) - worker.scheduler.pool.count_cached_prefix(keys)
+        cached = worker.scheduler.pool.count_cached_prefix(keys)
         worker.link_free_s = max(worker.link_free_s, self._now_s)
-        worker.link_free_s += self._tier.fetch_seconds(num_missing) if self._tier else 0.0
+        # The hand-off tier, the last one, has all of a job's blocks.
+        worker.link_free_s += self._tiers[-1].fetch_seconds(len(keys) - cached) if self._tiers else 0.0
         self._at(worker.link_free_s, partial(self._end_job_fetch, worker, seq))
 
     def _end_job_fetch(self, worker: SimulatedWorker, seq: EngineSequence) -> None:

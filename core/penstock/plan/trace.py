@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
+from penstock.names import CLASSES, PriorityClass
 
 TIME_FIELDS = {"at_s": 1.0, "timestamp": 1e-3}
 """Fields for the time of arrival, and their units in seconds: `timestamp` is in milliseconds, as in public traces."""
 PROMPT_FIELDS, OUTPUT_FIELDS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
+
+
+HASH_BLOCK_TOKENS = 512
+"""Tokens of a block in traces that name the blocks of prompts."""
 
 
 class Arrival(NamedTuple):
@@ -21,6 +26,9 @@ class Arrival(NamedTuple):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     """The prompt's blocks, where the trace names them: equal numbers are equal beginnings."""
+    klass: PriorityClass = "interactive"
+    chat: str = ""
+    """What turns of one chat have in common, where the trace tells it."""
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -46,7 +54,8 @@ def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             unit = next(TIME_FIELDS[name] for name in TIME_FIELDS if name in row)
             at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
             lengths = (int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
-            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))))
+            klass = CLASSES[CLASSES.index(row.get("class", "interactive"))]
+            arrival = Arrival(at_s, *lengths, tuple(map(int, row.get("hash_ids", ()))), klass, str(row.get("chat", "")))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None

@@ -135,8 +135,10 @@ function workerRow(worker) {
     const used = worker.blocks_total ? worker.blocks_used / worker.blocks_total : 0;
     const gauge = make("span", "gauge", make("i"));
     gauge.firstChild.style.width = `${(used * 100).toFixed(1)}%`;
-    const load = `${count(worker.running)} running, ${count(worker.waiting)} waiting`;
-    row.append(make("span", "load", load), make("span", "speed", `${rate(worker.tokens_per_s)} tok/s`), gauge);
+    const prompts = worker.prompts_s == null ? "" : `, ${seconds(worker.prompts_s)} of prompts`;
+    const load = make("span", "load", `${count(worker.running)} running, ${count(worker.waiting)} waiting${prompts}`);
+    if (prompts) load.title = "how long it will compute the prompts that wait for it";
+    row.append(load, make("span", "speed", `${rate(worker.tokens_per_s)} tok/s`), gauge);
     gauge.setAttribute("role", "img");
     gauge.setAttribute("aria-label", `${percent(used)} of its KV pool used`);
     gauge.title = `KV pool: ${count(worker.blocks_used)} of ${count(worker.blocks_total)} blocks`;
