@@ -7,10 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any, cast
+from unittest import mock
 
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
@@ -27,10 +30,18 @@ def preload_modules(*modules: str) -> None:
 preload_modules()
 
 
+@cache
+def _start_server() -> None:
+    """Start the process that forks. Hashes of strings are the same in all processes: the simulated world needs it."""
+    with mock.patch.dict(os.environ, PYTHONHASHSEED="0"):
+        forkserver.ensure_running()
+
+
 class ForkedProcess:
     """A forked process with the methods that `Child` needs."""
 
     def __init__(self, call: Callable[..., int | None], log: Path, environment: Mapping[str, str], *given: Any) -> None:
+        _start_server()
         arguments = (call.__module__, call.__name__, str(log), dict(environment), given)
         self._process = _context.Process(target=_run_child, args=arguments, daemon=True)
         self._process.start()

@@ -56,36 +56,16 @@ def serving_engine(worker: Worker) -> ServingEngine:
     return worker.engine
 
 
-class InProcessPipeline:
-    """A pipeline of one prefill and one decode worker, with a call for each step."""
+class PipelineServers:
+    """The bus and the records of a pipeline: those of servers, or `in_memory` doubles of them."""
 
-    def __init__(
-        self,
-        addresses: Addresses,
-        record: RecordSettings | None = None,
-        kv: KVSettings | None = None,
-        engine: EngineSettings = ENGINE_SETTINGS,
-        *,
-        in_memory: bool = False,
-    ) -> None:
-        """Start the pipeline on the servers at `addresses`; with `in_memory` on doubles of them, without any server."""
-        self.addresses = addresses
-        self.engine_settings = engine
-        self._folder, own_kv = None, KVSettings(shared_mb=0, redis_mb=64)
-        if in_memory:
-            self._folder = tempfile.TemporaryDirectory(prefix="penstock-line-", dir=SHARED_MEMORY)
-            own_kv = KVSettings(shared_mb=64, shared_dir=self._folder.name, redis_mb=0)
-        self.kv_settings = kv or own_kv
+    def __init__(self, addresses: Addresses, record: RecordSettings, *, in_memory: bool) -> None:
+        self.addresses, self.record_settings = addresses, record
         self.pipeline = Pipeline(addresses.pipeline)
-        self.record_settings = record or RecordSettings()
         self._records = MemoryRecords() if in_memory else None
         self.bus: Bus = MemoryBus(self.pipeline) if in_memory else connect_bus(addresses, BUS_SETTINGS)
         self.bus.create_topics()
         self.clients = Sharded([], []) if in_memory else connect_servers(addresses.stream_url)
-        self._stores: list[KVStore] = []
-        self._grammars: list[GrammarCompiler] = []
-        self.add_prefill("prefill-0")
-        self.add_decode("decode-0")
         self.publisher = self.bus.create_publisher()
 
     @property
@@ -105,6 +85,55 @@ class InProcessPipeline:
             return Client(self.addresses)
         assert isinstance(self.bus, MemoryBus)
         return MemoryClient(self.bus, self._records)
+
+    def publish_bytes(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
+        """Put raw bytes in the interactive requests topic, or another."""
+        self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
+
+    def send_requests(self, *requests: Request) -> None:
+        """Publish requests."""
+        for request in requests:
+            self.publish_bytes(request.encode(), request.id)
+
+    def read_results(self) -> list[Result]:
+        """Return all messages of the results topic."""
+        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]
+
+    def read_dead_letters(self) -> list[Outgoing]:
+        """Return all messages of the dead-letter topic."""
+        return self.bus.read_all(self.pipeline.dead_letter_topic)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.publisher.close()
+        for client in self.clients.parts:
+            client.close()
+
+
+class InProcessPipeline(PipelineServers):
+    """A pipeline of one prefill and one decode worker, with a call for each step."""
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        record: RecordSettings | None = None,
+        kv: KVSettings | None = None,
+        engine: EngineSettings = ENGINE_SETTINGS,
+        *,
+        in_memory: bool = False,
+    ) -> None:
+        """Start the pipeline on the servers at `addresses`; with `in_memory` on doubles of them, without any server."""
+        super().__init__(addresses, record or RecordSettings(), in_memory=in_memory)
+        self.engine_settings = engine
+        self._folder, own_kv = None, KVSettings(shared_mb=0, redis_mb=64)
+        if in_memory:
+            self._folder = tempfile.TemporaryDirectory(prefix="penstock-line-", dir=SHARED_MEMORY)
+            own_kv = KVSettings(shared_mb=64, shared_dir=self._folder.name, redis_mb=0)
+        self.kv_settings = kv or own_kv
+        self._stores: list[KVStore] = []
+        self._grammars: list[GrammarCompiler] = []
+        self.add_prefill("prefill-0")
+        self.add_decode("decode-0")
 
     def add_prefill(self, name: str) -> None:
         """Add a prefill worker and make it the current one. The one before keeps running."""
@@ -157,23 +186,6 @@ class InProcessPipeline:
         (self.add_prefill if stage == "prefill" else self.add_decode)(f"{stage}-1")
         return silent
 
-    def publish_bytes(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
-        """Put raw bytes in the interactive requests topic, or another."""
-        self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
-
-    def send_requests(self, *requests: Request) -> None:
-        """Publish requests."""
-        for request in requests:
-            self.publish_bytes(request.encode(), request.id)
-
-    def read_results(self) -> list[Result]:
-        """Return all messages of the results topic."""
-        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]
-
-    def read_dead_letters(self) -> list[Outgoing]:
-        """Return all messages of the dead-letter topic."""
-        return self.bus.read_all(self.pipeline.dead_letter_topic)
-
     def run_until_dead(self, count: int) -> list[Outgoing]:
         """Turn both workers until the dead-letter topic has `count` messages: partitions are read in any order."""
         while len(found := self.read_dead_letters()) < count:
@@ -208,8 +220,6 @@ class InProcessPipeline:
             store.close()
         for grammars in self._grammars:
             grammars.close()
-        self.publisher.close()
-        for client in self.clients.parts:
-            client.close()
+        self.close()
         if self._folder is not None:
             self._folder.cleanup()

@@ -140,7 +140,9 @@ def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
 
 
 @pytest.fixture
-def make_line(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator["MakeLine"]:
+def make_line(
+    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> Iterator["MakeLine"]:
     """Makes pipelines in this process: `make_line(bus, record=…, kv=…)`. They are closed after the test.
 
     In a test with the mark `in_memory` there are no servers, but doubles of them.
@@ -151,6 +153,8 @@ def make_line(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator["M
     with ExitStack() as stack:
 
         def make(bus: str = "embedded", kv_url: str = "", **settings: Any) -> "InProcessPipeline":
+            if bus != "kafka":  # what is there, is there at once
+                monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
             if in_memory:
                 made = InProcessPipeline(Addresses(pipeline=pipeline.name), in_memory=True, **settings)
             else:

@@ -1,24 +1,35 @@
 """The simulated world: nothing is lost, doubled or wrong in some seeds, a seed repeats, and a planted flaw is found."""
 
+import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sim.forked import fork_process
+from sim.waiting import PATIENCE_S
+from sim.world.__main__ import main
 from sim.world.flaws import FLAWS, Flaw, find_flaw
 
 ROOT, FULL = Path(__file__).parents[1], pytest.mark.full
+RunWorld = Callable[..., str]
 
 
-def run_world(*arguments: str) -> str:
-    """Run the world in a process of its own, as it replaces the clock and the threads of all modules."""
-    command = [sys.executable, "-m", "sim.world", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+@pytest.fixture
+def run_world(tmp_path: Path) -> RunWorld:
+    """Runs the world in a process of its own, as it replaces the clock and the threads of all modules."""
+
+    def run(*words: str) -> str:
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+        child = fork_process("world", log, main, *words, environment={**os.environ, "PYTHONHASHSEED": "0"})
+        assert child.wait(PATIENCE_S) == 0, log.read_text()
+        return log.read_text()
+
+    return run
 
 
-def test_nothing_is_lost_doubled_or_wrong() -> None:
+def test_nothing_is_lost_doubled_or_wrong(run_world: RunWorld) -> None:
     told = run_world("--seed", "1", "--seeds", "15", "--requests", "20")
     found = re.search(r"^[0-9]+ requests, ([0-9]+) kills, 0 findings,", told, re.MULTILINE)
     assert found is not None, told
@@ -38,19 +49,19 @@ def test_nothing_is_lost_doubled_or_wrong() -> None:
         ),
     ],
 )
-def test_nothing_is_lost_doubled_or_wrong_with(seed: int, rates: list[str]) -> None:
+def test_nothing_is_lost_doubled_or_wrong_with(run_world: RunWorld, seed: int, rates: list[str]) -> None:
     told = run_world("--seed", str(seed), "--seeds", "3", *(word for rate in rates for word in ("--rate", rate)))
     assert ", 0 findings," in told, told
 
 
-def test_nothing_is_found_over_redis_streams() -> None:
+def test_nothing_is_found_over_redis_streams(run_world: RunWorld) -> None:
     told = run_world("--seed", "1", "--seeds", "2", "--requests", "12", "--level", "streams")
     assert "24 requests" in told, told
     assert ", 0 findings," in told, told
 
 
 @pytest.mark.parametrize("level", ["fast", pytest.param("kafka", marks=FULL)])
-def test_a_seed_repeats(level: str) -> None:
+def test_a_seed_repeats(run_world: RunWorld, level: str) -> None:
     rates = [] if level != "fast" else ["--rate", "gateways=0.5", "--rate", "kill_s=2"]
     first, second = (run_world("--seed", "5", "--requests", "15", "--level", level, *rates) for _ in range(2))
     assert first.splitlines()[0] == second.splitlines()[0], "the same history"

@@ -30,8 +30,8 @@ def run_scene(plan: Plan, *, shorten: bool) -> Verdict:
     return verdict
 
 
-def main() -> None:
-    """Run scenes, and print what was found."""
+def main(*words: str) -> None:
+    """Run scenes as the words of the command say, this process's if there are none, and print what was found."""
     parser = argparse.ArgumentParser(prog="python -m sim.world")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
@@ -48,7 +48,7 @@ def main() -> None:
         "--rate", action="append", default=[], metavar="NAME=VALUE", help="a rate of mishaps in place of the drawn one"
     )
     parser.add_argument("--history", action="store_true", help="print what happened")
-    given = parser.parse_args()
+    given = parser.parse_args(words or None)
     if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of sets differs from run to run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "sim.world", *sys.argv[1:]])

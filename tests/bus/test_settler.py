@@ -50,6 +50,7 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
 
         wait_for(has_ended, "the settlement's end")
         wait_for(lambda: not settler.trouble, "nothing is tried any more, so nothing is wrong")
+        assert len(settler) == 0, "nothing is under way"
         settler.close()
         assert list_values(bus.read_all(jobs)) == [b"first", b"second"][: 1 + is_again]
         assert outcomes == [(None, is_again)]  # the next holder settles a lost delivery from the record

@@ -6,42 +6,26 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.bus.connect import connect_bus
-from penstock.bus.contract import Bus, Outgoing
 from penstock.client.core import RequestFields, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EndpointSettings, RecordSettings
 from penstock.endpoint_worker.endpoints import Endpoints, parse_urls
 from penstock.endpoint_worker.engine import EndpointEngine
 from penstock.endpoint_worker.role import EndpointRole
-from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
+from penstock.messages import EndEvent, Request, Result, TokenEvent
 from penstock.names import Pipeline
-from penstock.record import connect_servers, open_record
-from penstock.testing.bus import MemoryBus
-from penstock.testing.record import MemoryRecord, MemoryRecords
 from penstock.worker.worker import Worker
 from sim.endpoint import MODEL, CountingEndpoint
-from sim.line import BUS_SETTINGS
+from sim.line import PipelineServers
 
 
-class EndpointPipeline:
+class EndpointPipeline(PipelineServers):
     """A pipeline whose endpoint workers a test turns, on servers at `addresses`; without them on doubles."""
 
     def __init__(self, pipeline: Pipeline, addresses: Addresses | None = None) -> None:
-        self.pipeline = pipeline
-        self.record_settings = RecordSettings(lease_s=0.3, retry_first_s=0.05)
-        self._records = MemoryRecords() if addresses is None else None
-        self.bus: Bus = MemoryBus(pipeline) if addresses is None else connect_bus(addresses, BUS_SETTINGS)
-        self.bus.create_topics()
-        self._clients = None if addresses is None else connect_servers(addresses.stream_url)
-        self.publisher = self.bus.create_publisher()
+        settings = RecordSettings(lease_s=0.3, retry_first_s=0.05)
+        super().__init__(addresses or Addresses(pipeline=pipeline.name), settings, in_memory=addresses is None)
         self.workers: list[Worker] = []
-
-    def open_record(self) -> Any:
-        if self._records is not None:
-            return MemoryRecord(self._records, self.record_settings)
-        assert self._clients is not None
-        return open_record(self._clients, self.pipeline, self.record_settings)
 
     def add_worker(self, *endpoints: CountingEndpoint, **settings: Any) -> Worker:
         urls = ",".join(endpoint.url for endpoint in endpoints)
@@ -49,20 +33,14 @@ class EndpointPipeline:
         member = self.bus.join_group("endpoint", f"endpoint-{len(self.workers)}")
         pool = Endpoints(parse_urls(given.urls, given.max_requests))
         role = EndpointRole(self.pipeline, MODEL, EndpointEngine(pool, given, self.record_settings))
-        worker = Worker(role, self.pipeline, f"endpoint-{len(self.workers)}", self.open_record(), member)
+        worker = Worker(role, self.pipeline, f"endpoint-{len(self.workers)}", self.make_record(), member)
         self.workers.append(worker)
         return worker
 
     def send(self, prompt: str | None = "count|", topic: str | None = None, **fields: Any) -> Request:
         request = make_request(prompt, cast("RequestFields", fields))
-        self.publish(request.encode(), request.id, topic)
+        self.publish_bytes(request.encode(), request.id, topic)
         return request
-
-    def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
-        self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
-
-    def read_results(self) -> list[Result]:
-        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]
 
     def run_until(self, condition: Callable[[], object]) -> None:
         """Turn all workers until the condition holds."""
@@ -75,7 +53,7 @@ class EndpointPipeline:
         return self.read_results()
 
     def read_log(self, request_id: str) -> list[TokenEvent | EndEvent]:
-        with closing(self.open_record()) as record:
+        with closing(self.make_record()) as record:
             return list(record.read_log(request_id))
 
     def kill(self, worker: Worker) -> None:
@@ -91,9 +69,7 @@ class EndpointPipeline:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        self.publisher.close()
-        for client in () if self._clients is None else self._clients.parts:
-            client.close()
+        super().close()
 
 
 def engine_of(worker: Worker) -> EndpointEngine:
@@ -106,12 +82,16 @@ MakeEndpointPipeline = Callable[..., EndpointPipeline]
 
 
 @pytest.fixture
-def make_pipeline(request: pytest.FixtureRequest, pipeline: Pipeline) -> Iterator[MakeEndpointPipeline]:
+def make_pipeline(
+    request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEndpointPipeline]:
     """Makes the pipeline on `embedded`, `kafka`, or `memory`."""
     with ExitStack() as stack:
 
         def make(bus: str) -> EndpointPipeline:
             addresses = None
+            if bus != "kafka":  # what is there, is there at once
+                monkeypatch.setattr("penstock.worker.worker.IDLE_POLL_S", 0.01)
             if bus != "memory":
                 url, kafka = request.getfixturevalue("redis_url"), ""
                 kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""

@@ -226,7 +226,7 @@ def test_pieces_of_several_answers_that_came_in_turns_are_each_judged_by_their_o
         for answer, event in arrived:
             if isinstance(event, Piece) is kind:
                 engine._arrived.put((answer, event))
-    line.open_record().cancel_request("bad")
+    line.make_record().cancel_request("bad")
     results = {result.id: result for result in line.run_until_results(3)}
     assert results["bad"].finish_reason == "cancelled"
     assert [len(results[name].text.split()) for name in ("a", "z")] == [8, 8]
@@ -280,7 +280,7 @@ def test_a_deadline_and_a_cancellation_end_an_answer_and_the_endpoints_work(
     late, stopped = line.send(max_tokens=9, deadline=now_s() + 3600), line.send(max_tokens=9)
     line.run_until(lambda: all(len(line.read_log(one.id)) == 2 for one in (late, stopped)))
     worker.running[late.id].message = late.model_copy(update={"deadline": now_s()})
-    line.open_record().cancel_request(stopped.id)
+    line.make_record().cancel_request(stopped.id)
     results = {result.id: result for result in line.run_until_results(2)}
     line.run_until(lambda: endpoint.num_under_way == 0)
     assert results[stopped.id].finish_reason == "cancelled"
@@ -294,9 +294,9 @@ def test_a_request_sent_twice_is_answered_once_and_another_body_is_a_conflict(
 ) -> None:
     line.add_worker(endpoint)
     request = line.send(max_tokens=3)
-    line.publish(request.encode(), request.id)
+    line.publish_bytes(request.encode(), request.id)
     line.run_until_results(1)
-    line.publish(request.encode(), request.id)
+    line.publish_bytes(request.encode(), request.id)
     line.send("other|", id=request.id)
     line.run_until(lambda: line.bus.read_all(line.pipeline.dead_letter_topic))
     line.run_until(lambda: not any(line.bus.count_unsettled().values()))
@@ -311,7 +311,7 @@ def test_a_message_that_cannot_be_read_has_one_result(
     line: EndpointPipeline, endpoint: CountingEndpoint, value: bytes
 ) -> None:
     line.add_worker(endpoint)
-    line.publish(value, "a")
+    line.publish_bytes(value, "a")
     (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code in ("invalid_request", "unsupported_version")

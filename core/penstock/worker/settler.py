@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
@@ -40,12 +40,14 @@ class _PendingSettlement:
     settlement: Settlement
     ticket: Any
     again: Callable[[], Settlement] | None
+    name: object = field(default_factory=object)
+    """It stays when the settlement is made anew."""
 
     @property
-    def address(self) -> tuple[str, str] | int:
-        """The delivery's topic and position, or the object's id where no delivery is settled."""
+    def address(self) -> object:
+        """The delivery's topic and position, or the name where no delivery is settled."""
         delivery = self.settlement.delivery
-        return delivery.address if delivery.is_held else id(self)
+        return delivery.address if delivery.is_held else self.name
 
 
 class Settler:
@@ -65,7 +67,7 @@ class Settler:
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
         self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
-        self._open: Counter[tuple[str, str] | int] = Counter()
+        self._open: Counter[object] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
         self._has_ended = False
