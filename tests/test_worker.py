@@ -1,5 +1,6 @@
 """What both loops are made of, on a real server."""
 
+import gc
 import json
 import os
 import py_compile
@@ -23,6 +24,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outg
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, NameTaken, PenstockError
+from penstock.garbage import freeze_loaded_objects
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
 from penstock.names import CLASSES, REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
@@ -495,6 +497,15 @@ def test_a_name_that_another_process_took_meanwhile_ends_the_worker(
         wait_for(lambda: raises_failure(beat), "its thread finds it too")
     assert json.loads(server.get(key) or b"") == newer, "it says no goodbye for the other"
     assert not server.exists(pipeline.left_key("prefill", "p-0"))
+
+
+def test_what_was_loaded_is_in_no_later_collection() -> None:
+    loaded = ["a library's"]
+    freeze_loaded_objects()
+    try:
+        assert not any(one is loaded for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def raises_failure(beat: Heartbeat) -> bool:

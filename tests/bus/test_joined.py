@@ -110,6 +110,23 @@ def test_the_server_is_not_asked_again_before_the_bell_has_rung(
         assert len(looks) == before + 1
 
 
+def test_who_got_all_that_there_was_asks_again_when_there_is_more(
+    streams_bus: StreamsBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that got as many as it had room for asks at once."""
+    looks, requests = count_reads(monkeypatch), pipeline.request_topic("interactive")
+    with streams_bus.join_group("auto", "a") as member:
+        publish_messages(streams_bus, [Outgoing(requests, b"%d" % number) for number in range(3)])
+        assert len(member.poll(0.0, {"interactive": 2, "batch": 1})) == 2
+        assert len(member.poll(0.0, CAPACITY)) == 1
+        assert len(looks) == 2
+        for _ in range(5):
+            assert member.poll(0.0, CAPACITY) == []
+        assert len(looks) == 2
+        publish_messages(streams_bus, [Outgoing(pipeline.job_topic("batch"), b"y")])
+        wait_for(lambda: len(member.poll(0.0, CAPACITY)) == 1, "the next message rings it")
+
+
 def test_a_class_without_room_rings_no_bell_where_its_messages_wait(
     streams_bus: StreamsBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

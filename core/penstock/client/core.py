@@ -319,16 +319,18 @@ class StreamReader:
         """Return the event of a message of the live channel, as `feed_live`. What is no event counts as a gap."""
         try:
             event = parse_event(payload)
-            self._locate_event(event)
+            place = self._locate_event(event)
         except StreamError:
             self.is_behind = True
             return []
-        return self.feed_live(event)
+        return self._feed_located(event, *place)
 
     def feed_live(self, event: Event) -> list[Event]:
         """Return the live event if it is the next one, else nothing. A gap before it sets `is_behind`."""
+        return self._feed_located(event, *self._locate_event(event))
+
+    def _feed_located(self, event: Event, position: int, rolled: str) -> list[Event]:
         self.has_read_event = True
-        position, rolled = self._locate_event(event)
         if position > self.num_tokens:
             self.is_behind = True
             return []

@@ -7,7 +7,7 @@ own cannot be written, as they are what failed.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.bus.dead_letters import build_dead_letter
@@ -23,15 +23,16 @@ log = logging.getLogger(__name__)
 UNWRITABLE = "what the request came to cannot be written; the worker's log says why"
 
 
-@dataclass(frozen=True)
 class confine_error:  # noqa: N801, as it reads like a call
     """A block whose exception is logged, and given to `end` as the error that the request ends with.
 
     Without `end` the request goes on. What is not about this request is raised on (`to_request_error`).
     """
 
-    request_id: str
-    end: Callable[[RequestError], object] | None = None
+    __slots__ = ("end", "request_id")
+
+    def __init__(self, request_id: str, end: Callable[[RequestError], object] | None = None) -> None:
+        self.request_id, self.end = request_id, end
 
     def __enter__(self) -> None:
         """Do nothing."""

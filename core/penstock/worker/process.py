@@ -31,6 +31,7 @@ from penstock.config.settings import (
     load_settings,
 )
 from penstock.errors import DependencyMissing, SettingsError
+from penstock.garbage import freeze_loaded_objects
 from penstock.names import Pipeline, WorkerKind
 from penstock.ops.access import check_access
 from penstock.record import check_key_types, connect_servers, open_record
@@ -193,6 +194,7 @@ class WorkerProcess:
         )
         log.info("%s serves %s as %s", self.name, self.pipeline.name, role.model_name)
         check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+        freeze_loaded_objects()
         Reconnector(make_worker, check_bus, self.beat).run_until_stopped(stop, settings.worker.drain_s)
         log.info("%s has left", self.name)
 

@@ -641,23 +641,24 @@ class Worker:
             return
         outcomes, written_s, ended = self.record.collect_outcomes(), time.monotonic(), []
         sent, self._tasks_in_flight = self._tasks_in_flight, []
-        by_task: dict[Task, Counter[AppendOutcome]] = {}
+        by_task: dict[Task, list[AppendOutcome]] = {}
         for task, outcome in zip(sent, outcomes, strict=True):
-            by_task.setdefault(task, Counter())[outcome] += 1
-        for task, counts in by_task.items():
+            by_task.setdefault(task, []).append(outcome)
+        for task, found in by_task.items():
             stage_failpoint(task.role.kind, "prefill.4.appended", "decode.7.confirmed", "endpoint.3.appended")
             task.is_in_flight = False
             if task is not self.running.get(task.id):
                 continue
-            if counts[AppendOutcome.FENCED]:
+            if AppendOutcome.FENCED in found:
                 self._drop_lost_task(task)
                 continue
+            num_written = found.count(AppendOutcome.OK)
             with confine_error(task.id):
-                for _ in range(counts[AppendOutcome.OK]):
+                for _ in range(num_written):
                     task.role.record_token(task, self._sent_s, written_s, self.metrics)
-            if num_left := counts[AppendOutcome.CANCELLED] + counts[AppendOutcome.REFUSED]:
+            if num_left := len(found) - num_written:
                 del task.log_events[-num_left:]
-                is_cancelled = counts[AppendOutcome.CANCELLED] > 0
+                is_cancelled = AppendOutcome.CANCELLED in found
                 error = Cancelled("the request was cancelled") if is_cancelled else InternalError(UNWRITABLE)
                 task.outcome = Outcome.of_error(error)
                 ended.append(task)

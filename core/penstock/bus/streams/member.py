@@ -370,7 +370,7 @@ class StreamsReader:
             self._take_new(left)
 
     def _take_new(self, left: Left) -> None:
-        """Read the members' streams in one round trip. Where there was nothing, the bell watches them from now on."""
+        """Read the members' streams in one round trip. Where nothing is left, the bell watches them from now on."""
         words: list[Any] = [left[klass] for klass in CLASSES]
         for _, *about in self._reads:
             words += about

@@ -27,9 +27,12 @@ if r[4] then return 2 end
 if position > n then return 0 end
 
 for i = 1, count do redis.call('XADD', KEYS[2], n + i - 1 .. '-1', 'e', ARGV[6 + i]) end
-redis.call('HSET', KEYS[1], 'tokens', n + count, 'hash', ARGV[6])
 local made = n + count - ARGV[4]
-if made > tonumber(r[5] or 0) then redis.call('HSET', KEYS[1], 'attempts', 0, 'most', math.min(made, 256)) end
+if made > tonumber(r[5] or 0) then
+  redis.call('HSET', KEYS[1], 'tokens', n + count, 'hash', ARGV[6], 'attempts', 0, 'most', math.min(made, 256))
+else
+  redis.call('HSET', KEYS[1], 'tokens', n + count, 'hash', ARGV[6])
+end
 if n == 0 then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
 for i = 1, count do redis.call('PUBLISH', ARGV[1], ARGV[6 + i]) end
 return 1

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewayProcessSettings
 from penstock.errors import PenstockError
+from penstock.garbage import freeze_loaded_objects
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import make_guarded_protocol
 from penstock.telemetry.meters import Meters
@@ -43,6 +44,7 @@ def serve_gateway(settings: GatewayProcessSettings, addresses: Addresses, meters
     app = create_app(settings, addresses, meters)
     with open_listener(settings.gateway.host, settings.gateway.port) as listener:
         host, port = listener.getsockname()[:2]
+        freeze_loaded_objects()
         log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         _Server(app, settings).run(sockets=[listener])
 

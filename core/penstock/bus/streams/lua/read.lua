@@ -1,12 +1,12 @@
 -- Give a worker new messages, of the groups that it is in: of each class no more than there is room for. Where it gets
--- none, tell behind which entries it may wait for the next ones.
+-- all that there are, tell behind which entries it may wait for the next ones.
 --
 -- KEYS     the streams, those first whose messages come first
 -- ARGV     how many messages of the first class, how many of the second, then for each stream: group, own consumer, class
 --          (1 or 2)
 --
 -- Replies  for each stream the entries that are the consumer's now; for each stream the last entry that its group has
---          delivered, or an empty text where more is behind it, or where any stream had entries
+--          delivered, or an empty text where more is behind it; empty for all where there were entries and are more
 
 local room = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local found, after, total = {}, {}, 0
@@ -22,7 +22,7 @@ for i, stream in ipairs(KEYS) do
     end
   end
 end
-for i, stream in ipairs(total == 0 and KEYS or {}) do
+for i, stream in ipairs(KEYS) do
   for _, flat in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
     local info = {}
     for j = 1, #flat, 2 do info[flat[j]] = flat[j + 1] end
@@ -30,6 +30,10 @@ for i, stream in ipairs(total == 0 and KEYS or {}) do
     if info.name == ARGV[3 * i] and not redis.call('XREAD', 'COUNT', 1, 'STREAMS', stream, last) then
       after[i] = last
     end
+  end
+  if total > 0 and after[i] == '' then  -- it asks again at once
+    for j = 1, #KEYS do after[j] = '' end
+    break
   end
 end
 return {found, after}
