@@ -97,11 +97,15 @@ def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
 
 
 def count_hand_offs(stack: Stack) -> Counter[str]:
-    """Return how many requests the workers of a stack have handed off, by cause, as their next heartbeats say."""
-    time.sleep(2 * WorkerSettings().heartbeat_s)
+    """Return how many requests the workers of a stack have handed off, by cause, as their last heartbeats say."""
     with redis_client(stack.addresses.stream_url) as client:
         loads = [one["load"] for one in read_heartbeats(client, Pipeline(stack.addresses.pipeline))]
     return sum((Counter(load.get("hand_offs", {})) for load in loads), Counter[str]())
+
+
+def wait_for_heartbeats() -> None:
+    """Wait until every worker has sent a heartbeat."""
+    time.sleep(2 * WorkerSettings().heartbeat_s)
 
 
 def format_shares(causes: Counter[str], num_requests: int) -> str:

@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.processor import Meter, read_processor_s, read_resident_bytes
-from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
+from benchmarks.systems import DEMO_ENVIRONMENT, get_gateway_pid, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 
@@ -102,8 +102,7 @@ async def wait_for_ends(readers: list[Reader]) -> None:
 async def measure_streams(stack: Stack, num_streams: int, idle_s: float, given: Arguments) -> dict[str, float]:
     """Open streams, let them wait, replace the gateway, and have them answered; return the figures."""
     assert stack.gateway is not None
-    assert stack.gateway.child is not None
-    port, pid = int(stack.gateway_url.rpartition(":")[2]), stack.gateway.child.pid
+    port, pid = int(stack.gateway_url.rpartition(":")[2]), get_gateway_pid(stack)
     readers, meter = [Reader(make_body(number)) for number in range(num_streams)], Meter([pid])
     memory = []
     for part in (readers[:WARM_STREAMS], readers[WARM_STREAMS:]):
@@ -116,8 +115,8 @@ async def measure_streams(stack: Stack, num_streams: int, idle_s: float, given: 
         await asyncio.sleep(idle_s / 3)
         shares.append((read_processor_s([pid]) - used_s) / (time.monotonic() - begun_s))
     print(f"{num_streams:,} streams wait: {memory[1] / 2**20:.0f} MiB, {statistics.median(shares):.3f} of a core")
-    child = stack.gateway.child
-    await asyncio.to_thread(child.stop, 60.0)
+    assert stack.gateway.child is not None
+    await asyncio.to_thread(stack.gateway.child.stop, 60.0)
     await wait_for_ends(readers)
     await asyncio.to_thread(stack.restart_dead)
     await asyncio.to_thread(stack.wait_until_ready, 120.0)

@@ -1,5 +1,6 @@
 """What several benchmarks start: a stack, a process at a pipe, an engine of a shape, a request to an engine."""
 
+import random
 import tempfile
 import time
 from collections import deque
@@ -53,6 +54,18 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
         yield stack
 
 
+def list_pids(stack: Stack) -> list[int]:
+    """Return the process ids of a stack's workers."""
+    return [worker.child.pid for worker in stack.workers if worker.child is not None]
+
+
+def get_gateway_pid(stack: Stack) -> int:
+    """Return the process id of a stack's gateway."""
+    assert stack.gateway is not None
+    assert stack.gateway.child is not None
+    return stack.gateway.child.pid
+
+
 def make_logits(engine: Engine, token_id: int) -> Tensor:
     """Return logits [1, vocabulary] by which this token follows."""
     logits = torch.zeros(1, engine.model.vocab_size)
@@ -92,18 +105,28 @@ def read_results(stack: Stack) -> list[Result]:
     return [decode_message(Result, message.value) for message in messages]
 
 
+def draw_tokens(chance: random.Random, count: int, vocabulary: range = range(3, 1000)) -> list[int]:
+    """Return random tokens, by default of the demo model's."""
+    return chance.choices(vocabulary, k=count)
+
+
+def make_request(token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """Return a greedy request, as `Client.submit` takes it, that ends by its length only."""
+    return {"token_ids": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **more}
+
+
 def answer_requests(
-    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int
+    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int, timeout_s: float = TIMEOUT_S
 ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
     """Submit requests, `max_open` of them under way at a time; yield each with its answer, in their order."""
     under_way: deque[tuple[str, Mapping[str, Any]]] = deque()
     for request in requests:
         if len(under_way) == max_open:
             request_id, asked = under_way.popleft()
-            yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+            yield asked, client.result(request_id, timeout_s)
         under_way.append((client.submit(**request), request))
     for request_id, asked in under_way:
-        yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+        yield asked, client.result(request_id, timeout_s)
 
 
 class PipedProcess:
@@ -123,9 +146,13 @@ class PipedProcess:
         """Send it something to answer."""
         self._pipe.send(what)
 
+    def has_answer(self, within_s: float) -> bool:
+        """Return whether an answer is there within some seconds."""
+        return self._pipe.poll(within_s)
+
     def receive(self) -> Any:
         """Return its next answer. Raises `TimeoutError` if there is none."""
-        if not self._pipe.poll(self._timeout_s):
+        if not self.has_answer(self._timeout_s):
             raise TimeoutError(f"{self._process.name} says nothing")
         return self._pipe.recv()
 

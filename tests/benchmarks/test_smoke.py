@@ -22,11 +22,10 @@ OTHER_ENVIRONMENTS = {"vllm_engine", "vllm_kills"}
 NAMES = sorted(
     path.stem
     for path in FOLDER.glob("*.py")
-    if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS | {"gateway_readers"}
+    if 'if __name__ == "__main__":' in path.read_text() and path.stem not in OTHER_ENVIRONMENTS
 )
 RUNS = [f"{name} --smoke" for name in NAMES] + [
     "chaos --smoke --one-kill",
-    "interference --smoke --stack",
     "pipeline --smoke --mixed",
 ]
 
