@@ -3,11 +3,11 @@
 python -m benchmarks.gateway [--quick | --smoke] [--json FILE]
 
 The whole pipeline runs behind one gateway process, with the demo model. First, a process sends 1,000 requests at once
-and reads their server-sent events from raw sockets; another one reads the same events from Redis' channels. Both note
-when each event came: the difference is what the gateway adds. The decode worker has room for all of them, so each of
-its steps is 1,000 events in a moment. Memory is what the gateway's resident set grew by from after a few streams to its
-peak. Then four interactive streams are read through the gateway of another pipeline, with the room that workers have by
-default, in every second window beside a batch job from an uploaded file, which has more lines than can be answered.
+and reads their server-sent events from raw sockets, and the same events from Redis' channels: the difference is what
+the gateway adds. The decode worker has room for all of them, so each of its steps is 1,000 events in a moment. Memory
+is what the gateway's resident set grew by from after a few streams to its peak. Then four interactive streams are read
+through the gateway of another pipeline, with the room that workers have by default, in every second window beside a
+batch job from an uploaded file, which has more lines than can be answered.
 """
 
 import http.client
@@ -16,7 +16,6 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from urllib.parse import urlsplit
@@ -27,9 +26,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark, save_plot
 from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
-from benchmarks.gateway_readers import ArrivalTimes, StreamsRead, read_published, read_streams
+from benchmarks.gateway_readers import StreamsRead, read_streams
 from benchmarks.interference import PROMPT_TOKENS, STREAM_NEW, chance, compute_percentile_ms, measure_stream_gaps
-from benchmarks.processor import read_processor_s, read_resident_bytes
+from benchmarks.processor import read_resident_bytes
 from benchmarks.systems import DEMO_ENVIRONMENT, PipedProcess, draw_tokens, get_gateway_pid, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
@@ -48,18 +47,6 @@ ALONE, BUSY = "alone", "beside a batch job"
 _END_STATUSES = ("completed", "failed", "cancelled", "expired")
 
 
-@dataclass
-class StreamsRound:
-    """The outcome of all streams at once, once."""
-
-    num_ok: int
-    """Streams that had all events published in Redis, in order, and the end."""
-    added_ms: np.ndarray
-    """For each event, the time from when it could be read from Redis to when it could be read from the gateway."""
-    rss_kb: float
-    """The gateway's peak resident memory."""
-
-
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     tokens, rounds, pairs, seconds = given.choose_size((128, 3, 6, 8.0), (32, 1, 2, 3.0), (4, 1, 1, 0.2))
@@ -69,7 +56,8 @@ def run(given: Arguments) -> dict[str, float]:
     with open_stack(how, _LARGE_ENVIRONMENT, gateway=find_free_port()) as stack:
         run_round(stack, warm_count, tokens)
         rss_kb = read_resident_bytes([get_gateway_pid(stack)]) / 1024
-        seen = [run_round(stack, count, tokens) for _ in range(rounds)]
+        seen, peaks_kb = zip(*(run_round(stack, count, tokens) for _ in range(rounds)), strict=True)
+    added_ms = [one.list_added_ms() for one in seen]
     with open_stack(how, DEMO_ENVIRONMENT, gateway=find_free_port()) as stack:
         side = GatewaySide(stack.gateway_url, job_lines)
         sides = {name: partial(side.run_window, seconds, is_busy=name == BUSY) for name in (ALONE, BUSY)}
@@ -78,62 +66,35 @@ def run(given: Arguments) -> dict[str, float]:
     print(f"demo model, float32, {count} streams of {tokens} tokens")
     print_table(slowest, "ms, ITL p99")
     if given.is_full:
-        draw_plot(seen, gaps)
+        draw_plot(added_ms, gaps)
     return {
-        "sse_streams_ok": min(one.num_ok for one in seen),
-        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / count,
-        "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
-        "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
+        "sse_streams_ok": min(one.count_whole() for one in seen),
+        "sse_mem_kb_per_stream": (max(peaks_kb) - rss_kb) / count,
+        "sse_added_ms_p50": statistics.median(float(np.percentile(one, 50)) for one in added_ms),
+        "sse_added_ms_p99": statistics.median(float(np.percentile(one, 99)) for one in added_ms),
         "batch_interference_itl_p99_ratio": compute_ratio(slowest, BUSY, ALONE),
     }
 
 
-def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
-    """Open `count` streams at once, and return what came of them."""
+def run_round(stack: Stack, count: int, tokens: int) -> tuple[StreamsRead, float]:
+    """Open `count` streams at once; return what came of them, and the gateway's peak resident memory in KiB."""
     bodies = [make_body(f"{number}: In the beginning", tokens) for number in range(count)]
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
-    forking, gateway, rss_bytes = get_context("fork"), [get_gateway_pid(stack)], 0  # they import nothing while they run
-    with (
-        closing(
-            PipedProcess(forking, read_published, address.hostname, address.port, stack.addresses.pipeline)
-        ) as direct,
-        closing(PipedProcess(forking, read_streams, port, bodies)) as reader,
-    ):
-        cpu_s = read_processor_s(gateway)
+    reading = port, bodies, (address.hostname, address.port), stack.addresses.pipeline
+    rss_bytes = 0
+    with closing(PipedProcess(get_context("fork"), read_streams, *reading)) as reader:
         reader.send("begin")
         while not reader.has_answer(0.1):
-            rss_bytes = max(rss_bytes, read_resident_bytes(gateway))
-        cpu_s = read_processor_s(gateway) - cpu_s
-        streams: StreamsRead = reader.receive()
-        published: ArrivalTimes = direct.ask("stop")
-    ids = {stream_id: set[str]() for stream_id in streams.ended}
-    for stream_id, event_id in published.keys() - streams.arrivals.keys():
-        ids.get(stream_id, set()).add(event_id)
-    num_ok = sum(not missed for missed in ids.values())
-    added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.arrivals.items() if key in published])
-    print_round(count, streams, num_ok, added_ms, cpu_s)
-    return StreamsRound(num_ok, added_ms, rss_bytes / 1024)
+            rss_bytes = max(rss_bytes, read_resident_bytes([get_gateway_pid(stack)]))
+        read: StreamsRead = reader.receive()
+    print(f"{count} streams: {read.count_whole()} whole", *read.problems[:3], sep="\n  ", flush=True)
+    return read, rss_bytes / 1024
 
 
 def make_body(prompt: str | list[int], tokens: int, **more: float) -> bytes:
     """Return the body of a request for a stream."""
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
     return json.dumps(asked | more).encode()
-
-
-def print_round(count: int, streams: StreamsRead, num_ok: int, added_ms: np.ndarray, cpu_s: float) -> None:
-    """Print a line about a round, with the reader's own cost, which must be small. `cpu_s`: the gateway's."""
-    p50, p99 = np.percentile(added_ms, (50, 99)) if len(added_ms) else (0.0, 0.0)
-    num = max(1, len(streams.arrivals))
-    print(
-        f"{count} streams: {num_ok} whole, {streams.num_at_once} open at once, "
-        f"{num / streams.wall_s:.0f} events/s; added p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
-        f"of a core the gateway took {cpu_s / streams.wall_s:.0%} and the reader {streams.cpu_s / streams.wall_s:.1%}, "
-        f"{cpu_s / num * 1e6:.0f} and {streams.cpu_s / num * 1e6:.0f} us an event",
-        flush=True,
-    )
-    for trouble in streams.problems[:3]:
-        print(f"  {trouble}", flush=True)
 
 
 class GatewaySide:
@@ -180,12 +141,12 @@ class GatewaySide:
                     yield line
 
 
-def draw_plot(rounds: list[StreamsRound], gaps: dict[str, list[list[float]]]) -> None:
+def draw_plot(added_ms: list[list[float]], gaps: dict[str, list[list[float]]]) -> None:
     """Draw the time that the gateway added to each event, and gaps with and without a batch job."""
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2, sharey=True)
-    added_ms = {f"round {number}": list(one.added_ms) for number, one in enumerate(rounds, 1)}
-    draw_tails(left, added_ms, f"{NUM_STREAMS} streams at once", "added to reading from Redis, ms")
+    by_round = {f"round {number}": found for number, found in enumerate(added_ms, 1)}
+    draw_tails(left, by_round, f"{NUM_STREAMS} streams at once", "added to reading from Redis, ms")
     gaps_ms = {name: [gap * 1000 for one in found for gap in one] for name, found in gaps.items()}
     draw_tails(right, gaps_ms, "four streams through the gateway", "inter-token latency, ms")
     left.set_ylabel("share of events above")

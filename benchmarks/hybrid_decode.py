@@ -1,22 +1,59 @@
 """How fast a model whose layers keep a state answers one sequence and several.
 
-`python -m benchmarks.hybrid_decode` compares the model of `benchmarks.hybrid` with a dense one of about as many
-parameters: the time of a decode step of one sequence and of 16, and what each model gains by the latter.
+`python -m benchmarks.hybrid_decode` compares a random model like Qwen3.5 of about 0.6 billion parameters, three layers
+with a gated delta rule to one with attention, with a dense one of about as many: the time of a decode step of one
+sequence and of 16, and what each model gains by the latter.
 """
 
 import statistics
 from functools import partial
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns, print_table
-from benchmarks.hybrid import SIZES, SMOKE_SIZES, build_model
 from benchmarks.systems import GREEDY, time_decode_steps
 from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
+from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
 
 SEVERAL, STEPS, PROMPT_TOKENS = 16, 6, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3584,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+SMOKE_SIZES: dict[str, Any] = SIZES | {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+
+
+def build_model(sizes: dict[str, Any], settings: EngineSettings, kind: str) -> tuple[LoadedModel, int]:
+    """Return a random model of these sizes on the fastest backend for this machine, and its number of parameters."""
+    config: Any = CONFIG_MAPPING[kind](**sizes, dtype=settings.dtype)
+    dtype, device = getattr(torch, settings.dtype), torch.device("cpu")
+    torch.manual_seed(1)
+    make: Any = AutoModelForCausalLM.from_config
+    module = make(config, dtype=dtype).eval().requires_grad_(False)
+    make = GenerationConfig
+    module.generation_config = make(pad_token_id=0)
+    num_parameters = sum(one.numel() for one in module.parameters())  # packed ones are none
+    model = accelerate_model(
+        LoadedModel(
+            name="hybrid", config=config, tokenizer=None, response_template=None, context_length=4096,
+            eos_token_ids=frozenset(), dtype=dtype, device=device, content_fingerprint="5a" * 32, module=module,
+            layout=probe_layout(module, settings.block_size, dtype, device), vocab_size=config.vocab_size,
+            stock_attention=config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
+        )
+    )  # fmt: skip
+    return model, num_parameters
 
 
 def measure_step(model: LoadedModel, settings: EngineSettings, num_sequences: int, _: int) -> float:
@@ -38,7 +75,7 @@ def run(given: Arguments) -> dict[str, float]:
     dense = {name: value for name, value in sizes.items() if not name.startswith("linear_")}
     # A dense layer has four fifths of the other's weights.
     models = {
-        "hybrid": build_model(sizes | {"num_hidden_layers": layers}, settings),
+        "hybrid": build_model(sizes | {"num_hidden_layers": layers}, settings, "qwen3_5_text"),
         "dense": build_model(dense | {"num_hidden_layers": layers * 5 // 4}, settings, "qwen3"),
     }
     found = {f"{name}_parameters": float(num_parameters) for name, (_, num_parameters) in models.items()}

@@ -31,10 +31,9 @@ from pathlib import Path
 
 import numpy as np
 import redis
-from matplotlib.figure import Figure
 
-from benchmarks.common import SHM, Arguments, run_benchmark, save_plot
-from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
+from benchmarks.common import SHM, Arguments, run_benchmark
+from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, print_table
 from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.systems import PipedProcess
@@ -312,19 +311,9 @@ def run(given: Arguments) -> dict[str, float]:
     print_table(speeds, "GB/s")
     print_table(lmcache, "GB/s, put and get")
     if given.is_full:
-        draw_plot(speeds | {f"{side}, put and get": each for side, each in lmcache.items()})
+        moved_both_ways = {f"{side}, put and get": each for side, each in lmcache.items()}
+        draw_boxes("kv", {"64 MB in blocks of 1.75 MiB, GB/s": speeds | moved_both_ways}, xlim=(0, None))
     return figures | {f"{side.replace(' ', '_')}_gb_s": statistics.median(found) for side, found in speeds.items()}
-
-
-def draw_plot(speeds: Mapping[str, Sequence[float]]) -> None:
-    """Draw the speed of every side in every round."""
-    figure = Figure(figsize=(8, 4.6))
-    axis = figure.subplots()
-    axis.boxplot(list(speeds.values()), tick_labels=list(speeds), orientation="horizontal")
-    axis.set(title="64 MB in blocks of 1.75 MiB", xlabel="GB/s", xlim=(0, None))
-    axis.invert_yaxis()
-    axis.grid(alpha=0.3)
-    save_plot(figure, "kv")
 
 
 if __name__ == "__main__":

@@ -31,20 +31,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks.common import (
     Arguments,
     count_hand_offs,
-    describe_machine,
     format_shares,
     format_spread,
-    make_parser,
-    report_figures,
-    save_plot,
+    run_benchmark,
     wait_for_heartbeats,
 )
-from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
+from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, print_table
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.processor import Cost, Meter, find_brokers, read_proportional_bytes
 from benchmarks.systems import (
@@ -297,7 +292,9 @@ def run(given: Options) -> dict[str, float]:
         told = format_spread([cost.own_s / load * 1000 for cost in costs])
         print(f"{name:32} {told:28} ms of processor time for {SHORT_ANSWER_TOKENS} tokens")
     if given.is_full:
-        draw_plot(firsts, rates)
+        firsts_ms = {name: [value * 1000 for value in values] for name, values in firsts.items()}
+        charts = {"ms to the first token, one request at a time": firsts_ms, "output tokens/s, all at once": rates}
+        draw_boxes("pipeline", charts, xlim=(0, None))
     figures = compare_sides(firsts, rates) | make_cost_figures(short, long, load, max_new - SHORT_ANSWER_TOKENS)
     return figures | {"memory_vs_two_workers": memory["one_hop_embedded"] / memory["embedded"]}
 
@@ -341,26 +338,6 @@ def make_cost_figures(short: Costs, long: Costs, num_requests: int, num_more_tok
     return figures
 
 
-def draw_plot(firsts: Mapping[str, list[float]], rates: Mapping[str, list[float]]) -> None:
-    """Draw both measurements, every side, every sample's spread."""
-    figure = Figure(figsize=(14, 3.6))
-    firsts_ms = {name: [value * 1000 for value in values] for name, values in firsts.items()}
-    titles = {"ms to the first token, one request at a time": firsts_ms, "output tokens/s, all at once": rates}
-    for axis, (title, values) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        labels = [name.replace("_", "\n").replace(" ", "\n") for name in values]
-        axis.boxplot(list(values.values()), tick_labels=labels)
-        axis.set(title=title, ylim=(0, None))
-        axis.grid(axis="y", alpha=0.3)
-    save_plot(figure, "pipeline")
-
-
-def main() -> None:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--mixed", action="store_true", help="measure the mixed load in place of all else")
-    given = Options(**vars(parser.parse_args()))
-    print(describe_machine())
-    report_figures((run_mixed if given.mixed else run)(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    flag = {"action": "store_true", "help": "measure the mixed load in place of all else"}
+    run_benchmark(__doc__, lambda given: (run_mixed if given.mixed else run)(given), Options, mixed=flag)

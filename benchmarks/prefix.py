@@ -23,11 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.progress import track
 
-from benchmarks.common import SHM, Arguments, run_benchmark, save_plot
-from benchmarks.comparison import Rounds, compute_ratios, print_table
+from benchmarks.common import SHM, Arguments, run_benchmark
+from benchmarks.comparison import Rounds, compute_ratios, draw_boxes, print_table
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.systems import (
     DEMO_ENVIRONMENT,
@@ -225,23 +224,14 @@ def compute_speedups(seconds: Rounds) -> dict[str, float]:
     return figures
 
 
-def draw_plot(seconds: Rounds) -> None:
-    """Draw first tokens by where the prefix was."""
-    figure = Figure(figsize=(6, 3.8))
-    axis = figure.subplots()
-    axis.boxplot([[one * 1000 for one in found] for found in seconds.values()], tick_labels=list(seconds))
-    axis.set(yscale="log", ylabel="ms", title="first token, shared prefix of 2,000 tokens")
-    axis.grid(alpha=0.3)
-    save_plot(figure, "prefix")
-
-
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     seconds = measure_first(*given.choose_size((8, "q06", 1024), (1, "q06", 1024), (1, "smoke", 64)))
     print_table(seconds, "ms to the first token; 0.6B shape, bf16", 1000)
     hits = measure_hits(given.choose_stack(), given.choose_size(2000, 200, 10))
     if given.is_full:
-        draw_plot(seconds)
+        milliseconds = {side: [one * 1000 for one in found] for side, found in seconds.items()}
+        draw_boxes("prefix", {"first token, shared prefix of 2,000 tokens, ms": milliseconds}, xscale="log")
     return compute_speedups(seconds) | {
         "hit_rate": hits.hit_rate,
         "hit_rate_infinite": hits.infinite_hit_rate,

@@ -111,8 +111,8 @@ def draw_tokens(chance: random.Random, count: int, vocabulary: range = range(3, 
 
 
 def make_request(token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    """Return a greedy request, as `Client.submit` takes it, that ends by its length only."""
-    return {"token_ids": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **more}
+    """Return a request, as `Client.submit` takes it, that ends by its length only; greedy, if `more` says nothing."""
+    return {"token_ids": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | more
 
 
 def answer_requests(

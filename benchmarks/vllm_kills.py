@@ -4,11 +4,10 @@
 
 A prefill and a decode worker of a pipeline on Redis, both with vLLM in float32, and the demo model. Requests of all
 lengths, greedy and sampled, are under way all the time. Each worker is started with an order to kill itself: at which
-of its stage's points, and at the how manieth time it gets there, is drawn. A start takes ten seconds of processor time,
-so there are few of them. When enough have died, both are started without an order, and all requests end.
-
-The tokens must be those of the model undivided: `generate()` for greedy requests, this project's own engine run alone
-for sampled ones. At last a prompt of many blocks is asked, both workers are killed, and it is asked again.
+of its stage's points, and at the how manieth time it gets there, is drawn. When enough have died, both are started
+without an order, and all requests end. The tokens must be those of the model undivided: `generate()` for greedy
+requests, this project's own engine run alone for sampled ones. At last a prompt of many blocks is asked, both workers
+are killed, and it is asked again.
 
     kills             processes that were killed
     kills_prefill, kills_decode
@@ -21,16 +20,16 @@ for sampled ones. At last a prompt of many blocks is asked, both workers are kil
 """
 
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 from benchmarks.common import Arguments, run_benchmark
-from benchmarks.systems import open_stack, read_results
+from benchmarks.systems import answer_requests, open_stack, read_results
 from penstock import failpoints
 from penstock.client.sync import Client
 from penstock.local.processes import Child
@@ -39,17 +38,12 @@ from penstock.messages import Request, Result
 from penstock.waiting import wait_until
 from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
-NUM_KILLS, NUM_QUICK_KILLS = 40, 4
-NUM_KINDS = 12
-"""Different requests, each asked again and again."""
-NUM_UNDER_WAY = 6
-MAX_TOKENS = 120
+NUM_KINDS, NUM_UNDER_WAY, MAX_TOKENS = 12, 6, 120
 MAX_PASSES = {"prefill": 5, "decode": 30}
 """A worker is killed at latest when it gets to its point for the so manieth time."""
 MAX_LIFE_S = 40.0
 """A worker is killed from outside after this time: some points are passed only where another worker has died."""
-BLOCK = 32
-PATIENCE_S = 240.0
+BLOCK, PATIENCE_S = 32, 240.0
 POINTS = {"prefill": failpoints.PREFILL, "decode": failpoints.DECODE}
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_KIND": "vllm", "PENSTOCK_ENGINE_BLOCK_SIZE": str(BLOCK), "PENSTOCK_ENGINE_DTYPE": "float32",
@@ -73,32 +67,22 @@ class KilledStack(Stack):
 
 
 class Load:
-    """Readers, each of which asks one request after the other."""
+    """Requests that repeat each kind again and again, until it is over."""
 
-    def __init__(self, client: Client, kinds: list[Request]) -> None:
-        self._client, self._kinds, self._numbers = client, kinds, count()
-        self._lock, self._is_over = threading.Lock(), False
+    def __init__(self, kinds: list[Request]) -> None:
+        self._kinds, self.is_over = kinds, False
         self.kind_of: dict[str, Request] = {}
         """By id: the request that it repeats."""
-        pool = ThreadPoolExecutor(NUM_UNDER_WAY)
-        self._readers = [pool.submit(self._read_answers) for _ in range(NUM_UNDER_WAY)]
-        pool.shutdown(wait=False)
 
-    def end(self) -> None:
-        """Wait until all requests have ended. Raises what reading an answer raises."""
-        self._is_over = True
-        for reader in self._readers:
-            reader.result(PATIENCE_S)
-
-    def _read_answers(self) -> None:
-        while not self._is_over:
-            with self._lock:
-                number = next(self._numbers)
-                kind = self._kinds[number % len(self._kinds)]
-                sampling = kind.sampling.model_dump(include={"max_tokens", "temperature", "top_k", "top_p", "seed"})
-                request_id = self._client.submit(id=f"{kind.id}.{number}", token_ids=kind.token_ids, **sampling)
-                self.kind_of[request_id] = kind
-            self._client.result(request_id, PATIENCE_S)
+    def generate_requests(self) -> Iterator[dict[str, Any]]:
+        """Yield requests."""
+        for number in count():
+            if self.is_over:
+                return
+            kind = self._kinds[number % len(self._kinds)]
+            sampling = kind.sampling.model_dump(include={"max_tokens", "temperature", "top_k", "top_p", "seed"})
+            self.kind_of[name := f"{kind.id}.{number}"] = kind
+            yield {"id": name, "token_ids": kind.token_ids, **sampling}
 
 
 def run_kills(stack: Stack, num_kills: int) -> Counter[str]:
@@ -128,34 +112,28 @@ def kill_workers(stack: Stack) -> None:
     stack.wait_until_ready(PATIENCE_S)
 
 
-def ask_for_prefix(client: Client, kind: Request, name: str) -> tuple[int, int]:
-    """Return the full blocks of a prompt before its last token, and how many of them were found."""
-    assert kind.token_ids is not None
-    request_id = client.submit(id=name, token_ids=kind.token_ids, max_tokens=2, temperature=0.0)
-    usage = client.result(request_id, timeout_s=PATIENCE_S).usage
-    return (len(kind.token_ids) - 1) // BLOCK, usage.cached_tokens // BLOCK
-
-
-def is_right(result: Result, expected: ExpectedAnswer) -> bool:
-    """Return whether a result is the undivided model's answer."""
-    found = ExpectedAnswer(list(result.token_ids or ()), result.text, result.finish_reason)
-    return found == expected
-
-
 def run(given: Arguments) -> dict[str, float]:
     """Kill workers; return the figures."""
     kinds = make_requests(NUM_KINDS, "kills", MAX_TOKENS)
-    expected = compute_answers(kinds)
-    KilledStack.chance = random.Random(17)
-    with open_stack(KilledStack, ENVIRONMENT, pipeline="vllm-kills") as stack, Client(stack.addresses) as client:
-        load = Load(client, kinds)
-        killed = run_kills(stack, given.choose_size(NUM_KILLS, NUM_QUICK_KILLS, 1))
-        KilledStack.chance = None
+    expected, load, KilledStack.chance = compute_answers(kinds), Load(kinds), random.Random(17)
+    prompt = kinds[-1].token_ids or []
+    with (
+        open_stack(KilledStack, ENVIRONMENT, pipeline="vllm-kills") as stack,
+        Client(stack.addresses) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reading = pool.submit(list, answer_requests(client, load.generate_requests(), NUM_UNDER_WAY, PATIENCE_S))
+        try:
+            killed = run_kills(stack, given.choose_size(40, 4, 1))
+        finally:
+            KilledStack.chance, load.is_over = None, True
         kill_workers(stack)
-        load.end()
-        num_blocks, _ = ask_for_prefix(client, kinds[-1], "prefix-1")
-        kill_workers(stack)
-        _, num_found = ask_for_prefix(client, kinds[-1], "prefix-2")
+        reading.result()
+        for name in ("prefix-1", "prefix-2"):
+            request_id = client.submit(id=name, token_ids=prompt, max_tokens=2, temperature=0.0)
+            num_found = client.result(request_id, PATIENCE_S).usage.cached_tokens // BLOCK
+            if name == "prefix-1":
+                kill_workers(stack)
         # The worker that is killed last may have ended a stream whose result another one has to publish.
         with suppress(TimeoutError):
             wait_until(
@@ -163,7 +141,12 @@ def run(given: Arguments) -> dict[str, float]:
             )
         results = read_results(stack)
     counts = Counter(result.id for result in results)
-    of_load = [result for result in results if result.id in load.kind_of]
+    num_blocks = (len(prompt) - 1) // BLOCK
+
+    def is_right(result: Result) -> bool:
+        found = ExpectedAnswer(list(result.token_ids or ()), result.text, result.finish_reason)
+        return found == expected[load.kind_of[result.id].id]
+
     return {
         "kills": killed.total() + 4,
         "kills_prefill": killed["prefill"] + 2,
@@ -171,7 +154,7 @@ def run(given: Arguments) -> dict[str, float]:
         "requests": len(load.kind_of),
         "lost": sum(not counts[request_id] for request_id in load.kind_of),
         "doubled": sum(number > 1 for number in counts.values()),
-        "wrong": sum(not is_right(result, expected[load.kind_of[result.id].id]) for result in of_load),
+        "wrong": sum(not is_right(result) for result in results if result.id in load.kind_of),
         "prefix_blocks": num_blocks,
         "prefix_missed": num_blocks - num_found,
     }
