@@ -5,8 +5,6 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +13,7 @@ from typing import Any, Literal, TypeVar
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from penstock.config.settings import WorkerSettings
 from penstock.local.stack import Stack
-from penstock.names import Pipeline
-from penstock.ops.status import read_heartbeats
-from penstock.redis.client import redis_client
 from sim.forked import ForkedStack
 
 mpl.use("agg")
@@ -94,24 +88,6 @@ def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
         print(f"{name:52} {value:10.3f}")
     if given.json is not None:
         given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
-
-
-def count_hand_offs(stack: Stack) -> Counter[str]:
-    """Return how many requests the workers of a stack have handed off, by cause, as their last heartbeats say."""
-    with redis_client(stack.addresses.stream_url) as client:
-        loads = [one["load"] for one in read_heartbeats(client, Pipeline(stack.addresses.pipeline))]
-    return sum((Counter(load.get("hand_offs", {})) for load in loads), Counter[str]())
-
-
-def wait_for_heartbeats() -> None:
-    """Wait until every worker has sent a heartbeat."""
-    time.sleep(2 * WorkerSettings().heartbeat_s)
-
-
-def format_shares(causes: Counter[str], num_requests: int) -> str:
-    """Return which share of the requests was handed off, by cause, as text."""
-    shares = [f"{cause} {number / num_requests:.0%}" for cause, number in sorted(causes.items())]
-    return f"handed off: {', '.join(shares) or 'none'}"
 
 
 def format_spread(values: Sequence[float]) -> str:

@@ -84,3 +84,15 @@ def draw_boxes(name: str, charts: Mapping[str, Rounds], **limits: Any) -> None:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     save_plot(figure, name)
+
+
+def draw_bars(name: str, charts: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw a bar for each ratio, a chart for each title, and write the plot."""
+    figure = Figure(figsize=(3.2 * len(charts), 3.4))
+    for axis, (title, ratios) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axis.barh(list(ratios), list(ratios.values()))
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=title, xlabel=label)
+        axis.invert_yaxis()
+    figure.tight_layout()
+    save_plot(figure, name)

@@ -17,9 +17,8 @@ while another is measured; they take turns, and ratios are formed within a round
 
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-
-from benchmarks.common import Arguments, run_benchmark, save_plot
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.comparison import draw_bars
 from benchmarks.peers.rounds import LIMITS, OURS, Results, Rounds
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
@@ -105,27 +104,6 @@ def format_table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def draw_plot(all_results: list[Results]) -> None:
-    """Draw our ratio to each of the others, by cell."""
-    figure = Figure(figsize=(12, 3.2 * len(all_results)))
-    axes = figure.subplots(len(all_results), 1, squeeze=False)[:, 0]
-    for axis, results in zip(axes, all_results, strict=True):
-        others = [side for side in results.list_sides() if side != OURS]
-        width = 0.8 / max(1, len(others))
-        names = list(results.values)
-        for number, side in enumerate(others):
-            places = [at + number * width for at in range(len(names))]
-            axis.bar(places, [results.compute_ratio(name, side) or 0.0 for name in names], width, label=side)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, fontsize=8)
-        axis.set_title(f"{results.shape.name}: Penstock's tokens/s to those of …", fontsize=10)
-        axis.set_yscale("log")
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize=8, ncols=len(others) or 1)
-    figure.tight_layout()
-    save_plot(figure, "engine")
-
-
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
     extent = given.choose_size(FULL, QUICK, SMOKE)
@@ -138,7 +116,15 @@ def run(given: Arguments) -> dict[str, float]:
     print(f"\n{THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     print(*map(format_table, all_results), sep="\n")
     if given.is_full:
-        draw_plot(all_results)
+        charts = {
+            f"{results.shape.name} to {side}": {
+                cell: results.compute_ratio(cell, side) or 0.0 for cell in results.values
+            }
+            for results in all_results
+            for side in results.list_sides()
+            if side != OURS
+        }
+        draw_bars("engine", charts, "our tokens/s to theirs")
     return figures
 
 

@@ -43,13 +43,13 @@ def measure_shape(
 ) -> dict[str, float]:
     """Return all figures of one shape, by dtype and cell."""
     figures: dict[str, float] = {}
-    for dtype in DTYPES:
+    for dtype in DTYPES[:1] if is_forked else DTYPES:
         with patch.dict(os.environ, LIMITED), Rounds(shape, cells, pool_mb, is_forked=is_forked) as rounds:
             rounds.load_side("kernels", OURS, dtype=dtype, isa="avx2")
             rounds.load_side("torch", OURS, dtype=dtype, isa="torch")
             for form in INTEGERS if dtype == "float32" else ():
                 rounds.load_side(form, OURS, dtype=dtype, isa="avx2", weights=form)
-            if dtype == "bfloat16" and not is_forked:
+            if dtype == "bfloat16":
                 rounds.load_side(LLAMACPP)
             rounds.run_rounds(num_rounds, rounds_s)
             compared = {f"{dtype}_avx2_{{}}_vs_torch": ("kernels", "torch")}

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark, save_plot
 from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
-from benchmarks.gateway_readers import StreamsRead, read_streams
+from benchmarks.gateway_readers import StreamsRead, make_body, read_streams
 from benchmarks.interference import PROMPT_TOKENS, STREAM_NEW, chance, compute_percentile_ms, measure_stream_gaps
 from benchmarks.processor import read_resident_bytes
 from benchmarks.systems import DEMO_ENVIRONMENT, PipedProcess, draw_tokens, get_gateway_pid, open_stack
@@ -34,7 +34,7 @@ from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 
-MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
+NUM_STREAMS, NUM_WARM_STREAMS = 1000, 50
 NUM_INTERACTIVE, BATCH_ANSWER_TOKENS = 4, (16, 96)
 """Streams beside a batch job, and the fewest and most tokens of an answer of the job's."""
 _LARGE_ENVIRONMENT = DEMO_ENVIRONMENT | {
@@ -91,12 +91,6 @@ def run_round(stack: Stack, count: int, tokens: int) -> tuple[StreamsRead, float
     return read, rss_bytes / 1024
 
 
-def make_body(prompt: str | list[int], tokens: int, **more: float) -> bytes:
-    """Return the body of a request for a stream."""
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
-    return json.dumps(asked | more).encode()
-
-
 class GatewaySide:
     """The pipeline as a client of the gateway sees it. A window's job is cancelled after it."""
 
@@ -116,7 +110,7 @@ class GatewaySide:
     def _start_job(self) -> str:
         lines = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-             "body": {"model": MODEL, "prompt": draw_tokens(chance, PROMPT_TOKENS),
+             "body": {"model": "demo", "prompt": draw_tokens(chance, PROMPT_TOKENS),
                       "max_tokens": chance.randint(*BATCH_ANSWER_TOKENS), "ignore_eos": True}}
             for number in range(self._job_lines)
         ]  # fmt: skip

@@ -16,10 +16,22 @@ import uvloop
 from penstock.names import Pipeline
 
 _EVENT_ID = re.compile(rb"id: ([0-9]+-[0-9a-f]{16})\n")
-_STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
+STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
 _SETTLE_S = 0.2
 ArrivalTimes = dict[tuple[str, str], int]
 """When an event of a stream that has text was read: nanoseconds of the machine's monotonic clock."""
+
+
+def make_body(prompt: str | list[int], tokens: int, **more: float) -> bytes:
+    """Return the body of a request for a stream."""
+    asked = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
+    return json.dumps(asked | more).encode()
+
+
+def make_post(body: bytes) -> bytes:
+    """Return what asks for a stream on a connection of its own."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body
 
 
 @dataclass
@@ -81,10 +93,7 @@ async def _read_all(port: int, bodies: Sequence[bytes], redis: tuple[str, int], 
     await live.begun
     pairs = [await loop.create_connection(_Bytes, "127.0.0.1", port) for _ in bodies]
     for (transport, _), body in zip(pairs, bodies, strict=True):
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
-        )
-        transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        transport.write(make_post(body))
     await asyncio.gather(*(stream.over for _, stream in pairs))
     await asyncio.sleep(_SETTLE_S)  # the last events from Redis
     for _, stream in pairs:
@@ -96,7 +105,7 @@ async def _read_all(port: int, bodies: Sequence[bytes], redis: tuple[str, int], 
 def _parse_stream(stream: _Bytes, read: StreamsRead) -> None:
     """Add a stream's events to what was read, or that it is torn."""
     raw, ends = b"".join(stream.pieces), list(itertools.accumulate(map(len, stream.pieces)))
-    found = _STREAM_ID.search(raw)
+    found = STREAM_ID.search(raw)
     ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
     positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
     if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:

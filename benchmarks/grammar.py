@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, cycle
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -152,35 +152,29 @@ def make_joined_specs(number: int, seed: int) -> list[GrammarSpec]:
 class StepBench:
     """An engine whose batch is always full."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, shape: Shape, specs: Sequence[GrammarSpec]) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, shape: Shape) -> None:
         """Open the engine; `tokenizer` is the one of the shape's vocabulary."""
         # Without drafts each sequence has one row in each step.
         self._engine = open_shape(shape, threads=THREADS, pool_mb=1024, max_batch=BATCH, speculate=False)
-        self._numbers = count()
-        self._tokenizer, self._eos_ids = tokenizer, tokenizer.eos_token_ids
-        self._seqs: list[EngineSequence] = []
-        self.use_grammars(specs)
+        self._numbers, self._tokenizer, self._seqs = count(), tokenizer, list[EngineSequence]()
 
-    def use_grammars(self, specs: Sequence[GrammarSpec]) -> None:
-        """Give new sequences these grammars in turn."""
-        self._grammars = cycle([CompiledGrammar(spec, self._tokenizer) for spec in specs])
-
-    def time_masks(self, num_steps: int) -> dict[str, list[float]]:
-        """Return the seconds that grammars take of each step, and those of the step."""
-        self.fill_batch(with_grammars=True)
+    def time_masks(self, specs: Sequence[GrammarSpec], num_steps: int) -> dict[str, list[float]]:
+        """Return the seconds that these grammars take of each step, and those of the step."""
+        self.fill_batch(specs)
         found: dict[str, list[float]] = {"mask": [], "step": []}
-        with time_masks() as watch:
+        with time_masks() as spent:
             for _ in range(num_steps):
-                watch.spent_s = 0.0
-                found["step"].append(self.run_step() - watch.extra_s)
-                found["mask"].append(watch.spent_s)
+                spent.mask_s = 0.0
+                found["step"].append(self.run_step() - spent.extra_s)
+                found["mask"].append(spent.mask_s)
         return found
 
-    def fill_batch(self, *, with_grammars: bool) -> None:
-        """Replace all sequences by new ones, and step until each decodes."""
+    def fill_batch(self, specs: Sequence[GrammarSpec]) -> None:
+        """Replace all sequences by new ones with these grammars in turn, or none, and step until each decodes."""
+        self._grammars = cycle([CompiledGrammar(spec, self._tokenizer) for spec in specs] or [None])
         for seq in self._seqs:
             self._engine.remove_sequence(seq)
-        self._seqs = [self._add_sequence(with_grammars=with_grammars) for _ in range(BATCH)]
+        self._seqs = [self._add_sequence() for _ in range(BATCH)]
         for _ in range(NUM_WARM_STEPS):
             self.run_step()
 
@@ -190,77 +184,74 @@ class StepBench:
         sampled = self._engine.step()
         elapsed_s = time.perf_counter() - started_s
         assert len({item.seq for item in sampled}) == BATCH
-        for item in sampled:
-            seq = item.seq
-            if seq.is_grammar_ended or item.token_id in self._eos_ids or seq.num_output_tokens == MAX_TOKENS:
+        for seq, token_id, *_ in sampled:
+            is_end = token_id in self._tokenizer.eos_token_ids
+            if seq.is_grammar_ended or is_end or seq.num_output_tokens == MAX_TOKENS:
                 self._engine.remove_sequence(seq)
                 self._seqs.remove(seq)
-                self._seqs.append(self._add_sequence(with_grammars=seq.grammar is not None))
+                self._seqs.append(self._add_sequence())
         return elapsed_s
 
-    def _add_sequence(self, *, with_grammars: bool) -> EngineSequence:
+    def _add_sequence(self) -> EngineSequence:
         """Add a sequence whose prompt is a token: it is a row like those of the others at once."""
-        number, grammar = next(self._numbers), GrammarState(next(self._grammars)) if with_grammars else None
+        number, grammar = next(self._numbers), next(self._grammars)
         seq = EngineSequence(
             str(number), [1000 + number % 1000], sampling=SAMPLING, seed=number, max_new_tokens=MAX_TOKENS,
-            grammar=grammar,
+            grammar=None if grammar is None else GrammarState(grammar),
         )  # fmt: skip
         self._engine.add_sequence(seq)
         return seq
 
 
-class Stopwatch:
-    """Adds up the time of calls."""
+@dataclass
+class Spent:
+    """What a step took of a grammar's time."""
 
-    def __init__(self) -> None:
-        self.spent_s = 0.0
-        self.extra_s = 0.0
-        """What the last step did for the measurement alone."""
+    mask_s: float = 0.0
+    extra_s: float = 0.0
+    """What the step did for the measurement alone."""
 
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and whose time counts."""
 
+@contextmanager
+def time_masks() -> Iterator[Spent]:
+    """Time all that a grammar adds to a step: computing masks, applying them, going on by a token.
+
+    Applying them is part of making scores. What that takes without masks is done once more, and taken off.
+    """
+    spent = Spent()
+
+    def time_calls(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*given: Any) -> Any:
             started_s = time.perf_counter()
             try:
                 return call(*given)
             finally:
-                self.spent_s += time.perf_counter() - started_s
+                spent.mask_s += time.perf_counter() - started_s
 
         return timed
-
-
-@contextmanager
-def time_masks() -> Iterator[Stopwatch]:
-    """Time all that a grammar adds to a step: computing masks, applying them, going on by a token.
-
-    Applying them is part of making scores. What that takes without masks is done once more, and taken off.
-    """
-    watch = Stopwatch()
 
     def make_scores_twice(logits: Tensor, draws: Sequence[SamplingParams]) -> Tensor:
         started_s = time.perf_counter()
         make_scores(logits, [replace(draw, allowed=None) for draw in draws])
-        watch.extra_s = time.perf_counter() - started_s
-        scores: Tensor = watch.wrap(make_scores)(logits, draws)
-        watch.spent_s -= watch.extra_s
+        spent.extra_s = time.perf_counter() - started_s
+        scores: Tensor = time_calls(make_scores)(logits, draws)
+        spent.mask_s -= spent.extra_s
         return scores
 
     with ExitStack() as stack:
         for owner, name in ((Engine, "_compute_batch_masks"), (GrammarState, "advance")):
-            stack.enter_context(patch.object(owner, name, watch.wrap(getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, time_calls(getattr(owner, name))))
         stack.enter_context(patch.object(sampler, "make_scores", make_scores_twice))
-        yield watch
+        yield spent
 
 
 def measure_steps(tokenizer: GrammarTokenizer, shape: Shape, num_steps: int) -> dict[str, float]:
     """Return the share of masks in a step, and what the code for grammars costs a step without any."""
     specs = [make_schema_spec(schema, "schema") for schema in make_schemas(4 * BATCH, 5)]
-    bench = StepBench(tokenizer, shape, specs)
-    own = bench.time_masks(num_steps)
-    bench.use_grammars(make_joined_specs(2 * BATCH, 5))
-    joined = bench.time_masks(num_steps)
-    bench.fill_batch(with_grammars=False)
+    bench = StepBench(tokenizer, shape)
+    own = bench.time_masks(specs, num_steps)
+    joined = bench.time_masks(make_joined_specs(2 * BATCH, 5), num_steps)
+    bench.fill_batch([])
 
     def run_step(*, is_whole: bool) -> float:
         with nullcontext() if is_whole else patch.object(sampler, "has_mask", lambda draw: False):

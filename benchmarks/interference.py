@@ -13,7 +13,6 @@ import random
 import statistics
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -21,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.common import Arguments, count_hand_offs, format_shares, run_benchmark, wait_for_heartbeats
+from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import measure_in_turns, print_table
 from benchmarks.systems import DEMO_ENVIRONMENT, draw_tokens, make_request, open_stack
 from penstock.client.sync import Client
@@ -72,7 +71,7 @@ class StackSide:
     """A pipeline with streams, and long prompts at regular times."""
 
     def __init__(self, client: Client) -> None:
-        self._client, self.num_sent = client, 0
+        self._client = client
 
     def measure_prompt_s(self, rounds: int) -> float:
         """Return the median of the seconds to the first token of a long prompt, with nothing else to do."""
@@ -107,7 +106,6 @@ class StackSide:
         return compute_percentile_ms(gaps_s, 99), len(gaps_s) / seconds + num_long / taken_s
 
     def _submit_request(self, prompt_tokens: int, max_tokens: int) -> str:
-        self.num_sent += 1
         return self._client.submit(**make_request(draw_tokens(chance, prompt_tokens), max_tokens))
 
     def _stream_answer(self) -> Iterator[object]:
@@ -131,18 +129,14 @@ class StackSide:
 def run(given: Arguments) -> dict[str, float]:
     """Compare the forms, and print; return the figures."""
     rounds, seconds = given.choose_size((8, 8.0), (2, 4.0), (1, 0.2))
-    figures, causes = dict[str, float](), Counter[str]()
-    environment = DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"}
+    figures, environment = dict[str, float](), DEMO_ENVIRONMENT | {"PENSTOCK_ENGINE_THREADS": "1"}
     with ExitStack() as exits:
-        stacks = {
-            name: exits.enter_context(open_stack(given.choose_stack(), environment, **workers))
-            for name, workers in FORMS.items()
-        }
-        sides = {name: StackSide(exits.enter_context(Client(stack.addresses))) for name, stack in stacks.items()}
+        stacks = {name: open_stack(given.choose_stack(), environment, **workers) for name, workers in FORMS.items()}
+        opened = {name: exits.enter_context(stack) for name, stack in stacks.items()}
+        sides = {name: StackSide(exits.enter_context(Client(stack.addresses))) for name, stack in opened.items()}
         prompt_s = sides["two_stages"].measure_prompt_s(given.choose_size(9, 5, 1))
         print(f"a prompt of {LONG_PROMPT_TOKENS} tokens takes {prompt_s * 1000:.0f} ms")
         for load, share in LOADS.items():
-            num_sent = sides["auto"].num_sent
             windows = {name: partial(side.run_window, seconds, prompt_s / share) for name, side in sides.items()}
             seen = measure_in_turns(windows, rounds, f"{load} load")
             print_table({name: [gap for gap, _ in found] for name, found in seen.items()}, f"ms, ITL p99, {load} load")
@@ -152,9 +146,6 @@ def run(given: Arguments) -> dict[str, float]:
             rates = [auto[1] / max(auto[1], other[1]) for auto, other in pairs]
             figures[f"interference_auto_itl_p99_vs_best_{load}"] = statistics.median(gaps)
             figures[f"interference_auto_tokens_vs_best_{load}"] = statistics.median(rates)
-            wait_for_heartbeats()
-            causes, before = count_hand_offs(stacks["auto"]), causes
-            print(f"{load} load, auto: {format_shares(causes - before, sides['auto'].num_sent - num_sent)}")
     return figures
 
 

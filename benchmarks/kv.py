@@ -198,10 +198,10 @@ class KVBench:
 
     def measure_shared_memory(self) -> Seconds:
         """Measure the way through shared memory to another process, and two copies in this one."""
+        reader = PipedProcess(multiprocessing.get_context("fork"), read_shared_blocks, str(self._shm), timeout_s=60.0)
         blocks = RandomBlocks(NUM_BLOCKS)
         between = allocate_touched(len(blocks.source))
         tier = HostTier.open_shared(BLOCK_FORMAT, PIPELINE, BUDGET_BYTES, str(self._shm))
-        reader = PipedProcess(multiprocessing.get_context("spawn"), read_shared_blocks, str(self._shm), timeout_s=60.0)
 
         def hand_over(number: int) -> float:
             writing, begun_s = blocks.make_blocks(number), time.perf_counter()

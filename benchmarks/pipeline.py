@@ -33,11 +33,8 @@ from typing import Any
 
 from benchmarks.common import (
     Arguments,
-    count_hand_offs,
-    format_shares,
     format_spread,
     run_benchmark,
-    wait_for_heartbeats,
 )
 from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, print_table
 from benchmarks.peers.shapes import SHAPES
@@ -125,11 +122,10 @@ class PipelineSide:
     """The pipeline, as a client sees it."""
 
     def __init__(self, client: Client) -> None:
-        self._client, self.num_requests = client, 0
+        self._client = client
 
     def measure_first_token_s(self, prompt: list[int]) -> float:
         """Return the seconds from the prompt to its first token's text, at the client."""
-        self.num_requests += 1
         begun_s = time.perf_counter()
         events = self._client.generate(**make_request(prompt, 2))
         next(events)
@@ -140,7 +136,6 @@ class PipelineSide:
 
     def measure_tokens_per_s(self, prompts: Prompts, max_new: int | list[int]) -> float:
         """Return the output tokens per second over all prompts at once, until every end was read."""
-        self.num_requests += len(prompts)
         begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
         requests = map(make_request, prompts, num_new)
         answers = answer_requests(self._client, requests, len(prompts), MIXED_TIMEOUT_S)
@@ -243,8 +238,6 @@ def run_mixed(given: Options) -> dict[str, float]:
         Client(stack.addresses) as client,
     ):
         rates["two auto workers"] = measure(PipelineSide(client), 0) + measure(PipelineSide(client), rounds)
-        wait_for_heartbeats()
-        print(format_shares(count_hand_offs(stack), 2 * rounds * load))
     rates[TWO_THREADS] += measure(EngineSide(2, settings), rounds)
     print_table(rates, f"output tokens/s; {shape.name} shape, bfloat16, {load} requests at once")
     return {"throughput_ratio_mixed": compute_ratio(rates, "two auto workers", TWO_THREADS)}
@@ -276,12 +269,8 @@ def run(given: Options) -> dict[str, float]:
         firsts = {name: list(itertools.chain(*found)) for name, found in by_round.items()}
         sides = {name: partial(measure_loads, name) for name in all_sides}
         loads = measure_in_turns(sides, max(1, rounds * 3 // 4), "throughput")
-        wait_for_heartbeats()
-        memory = {}
-        for name, side in all_sides.items():
-            if side.stack is not None and isinstance(side.engine, PipelineSide):
-                print(f"{name:20} {format_shares(count_hand_offs(side.stack), side.engine.num_requests)}")
-                memory[name] = read_proportional_bytes(list_pids(side.stack))
+        pids = {name: list_pids(side.stack) for name, side in all_sides.items() if side.stack is not None}
+        memory = {name: read_proportional_bytes(own) for name, own in pids.items()}
     wide += measure_two_threads(max(1, rounds // 3), load, max_new)
     short, rates, long = ({name: [one[part] for one in found] for name, found in loads.items()} for part in range(3))
     rates |= {TWO_THREADS: wide}

@@ -18,10 +18,9 @@ from benchmarks.common import TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
-from penstock.bus.connect import connect_bus
 from penstock.client.core import Answer
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings, EngineSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine import loading
 from penstock.engine.engine import Engine
 from penstock.engine.loading import open_engine
@@ -30,8 +29,7 @@ from penstock.engine.serving import ServingEngine
 from penstock.engine.step_batch import StepBatch
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
-from penstock.messages import Result, Sampling, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Sampling
 from sim.forked import ForkedStack, fork_process, run_penstock
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -97,12 +95,6 @@ class IdleEngineStack(ForkedStack):
 
     def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
         return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
-
-
-def read_results(stack: Stack) -> list[Result]:
-    """Return all results that are in the topic of a stack's pipeline."""
-    messages = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
-    return [decode_message(Result, message.value) for message in messages]
 
 
 def draw_tokens(chance: random.Random, count: int, vocabulary: range = range(3, 1000)) -> list[int]:

@@ -37,11 +37,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks.common import Arguments, run_benchmark, save_plot
-from benchmarks.comparison import compute_ratio, measure_in_turns, print_table
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.comparison import compute_ratio, draw_bars, measure_in_turns, print_table
 from benchmarks.engine import POOL_MB, THREADS
 from benchmarks.peers.process import is_available
 from benchmarks.peers.rounds import OURS, Results, Rounds
@@ -231,9 +230,8 @@ def measure_gguf(shape: Shape, num_rounds: int, *, is_forked: bool) -> dict[str,
             rounds.load_side(OURS, form=form, dtype="auto")
             rounds.run_rounds(num_rounds)
             for cell in cells:
-                ratios = [rounds.results.compute_ratio(cell.name, name) for name in LLAMACPP_SIDES]
-                if known := [ratio for ratio in ratios if ratio is not None]:
-                    figures[f"gguf_{form.lower()}_vs_llamacpp_{cell.name.removeprefix('decode_')}"] = min(known)
+                if (ratio := rounds.results.compute_best_ratio(cell.name)) is not None:
+                    figures[f"gguf_{form.lower()}_vs_llamacpp_{cell.name.removeprefix('decode_')}"] = ratio
     return figures
 
 
@@ -269,25 +267,9 @@ def compare(results: Results) -> dict[str, float]:
         for cell in MEASURED:
             if (ratio := results.compare_sides(cell, form, "bf16")) is not None:
                 figures[f"{form}_{cell}"] = ratio
-            peers = [results.compare_sides(cell, form, name) for name in PEERS[form]]
-            if known := [ratio for ratio in peers if ratio is not None]:
-                figures[f"{form}_vs_best_peer_{cell.removeprefix('decode_')}"] = min(known)
+            if (ratio := results.compute_best_ratio(cell, form, tuple(PEERS[form]))) is not None:
+                figures[f"{form}_vs_best_peer_{cell.removeprefix('decode_')}"] = ratio
     return figures
-
-
-def draw_plot(results: Results) -> None:
-    """Draw tokens a second of each side, relative to ours in bf16."""
-    figure = Figure(figsize=(11, 3.4))
-    for axis, cell in zip(figure.subplots(1, len(MEASURED)), MEASURED, strict=True):
-        ratios = {name: results.compare_sides(cell, name, "bf16") or 0.0 for name in results.list_sides()}
-        colours = ["#1f6f8b" if name in (*FORMS, "bf16") else "#b8b8b8" for name in ratios]
-        axis.barh(list(ratios), list(ratios.values()), color=colours)
-        axis.invert_yaxis()
-        axis.set_title(cell)
-        axis.set_xlabel("to ours in bf16")
-        if cell != MEASURED[0]:
-            axis.set_yticks([])
-    save_plot(figure, "weights")
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -303,7 +285,9 @@ def run(given: Arguments) -> dict[str, float]:
     cells, num_rounds = given.choose_size((MEASURED, 3), (MEASURED, 1), (MEASURED[:1], 1))
     results = measure(shape, cells, num_rounds, with_peers=given.is_full, is_forked=is_smoke)
     if given.is_full:
-        draw_plot(results)
+        sides = [name for name in results.list_sides() if name != "bf16"]
+        charts = {cell: {name: results.compare_sides(cell, name, "bf16") or 0.0 for name in sides} for cell in MEASURED}
+        draw_bars("weights", charts, "tokens/s to ours in bf16")
     return figures | compare(results)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,10 +59,11 @@ class Results:
         ratios = [mine[number] / theirs[number] for number in sorted(mine.keys() & theirs.keys())]
         return statistics.median(ratios) if ratios else None
 
-    def compute_best_ratio(self, cell: str) -> float | None:
-        """Ours to the best of the others."""
-        others = [side for side in self.list_sides() if side not in {OURS, *LIMITS.values()}]
-        ratios = [ratio for side in others if (ratio := self.compute_ratio(cell, side)) is not None]
+    def compute_best_ratio(self, cell: str, one: str = OURS, others: Sequence[str] | None = None) -> float | None:
+        """One side to the best of others, which are by default all that are there."""
+        if others is None:
+            others = [side for side in self.list_sides() if side not in {one, *LIMITS.values()}]
+        ratios = [ratio for side in others if (ratio := self.compare_sides(cell, one, side)) is not None]
         return min(ratios, default=None)
 
 

@@ -17,8 +17,8 @@ from sim.forked import fork_process
 from sim.waiting import PATIENCE_S
 
 FOLDER = Path(common.__file__).parent
-OTHER_ENVIRONMENTS = {"vllm_engine", "vllm_kills"}
-"""These need vLLM, which has an environment of its own."""
+OTHER_ENVIRONMENTS = {"vllm_engine"}
+"""It needs vLLM, which has an environment of its own."""
 NAMES = sorted(
     path.stem
     for path in FOLDER.glob("*.py")

@@ -22,20 +22,11 @@ def prepare(model: Path, form: str = "") -> Path:
     return model / f"{form}.gguf" if form else model
 
 
-def load(
-    *,
-    model: Path,
-    threads: int,
-    pool_mb: int,
-    weights: str = "auto",
-    packed: str = "",
-    dtype: str = "bfloat16",
-    isa: str = "auto",
-) -> "Penstock":
-    """The engine, with a batch and a token budget as the others have them."""
+def load(*, model: Path, threads: int, pool_mb: int, **more: str) -> "Penstock":
+    """The engine, with a batch and a token budget as the others have them; `more` are other settings of it."""
     settings = EngineSettings.model_validate(
-        {"model": str(model), "dtype": dtype, "device": "cpu", "threads": threads, "pool_mb": pool_mb,
-         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, "weights": weights, "packed": packed, "isa": isa}
+        {"model": str(model), "dtype": "bfloat16", "device": "cpu", "threads": threads, "pool_mb": pool_mb,
+         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, **more}
     )  # fmt: skip
     engine = open_engine(settings)
     engine.pool_mapping.wait_until_done()  # the others touch their pools at the start too
