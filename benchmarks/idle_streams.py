@@ -95,10 +95,8 @@ async def measure_streams(stack: Stack, num_streams: int, idle_s: float, given: 
     """Open streams, let them wait, replace the gateway, and have them answered; return the figures."""
     assert stack.gateway is not None
     port, pid = int(stack.gateway_url.rpartition(":")[2]), get_gateway_pid(stack)
-    readers, meter = (
-        [Reader(make_body(f"Stream {number} of many", ANSWER_TOKENS, temperature=0)) for number in range(num_streams)],
-        Meter([pid]),
-    )
+    bodies = (make_body(f"Stream {number} of many", ANSWER_TOKENS, temperature=0) for number in range(num_streams))
+    readers, meter = list(map(Reader, bodies)), Meter([pid])
     memory = []
     for part in (readers[:WARM_STREAMS], readers[WARM_STREAMS:]):
         await open_all(part, port)
