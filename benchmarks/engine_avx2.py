@@ -78,13 +78,13 @@ def find_least(figures: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and return the figures."""
-    few = (CELLS[0], CELLS[-1])
-    names, *extent = given.choose_size(
-        (("small", "q06"), 3, 240.0, CELLS, 1024), (("small",), 3, 60.0, CELLS, 1024), (("smoke",), 1, 0.0, few, 64)
+    names, num_rounds, rounds_s, pool_mb = given.choose_size(
+        (("small", "q06"), 3, 240.0, 1024), (("small",), 3, 60.0, 1024), (("smoke",), 1, 0.0, 64)
     )
+    cells, is_forked = given.choose_size(CELLS, CELLS, (CELLS[0], CELLS[-1])), given.size == "smoke"
     figures: dict[str, float] = {}
     for name in names:
-        figures |= measure_shape(SHAPES[name], *extent, is_forked=given.size == "smoke")
+        figures |= measure_shape(SHAPES[name], num_rounds, rounds_s, cells, pool_mb, is_forked=is_forked)
     return figures | dict(find_least(figures))
 
 

@@ -98,7 +98,7 @@ async def _read_all(port: int, bodies: Sequence[bytes], redis: tuple[str, int], 
     await asyncio.sleep(_SETTLE_S)  # the last events from Redis
     for _, stream in pairs:
         _parse_stream(stream, read)
-    _parse_published(live, *channel.split("*"), read)
+    _parse_published(live, channel, read)
     return read
 
 
@@ -116,8 +116,8 @@ def _parse_stream(stream: _Bytes, read: StreamsRead) -> None:
         read.streamed[found[1].decode(), event_id] = stream.times[bisect.bisect_left(ends, end)]
 
 
-def _parse_published(live: _Bytes, before: str, after: str, read: StreamsRead) -> None:
-    reader = hiredis.Reader()
+def _parse_published(live: _Bytes, channel: str, read: StreamsRead) -> None:
+    reader, (before, after) = hiredis.Reader(), channel.split("*")
     for piece, when in zip(live.pieces, live.times, strict=True):
         reader.feed(piece)
         while (message := reader.gets()) is not False:

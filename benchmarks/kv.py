@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -285,7 +286,7 @@ class KVBench:
                     exits, self._logs, f"{scheme}://127.0.0.1:{self._server.port}", threads=2, layers=SHAPE.layers,
                     kv_heads=SHAPE.kv_heads, head_size=SHAPE.head_size, chunk=chunk, chunks=CHUNKS_PER_ROUND[chunk],
                 )  # fmt: skip
-                sides[f"LMCache {scheme}, chunks of {chunk}"] = lambda number, side=side: move_theirs(side, number)
+                sides[f"LMCache {scheme}, chunks of {chunk}"] = partial(move_theirs, side)
             return self._measure("LMCache", sides, max(5, self._rounds // 2))
 
 

@@ -36,7 +36,7 @@ from benchmarks.common import (
     format_spread,
     run_benchmark,
 )
-from benchmarks.comparison import compute_ratio, draw_boxes, measure_in_turns, print_table
+from benchmarks.comparison import Rounds, compute_ratio, draw_boxes, measure_in_turns, print_table
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.processor import Cost, Meter, find_brokers, read_proportional_bytes
 from benchmarks.systems import (
@@ -272,8 +272,9 @@ def run(given: Options) -> dict[str, float]:
         pids = {name: list_pids(side.stack) for name, side in all_sides.items() if side.stack is not None}
         memory = {name: read_proportional_bytes(own) for name, own in pids.items()}
     wide += measure_two_threads(max(1, rounds // 3), load, max_new)
-    short, rates, long = ({name: [one[part] for one in found] for name, found in loads.items()} for part in range(3))
-    rates |= {TWO_THREADS: wide}
+    rates = {name: [rate for _, rate, _ in found] for name, found in loads.items()} | {TWO_THREADS: wide}
+    short = {name: [cost for cost, _, _ in found] for name, found in loads.items()}
+    long = {name: [cost for _, _, cost in found] for name, found in loads.items()}
     print("demo model, float32")
     print_table(firsts, "ms to the first token", 1000)
     print_table(rates, "output tokens/s")
@@ -282,7 +283,10 @@ def run(given: Options) -> dict[str, float]:
         print(f"{name:32} {told:28} ms of processor time for {SHORT_ANSWER_TOKENS} tokens")
     if given.is_full:
         firsts_ms = {name: [value * 1000 for value in values] for name, values in firsts.items()}
-        charts = {"ms to the first token, one request at a time": firsts_ms, "output tokens/s, all at once": rates}
+        charts: dict[str, Rounds] = {
+            "ms to the first token, one request at a time": firsts_ms,
+            "output tokens/s, all at once": rates,
+        }
         draw_boxes("pipeline", charts, xlim=(0, None))
     figures = compare_sides(firsts, rates) | make_cost_figures(short, long, load, max_new - SHORT_ANSWER_TOKENS)
     return figures | {"memory_vs_two_workers": memory["one_hop_embedded"] / memory["embedded"]}

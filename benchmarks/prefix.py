@@ -39,6 +39,7 @@ from benchmarks.systems import (
 )
 from penstock.client.sync import Client
 from penstock.config.settings import KVSettings
+from penstock.engine.engine import Engine
 from penstock.engine.serving import ServingEngine, open_serving_engine
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
@@ -70,6 +71,7 @@ def open_engine_over_tiers(shape: str, tier_mb: int) -> Iterator[ServingEngine]:
 
 def keep_only_in(serving: ServingEngine, tier: str, keys: list[bytes]) -> None:
     """Remove the prefix from the tiers above this one. Raises `RuntimeError` if this one lacks it."""
+    assert isinstance(serving.core, Engine)
     pool, tiers = serving.core.pool, serving.store.tiers
     if tier != "pool":
         pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))  # what was cached is not kept
