@@ -210,12 +210,14 @@ def draw_length(chance: random.Random, median: float, mean: float) -> int:
 
 def run_mixed(given: Options) -> dict[str, float]:
     """Measure the mixed load and print; return its figure."""
-    rounds, load = given.choose_size((3, 48), (1, 8), (1, 2))
+    rounds, load, pool_mb, shorter = given.choose_size(
+        (3, 48, MIXED_POOL_MB, 1), (1, 8, MIXED_POOL_MB, 1), (1, 2, 32, 16)
+    )
     shape = SHAPES[given.choose_size("small", "small", "smoke")]
     how = {"model": str(write_shape(shape)), "dtype": "bfloat16", "device": "cpu"}
 
     def make_settings(num_workers: int) -> dict[str, Any]:
-        return how | {"pool_mb": num_workers * MIXED_POOL_MB, "max_batch": num_workers * MIXED_BATCH}
+        return how | {"pool_mb": num_workers * pool_mb, "max_batch": num_workers * MIXED_BATCH}
 
     settings = EngineSettings.model_validate(make_settings(2))
     environment = {f"PENSTOCK_ENGINE_{name.upper()}": str(value) for name, value in make_settings(1).items()}
@@ -225,8 +227,9 @@ def run_mixed(given: Options) -> dict[str, float]:
         rates = []
         for number in range(first, first + rounds):
             chance = random.Random(f"{number} mixed")
-            prompts = [draw_tokens(chance, draw_length(chance, *MIXED_PROMPT_TOKENS)) for _ in range(load)]
-            num_new = [draw_length(chance, *MIXED_ANSWER_TOKENS) for _ in prompts]
+            lengths = [1 + draw_length(chance, *MIXED_PROMPT_TOKENS) // shorter for _ in range(load)]
+            prompts = [draw_tokens(chance, length) for length in lengths]
+            num_new = [1 + draw_length(chance, *MIXED_ANSWER_TOKENS) // shorter for _ in prompts]
             rates.append(side.measure_tokens_per_s(prompts, num_new))
         return rates
 
