@@ -12,7 +12,6 @@ python -m benchmarks.grammar [--quick | --smoke] [--json FILE]
              taken out
 """
 
-import json
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from benchmarks.common import Arguments, run_benchmark
@@ -64,7 +64,7 @@ def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
     draw = random.Random(seed)
     letters = _byte_letters()
     words = dict.fromkeys(["<eos>", *MARKS, *letters.values()])
-    merges: list[list[str]] = []
+    merges: list[tuple[str, str]] = []
     groups = {kind: [letters[byte] for byte in own] for kind, (own, _, _) in _KINDS.items()}
     weights, blank = [weight for _, weight, _ in _KINDS.values()], letters[0x20]
     while len(words) < num_words:
@@ -79,20 +79,13 @@ def make_large_tokenizer(num_words: int, seed: int = 0) -> str:
         if len(made) > _KINDS[kind][2] or made in words or blank in right:
             continue
         words[made] = None
-        merges.append([left, right])
+        merges.append((left, right))
         groups[kind].append(made)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-        "vocab": {word: number for number, word in enumerate(words)}, "merges": merges,
-    }  # fmt: skip
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": number, "content": mark, **flags} for number, mark in enumerate(("<eos>", *MARKS))]
-    return json.dumps(
-        {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-         "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
-    )  # fmt: skip
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<eos>", *MARKS)])
+    return str(tokenizer.to_str())
 
 
 def _byte_letters() -> dict[int, str]:
