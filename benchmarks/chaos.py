@@ -5,18 +5,13 @@ python -m benchmarks.chaos [--quick | --smoke] [--json FILE] [--seed N] [--kills
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers
 and those of both stages are killed in the middle of long answers, and prefill workers in the middle of long prompts,
-while nothing else is wrong, Kafka with its timeouts at their defaults, and the time until each request goes on is taken
-(`sim/chaos/recovery.py`).
+while nothing else is wrong, and the time until each request goes on is taken (`sim/chaos/recovery.py`).
 
 Then come rounds in which every worker is killed or stopped at the next of its numbered steps, or at any time, again and
-again, while servers are killed and paused, connections cut, hung, slowed and refused, the disk is full, and single
-workers' wall clocks are put forward and back by minutes. Now and then everything is stopped for some seconds and goes
-on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
-whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
-
-From round to round of a bus the workers have another model: the demo's, the one that calls tools, whose readers parse
-its calls as they come, one whose layers keep states, and none, where endpoint workers ask two servers that fail, too.
-What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
+again, among all the other faults of `sim/chaos/faults.py` and `sim/chaos/poison.py`. From round to round of a bus the
+workers have another model: the demo's, the one that calls tools, one whose layers keep states, and none, where endpoint
+workers ask two servers that fail, too. What clients and topics saw is a history; the checker (`sim/chaos/checker.py`)
+knows the promises and nothing else.
 
 With `--one-kill` there is one stream, whose decode worker is killed, and the picture of it: `docs/plots/kill.svg`.
 
@@ -34,12 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 
 from benchmarks.chaos_one_kill import kill_one
-from benchmarks.common import Arguments, describe_machine, make_parser, report_figures
+from benchmarks.common import Arguments, run_benchmark
 from penstock.names import STAGES, WorkerKind
 from sim.chaos.checker import Finding, count_by_kind
 from sim.chaos.clients import LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS, Load
@@ -56,14 +48,6 @@ WORKERS = ((3, 4, 0), (0, 0, 5), (2, 2, 2))
 KILLS_PER_ROUND = 125
 MAX_ROUND_S = {"embedded": 200.0, "kafka": 300.0}
 """The longest time of a round, however few kills there were."""
-FAULT_NAMES = {
-    "cut": "connections cut", "hang": "connections hung", "slow": "connections slowed", "refuse": "connections refused",
-    "full": "filled to the brim", "clock": "clock put forward or back", "stall": "stopped for 0.3 to 2 s",
-    "freeze": "all workers and servers stopped for 4 to 8 s", "resize": "one more worker came and left",
-    "burst": "300 requests at once", "header": "a header's name that is no UTF-8", "bomb": "100 MB in 3 kB",
-    "leader": "the broker that leads most was killed", "failover": "the master was killed",
-    "reply": "failed at a question",
-}  # fmt: skip
 FAULT_FIGURES = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
     "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
@@ -109,10 +93,8 @@ class ChaosRun:
         name = f"{this.bus}, seed {this.seed}"
         with self._show_progress(name) as tell:
             outcome = run_round(this, self.directory / f"{this.bus}-{this.seed}", tell)
-        self.counts.kills += outcome.counts.kills
-        self.counts.pauses += outcome.counts.pauses
-        self.counts.faults += outcome.counts.faults
-        self.counts.crashes += outcome.counts.crashes
+        for mine, theirs in zip(vars(self.counts).values(), vars(outcome.counts).values(), strict=True):
+            mine += theirs  # noqa: PLW2901 - counters and lists grow in place
         self.num_requests += outcome.requests
         self.num_rounds += 1
         self.add_findings(
@@ -149,12 +131,10 @@ class ChaosRun:
 
     @contextlib.contextmanager
     def _show_progress(self, what: str) -> Iterator[Progress]:
-        """Show a bar of all kills, and a line with the current state."""
+        """Show a line with the current state and the kills so far."""
         before = self.counts.kills.total()
-        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
-        with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
-            task = bar.add_task(what, total=self.given.kills if self.given.is_full else None)
-            yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
+        with Console().status(what) as status:
+            yield lambda line, kills: status.update(f"{before + kills} kills, {what}: {line}")
 
 
 def run_chaos(run: ChaosRun) -> None:
@@ -184,21 +164,16 @@ def _plan_rounds(given: "Options") -> Iterator[ChaosRound]:
         )  # fmt: skip
 
 
-def print_tables(toll: FaultCounts) -> None:
-    """Print kills and stops by process and step, steps that were never reached among them, and all other faults."""
-    kills, faults = Table("process", "step", "kills", "stops"), Table("to", "what", "times")
+def print_counts(toll: FaultCounts) -> None:
+    """Print kills and stops by process and step, all other faults, and the steps that were never reached."""
+    for what, counted in (("killed", toll.kills), ("stopped", toll.pauses), ("fault", toll.faults)):
+        for (whose, step), count in sorted(counted.items()):
+            print(f"{what:8} {whose:10} {step:48} {count:5}")
     kinds: tuple[WorkerKind, ...] = (*STAGES, "auto", "endpoint")
     steps = {(kind, step) for kind in kinds for bus in BUSES for step in list_failpoints(kind, bus)}
-    for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_sort_key):
-        kills.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
-    for (whose, what), count in sorted(toll.faults.items()):
-        faults.add_row(whose, FAULT_NAMES[what], str(count))
-    Console().print(kills, faults)
-
-
-def _sort_key(step: tuple[str, str]) -> tuple[str, str]:
-    order = {"prefill": "1", "decode": "2"}
-    return order.get(step[0], step[0]), {"settle": "x", "kafka.": "y", ANY_TIME[:6]: "z"}.get(step[1][:6], "") + step[1]
+    print("never reached:", *(f"{kind} {step}" for kind, step in sorted(steps - toll.kills.keys())), sep="\n    ")
+    for last_line, count in Counter(line.partition(": ")[2][:100] for line in toll.crashes).most_common():
+        print(f"fell {count} times: {last_line}")
 
 
 @dataclass(frozen=True)
@@ -210,25 +185,23 @@ class Options(Arguments):
     one_kill: bool = False
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
-    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
-    parser.add_argument("--one-kill", action="store_true", help="instead: one stream, whose worker is killed")
-    given = Options(**vars(parser.parse_args()))
+def run(given: Options) -> dict[str, float]:
+    """Kill, check and print; return the figures."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
-    print(f"{describe_machine()}; histories and logs: {directory}")
+    print(f"histories and logs: {directory}")
     preload_modules("benchmarks.chaos_one_kill", "sim.chaos.runner")  # each forked worker imports this module
     if given.one_kill:
-        report_figures(kill_one(directory, given), given)
-        return
-    run = ChaosRun(directory, given)
-    run_chaos(run)
-    print_tables(run.counts)
-    for last_line, count in Counter(line.partition(": ")[2][:100] for line in run.counts.crashes).most_common():
-        print(f"fell {count} times: {last_line}")
-    report_figures(run.make_figures(), given)
+        return kill_one(directory, given)
+    chaos = ChaosRun(directory, given)
+    run_chaos(chaos)
+    print_counts(chaos.counts)
+    return chaos.make_figures()
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, run, Options,
+        seed={"type": int, "default": 1, "help": "of the first round on each bus"},
+        kills={"type": int, "default": 1000, "help": "go on until there were so many, for an hour"},
+        one_kill={"action": "store_true", "help": "instead: one stream, whose worker is killed"},
+    )  # fmt: skip

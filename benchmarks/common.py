@@ -5,25 +5,20 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from penstock.config.settings import WorkerSettings
 from penstock.local.stack import Stack
-from penstock.names import Pipeline
-from penstock.ops.status import read_heartbeats
-from penstock.redis.client import redis_client
 from sim.forked import ForkedStack
 
 mpl.use("agg")
 T = TypeVar("T")
+A = TypeVar("A", bound="Arguments")
 _INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 """By what Linux calls them; the best one first."""
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
@@ -43,7 +38,6 @@ class Arguments:
     """
     json: Path | None
     """Where the figures are written, as one flat object."""
-    device: str = "cpu"
 
     def choose_size(self, full: T, quick: T, smoke: T) -> T:
         """Return that one of the three that belongs to this run's size."""
@@ -72,17 +66,17 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(description: str, *, with_device: bool = False) -> Arguments:
-    """Parse the command line that all benchmarks have; some also run on a GPU."""
-    parser = make_parser(description)
-    if with_device:
-        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the engines compute")
-    return Arguments(**vars(parser.parse_args()))
-
-
-def run_benchmark(description: str | None, run: Callable[[Arguments], Mapping[str, float]], **how: bool) -> None:
-    """Run a benchmark as the main program; `how` is given to `parse_arguments`."""
-    given = parse_arguments(description or "", **how)
+def run_benchmark(
+    description: str | None,
+    run: Callable[[A], Mapping[str, float]],
+    kind: type[A] = Arguments,  # type: ignore[assignment]
+    **options: Mapping[str, Any],
+) -> None:
+    """Run a benchmark as the main program. Beside the arguments that all have, `kind` has these options."""
+    parser = make_parser(description or "")
+    for name, how in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    given = kind(**vars(parser.parse_args()))
     print(describe_machine())
     report_figures(run(given), given)
 
@@ -94,20 +88,6 @@ def report_figures(figures: Mapping[str, float], given: Arguments) -> None:
         print(f"{name:52} {value:10.3f}")
     if given.json is not None:
         given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
-
-
-def count_hand_offs(stack: Stack) -> Counter[str]:
-    """Return how many requests the workers of a stack have handed off, by cause, as their next heartbeats say."""
-    time.sleep(2 * WorkerSettings().heartbeat_s)
-    with redis_client(stack.addresses.stream_url) as client:
-        loads = [one["load"] for one in read_heartbeats(client, Pipeline(stack.addresses.pipeline))]
-    return sum((Counter(load.get("hand_offs", {})) for load in loads), Counter[str]())
-
-
-def format_shares(causes: Counter[str], num_requests: int) -> str:
-    """Return which share of the requests was handed off, by cause, as text."""
-    shares = [f"{cause} {number / num_requests:.0%}" for cause, number in sorted(causes.items())]
-    return f"handed off: {', '.join(shares) or 'none'}"
 
 
 def format_spread(values: Sequence[float]) -> str:

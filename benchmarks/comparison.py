@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from benchmarks.common import format_spread
+from benchmarks.common import format_spread, save_plot
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -71,3 +72,27 @@ def draw_tails(axis: Any, lengths: Mapping[str, Sequence[float]], title: str, la
     axis.set(xscale="log", yscale="log", title=title, xlabel=label)
     axis.grid(alpha=0.3)
     axis.legend()
+
+
+def draw_boxes(name: str, charts: Mapping[str, Rounds], **limits: Any) -> None:
+    """Draw the spread of each side's values, a chart for each title, and write the plot."""
+    figure = Figure(figsize=(7 * len(charts), 4.2))
+    for axis, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axis.boxplot(list(values.values()), tick_labels=list(values), orientation="horizontal")
+        axis.set(title=title, **limits)
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    save_plot(figure, name)
+
+
+def draw_bars(name: str, charts: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw a bar for each ratio, a chart for each title, and write the plot."""
+    figure = Figure(figsize=(3.2 * len(charts), 3.4))
+    for axis, (title, ratios) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axis.barh(list(ratios), list(ratios.values()))
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=title, xlabel=label)
+        axis.invert_yaxis()
+    figure.tight_layout()
+    save_plot(figure, name)

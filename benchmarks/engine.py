@@ -1,6 +1,6 @@
-"""The engine against other engines and against the machine: tokens a second, memory, start.
+"""The engine against other engines and against the machine: tokens a second.
 
-python -m benchmarks.engine [--quick | --smoke] [--json FILE] [--device cuda]
+python -m benchmarks.engine [--quick | --smoke] [--json FILE]
 
 Two shapes with random bf16 weights, two threads for everybody. Each engine has a process of its own, which is stopped
 while another is measured; they take turns, and ratios are formed within a round. The others are installed by
@@ -11,17 +11,14 @@ while another is measured; they take turns, and ratios are formed within a round
     continuous           output tokens a second of 64 requests sent at once, prompts 32 to 512, outputs 16 to 128
     …_t1                 the same at temperature 1, where the others are greedy
 
-`--quick` takes the small shape only, greedy, and of the others those that start at once. `load_…` and
-`bf16_flip_share` are of the largest shape measured.
+`--quick` takes the small shape only, greedy, and of the others those that start at once.
+`bf16_flip_share` is of the largest shape measured.
 """
 
-import statistics
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-
-from benchmarks.common import Arguments, run_benchmark, save_plot
-from benchmarks.peers.process import SideFailed
+from benchmarks.common import Arguments, run_benchmark
+from benchmarks.comparison import draw_bars
 from benchmarks.peers.rounds import LIMITS, OURS, Results, Rounds
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
@@ -29,9 +26,7 @@ from benchmarks.peers.workload import CELLS, DRAWN_CELLS, Cell
 THREADS = 2
 PEERS = ("generate", "openvino", "llamacpp", "vllm")
 QUICK_PEERS = ("generate", "openvino")
-GPU_PEERS = ("generate",)
 POOL_MB = {"smoke": 64, "small": 1024, "q06": 2048}
-_LOAD_POOL_MB = 64  # a pool as large as the weights would hide a peak
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Extent:
     rounds: int
     rounds_s: float
     """No new round begins after this time."""
-    num_loads: int
     flip_prompts: int
     flip_new: int
     cells: tuple[Cell, ...]
@@ -51,61 +45,30 @@ class Extent:
     """Whether processes of ours are forked, as `Side` has it."""
 
 
-FULL = Extent((SHAPES["small"], SHAPES["q06"]), PEERS, 5, 480.0, 3, 48, 48, CELLS + DRAWN_CELLS)
-QUICK = Extent((SHAPES["small"],), QUICK_PEERS, 3, 15.0, 1, 12, 32, CELLS)
-SMOKE = Extent((SHAPES["smoke"],), (), 1, 0.0, 1, 2, 4, CELLS[:1], is_forked=True)
+FULL = Extent((SHAPES["small"], SHAPES["q06"]), PEERS, 5, 480.0, 48, 48, CELLS + DRAWN_CELLS)
+QUICK = Extent((SHAPES["small"],), QUICK_PEERS, 3, 15.0, 12, 32, CELLS)
+SMOKE = Extent((SHAPES["smoke"],), (), 1, 0.0, 2, 4, CELLS[:1], is_forked=True)
 
 
-def measure_shape(shape: Shape, extent: Extent, pool_mb: int, device: str = "cpu") -> tuple[Results, dict[str, float]]:
+def measure_shape(shape: Shape, extent: Extent, pool_mb: int) -> tuple[Results, dict[str, float]]:
     """Measure one shape: all rounds, and the figures that only our engine has."""
-    with Rounds(shape, extent.cells, pool_mb, device=device, is_forked=extent.is_forked) as rounds:
-        figures = measure_loads(rounds, extent.num_loads)
+    with Rounds(shape, extent.cells, pool_mb, is_forked=extent.is_forked) as rounds:
         for name in ("limits", OURS, *extent.others):
-            if device != "cpu" and name in PEERS and name not in GPU_PEERS:
-                rounds.say(f"{name}: left out, it is measured on a CPU only")
-            else:
-                rounds.load_side(name)
+            rounds.load_side(name)
         rounds.check_tokens()
         rounds.run_rounds(extent.rounds, extent.rounds_s)
-        return rounds.results, figures | measure_own_figures(rounds, extent)
+        return rounds.results, count_flips(rounds, extent)
 
 
-def measure_own_figures(rounds: Rounds, extent: Extent) -> dict[str, float]:
-    """Measure where a step's time goes, and which tokens depend on the batch."""
-    shape, figures = rounds.shape, {}
-    work = next(cell for cell in CELLS if cell.name == "decode_b32").make_requests(shape.vocabulary, -2)
-    shares = [share for _ in range(3) if (share := rounds.ask_ours("outside_share", requests=work)) is not None]
-    if shares:
-        figures[f"{shape.name}_scheduler_share_b32"] = statistics.median(shares)
-    mixed = next(cell for cell in CELLS if cell.is_mixed).make_requests(shape.vocabulary, -3)
+def count_flips(rounds: Rounds, extent: Extent) -> dict[str, float]:
+    """Return the share of our tokens that depend on the batch, in the worst of several ways to run."""
+    mixed = next(cell for cell in CELLS if cell.is_mixed).make_requests(rounds.shape.vocabulary, -3)
     prompts = [prompt for prompt, _ in mixed[: extent.flip_prompts]]
-    if flips := rounds.ask_ours("flips", prompts=prompts, num_new=extent.flip_new):
-        told = ", ".join(f"{way} {share:.2%}" for way, share in flips.items())
-        rounds.say(f"tokens that differ from those alone, of {len(prompts) * extent.flip_new:,}: {told}")
-        figures["bf16_flip_share"] = max(flips.values())
-    return figures
-
-
-def measure_loads(rounds: Rounds, times: int) -> dict[str, float]:
-    """Measure our engine's start in fresh processes: its time to that of reading the file, and its memory."""
-    found: list[dict[str, float]] = []
-    for _ in range(times):
-        try:
-            side, one = rounds.start_side("load", OURS, pool_mb=_LOAD_POOL_MB)
-        except SideFailed as error:
-            rounds.say(f"no load figures, {error}")
-            return {}
-        side.close()
-        found.append(one)
-        most, then, mapped = (one[name] / 1024 for name in ("peak_kib", "after_kib", "mapped_kib"))
-        rounds.say(
-            f"load: {one['load_s']:.2f} s, reading {one['read_s']:.2f} s; memory at most {most:,.0f} MiB, "
-            f"then {then:,.0f} MiB, {mapped:,.0f} MiB of it mapped files"
-        )
-    return {
-        "load_memory_ratio": statistics.median(one["peak_kib"] / one["after_kib"] for one in found),
-        "load_time_ratio": statistics.median(one["load_s"] / one["read_s"] for one in found),
-    }
+    if not (flips := rounds.ask_ours("flips", prompts=prompts, num_new=extent.flip_new)):
+        return {}
+    told = ", ".join(f"{way} {share:.2%}" for way, share in flips.items())
+    rounds.say(f"tokens that differ from those alone, of {len(prompts) * extent.flip_new:,}: {told}")
+    return {"bf16_flip_share": max(flips.values())}
 
 
 def make_figures(results: Results) -> dict[str, float]:
@@ -134,36 +97,11 @@ def format_table(results: Results) -> str:
             text = "-" if value is None else f"{value:,.4g}"
             line += f"{text if ratio is None or side == OURS else f'{text} ({ratio:.2f})':>18}"
         lines.append(line)
-    loads_s = (f"{results.loads[side]['load_s']:.1f}" for side in results.list_sides())
-    peaks = (f"{results.peaks_mib.get(side, 0):,.0f}" for side in results.list_sides())
-    lines.append(f"{'load s':16}" + "".join(f"{text:>18}" for text in loads_s))
-    lines.append(f"{'peak MiB':16}" + "".join(f"{text:>18}" for text in peaks))
     for beside, limit in LIMITS.items():
         if (value := results.compute_median(beside, limit)) is not None:
             unit, scale = ("GB/s", 1e9) if limit == "bandwidth" else ("TFLOP/s", 1e12)
             lines.append(f"{limit:16}{value / scale:>18.3g} {unit}")
     return "\n".join(lines)
-
-
-def draw_plot(all_results: list[Results]) -> None:
-    """Draw our ratio to each of the others, by cell."""
-    figure = Figure(figsize=(12, 3.2 * len(all_results)))
-    axes = figure.subplots(len(all_results), 1, squeeze=False)[:, 0]
-    for axis, results in zip(axes, all_results, strict=True):
-        others = [side for side in results.list_sides() if side != OURS]
-        width = 0.8 / max(1, len(others))
-        names = list(results.values)
-        for number, side in enumerate(others):
-            places = [at + number * width for at in range(len(names))]
-            axis.bar(places, [results.compute_ratio(name, side) or 0.0 for name in names], width, label=side)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, fontsize=8)
-        axis.set_title(f"{results.shape.name}: Penstock's tokens/s to those of …", fontsize=10)
-        axis.set_yscale("log")
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize=8, ncols=len(others) or 1)
-    figure.tight_layout()
-    save_plot(figure, "engine")
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -172,15 +110,23 @@ def run(given: Arguments) -> dict[str, float]:
     print(f"this run leaves out {', '.join({*PEERS} - {*extent.others}) or 'nobody'}")
     figures, all_results = dict[str, float](), list[Results]()
     for shape in extent.shapes:
-        results, own = measure_shape(shape, extent, POOL_MB[shape.name], given.device)
+        results, own = measure_shape(shape, extent, POOL_MB[shape.name])
         figures |= own | make_figures(results)
         all_results.append(results)
     print(f"\n{THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     print(*map(format_table, all_results), sep="\n")
     if given.is_full:
-        draw_plot(all_results)
+        charts = {
+            f"{results.shape.name} to {side}": {
+                cell: results.compute_ratio(cell, side) or 0.0 for cell in results.values
+            }
+            for results in all_results
+            for side in results.list_sides()
+            if side != OURS
+        }
+        draw_bars("engine", charts, "our tokens/s to theirs")
     return figures
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, run, with_device=True)
+    run_benchmark(__doc__, run)

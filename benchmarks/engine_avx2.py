@@ -32,30 +32,31 @@ LIMITED = {
 DTYPES = ("float32", "bfloat16")
 INTEGERS = ("int8", "int4")
 LLAMACPP = "llamacpp_avx2"
-POOL_MB = 1024
 CELLS = (
     *(Cell(f"decode_b{batch}", batch, (16, 16), (24, 24)) for batch in (1, 8, 16, 32, 64)),
     Cell("prefill", 1, (512, 512), (1, 1)),
 )
 
 
-def measure_shape(shape: Shape, num_rounds: int, rounds_s: float, *, is_forked: bool) -> dict[str, float]:
+def measure_shape(
+    shape: Shape, num_rounds: int, rounds_s: float, cells: tuple[Cell, ...], pool_mb: int, *, is_forked: bool
+) -> dict[str, float]:
     """Return all figures of one shape, by dtype and cell."""
     figures: dict[str, float] = {}
-    for dtype in DTYPES:
-        with patch.dict(os.environ, LIMITED), Rounds(shape, CELLS, POOL_MB, is_forked=is_forked) as rounds:
+    for dtype in DTYPES[:1] if is_forked else DTYPES:
+        with patch.dict(os.environ, LIMITED), Rounds(shape, cells, pool_mb, is_forked=is_forked) as rounds:
             rounds.load_side("kernels", OURS, dtype=dtype, isa="avx2")
             rounds.load_side("torch", OURS, dtype=dtype, isa="torch")
             for form in INTEGERS if dtype == "float32" else ():
                 rounds.load_side(form, OURS, dtype=dtype, isa="avx2", weights=form)
-            if dtype == "bfloat16" and not is_forked:
+            if dtype == "bfloat16":
                 rounds.load_side(LLAMACPP)
             rounds.run_rounds(num_rounds, rounds_s)
             compared = {f"{dtype}_avx2_{{}}_vs_torch": ("kernels", "torch")}
             compared |= {"avx2_{}_vs_llamacpp": ("kernels", LLAMACPP)}
             compared |= {f"avx2_{form}_{{}}_vs_float32": (form, "kernels") for form in INTEGERS}
             for name, sides in compared.items():
-                for cell in CELLS:
+                for cell in cells:
                     if (ratio := rounds.results.compare_sides(cell.name, *sides)) is not None:
                         kind, _, batch = cell.name.partition("_")
                         figures[f"{shape.name}_{name.format(kind)}{'_' + batch if batch else ''}"] = ratio
@@ -77,12 +78,13 @@ def find_least(figures: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and return the figures."""
-    names, num_rounds, rounds_s = given.choose_size(
-        (("small", "q06"), 3, 240.0), (("small",), 3, 60.0), (("smoke",), 1, 0.0)
+    names, num_rounds, rounds_s, pool_mb = given.choose_size(
+        (("small", "q06"), 3, 240.0, 1024), (("small",), 3, 60.0, 1024), (("smoke",), 1, 0.0, 64)
     )
+    cells, is_forked = given.choose_size(CELLS, CELLS, (CELLS[0], CELLS[-1])), given.size == "smoke"
     figures: dict[str, float] = {}
     for name in names:
-        figures |= measure_shape(SHAPES[name], num_rounds, rounds_s, is_forked=given.size == "smoke")
+        figures |= measure_shape(SHAPES[name], num_rounds, rounds_s, cells, pool_mb, is_forked=is_forked)
     return figures | dict(find_least(figures))
 
 

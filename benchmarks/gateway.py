@@ -2,23 +2,22 @@
 
 python -m benchmarks.gateway [--quick | --smoke] [--json FILE]
 
-The whole pipeline runs behind one gateway process: Valkey, a prefill and a decode worker, the demo model. First, a
-process sends 1,000 requests at once and reads their server-sent events from raw sockets; another one reads the same
-events from Redis' channels. Both note when each event came, by the same clock: the difference is what the gateway adds.
-The decode worker has room for all of them, so each of its steps is 1,000 events in a moment. Memory is what the
-gateway's resident set grew by from after a few streams to its peak. Then four interactive streams are read through the
-gateway of another pipeline, with the room that workers have by default, in every second window beside a batch job from
-an uploaded file (see `benchmarks.interference`).
+The whole pipeline runs behind one gateway process, with the demo model. First, a process sends 1,000 requests at once
+and reads their server-sent events from raw sockets, and the same events from Redis' channels: the difference is what
+the gateway adds. The decode worker has room for all of them, so each of its steps is 1,000 events in a moment. Memory
+is what the gateway's resident set grew by from after a few streams to its peak. Then four interactive streams are read
+through the gateway of another pipeline, with the room that workers have by default, in every second window beside a
+batch job from an uploaded file, which has more lines than can be answered.
 """
 
 import http.client
 import io
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -26,43 +25,26 @@ import openai
 from matplotlib.figure import Figure
 
 from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark, save_plot
-from benchmarks.comparison import draw_tails
-from benchmarks.gateway_readers import ArrivalTimes, ReaderProcess, StreamsRead
-from benchmarks.interference import (
-    STREAM_NEW,
-    SideResult,
-    WindowResult,
-    alternate_windows,
-    draw_batch_tokens,
-    make_prompt,
-    measure_stream_gaps,
-)
-from benchmarks.processor import read_processor_s, read_resident_bytes
-from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
+from benchmarks.comparison import compute_ratio, draw_tails, measure_in_turns, print_table
+from benchmarks.gateway_readers import StreamsRead, make_body, read_streams
+from benchmarks.interference import PROMPT_TOKENS, STREAM_NEW, chance, compute_percentile_ms, measure_stream_gaps
+from benchmarks.processor import read_resident_bytes
+from benchmarks.systems import DEMO_ENVIRONMENT, PipedProcess, draw_tokens, get_gateway_pid, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 
-MODEL, NUM_STREAMS, NUM_WARM_STREAMS = "demo", 1000, 50
+NUM_STREAMS, NUM_WARM_STREAMS = 1000, 50
+NUM_INTERACTIVE, BATCH_ANSWER_TOKENS = 4, (16, 96)
+"""Streams beside a batch job, and the fewest and most tokens of an answer of the job's."""
 _LARGE_ENVIRONMENT = DEMO_ENVIRONMENT | {
     "PENSTOCK_ENGINE_MAX_BATCH": "1024", "PENSTOCK_ENGINE_POOL_MB": "512", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "2048",
     "PENSTOCK_GATEWAY_MAX_WAIT_S": "600",
 }  # fmt: skip
 _JOB_LINES = 4000
 """Lines of the batch job: more than a window can answer, even if all that are open have capacity."""
+ALONE, BUSY = "alone", "beside a batch job"
 _END_STATUSES = ("completed", "failed", "cancelled", "expired")
-
-
-@dataclass
-class StreamsRound:
-    """The outcome of all streams at once, once."""
-
-    num_ok: int
-    """Streams that had all events published in Redis, in order, and the end."""
-    added_ms: np.ndarray
-    """For each event, the time from when it could be read from Redis to when it could be read from the gateway."""
-    rss_kb: float
-    """The gateway's peak resident memory."""
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -74,73 +56,39 @@ def run(given: Arguments) -> dict[str, float]:
     with open_stack(how, _LARGE_ENVIRONMENT, gateway=find_free_port()) as stack:
         run_round(stack, warm_count, tokens)
         rss_kb = read_resident_bytes([get_gateway_pid(stack)]) / 1024
-        seen = [run_round(stack, count, tokens) for _ in range(rounds)]
+        seen, peaks_kb = zip(*(run_round(stack, count, tokens) for _ in range(rounds)), strict=True)
+    added_ms = [one.list_added_ms() for one in seen]
     with open_stack(how, DEMO_ENVIRONMENT, gateway=find_free_port()) as stack:
-        windows = alternate_windows("gateway", GatewaySide(stack.gateway_url, job_lines), pairs, seconds)
-    print(f"\ndemo model, float32, {count} streams of {tokens} tokens")
+        side = GatewaySide(stack.gateway_url, job_lines)
+        sides = {name: partial(side.run_window, seconds, is_busy=name == BUSY) for name in (ALONE, BUSY)}
+        gaps = measure_in_turns(sides, pairs, "windows")
+    slowest = {name: [compute_percentile_ms(one, 99) for one in found] for name, found in gaps.items()}
+    print(f"demo model, float32, {count} streams of {tokens} tokens")
+    print_table(slowest, "ms, ITL p99")
     if given.is_full:
-        draw_plot(seen, windows)
+        draw_plot(added_ms, gaps)
     return {
-        "sse_streams_ok": min(one.num_ok for one in seen),
-        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / count,
-        "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
-        "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
-        "batch_interference_itl_p99_ratio": statistics.median(windows.compute_ratios(99)),
+        "sse_streams_ok": min(one.count_whole() for one in seen),
+        "sse_mem_kb_per_stream": (max(peaks_kb) - rss_kb) / count,
+        "sse_added_ms_p50": statistics.median(float(np.percentile(one, 50)) for one in added_ms),
+        "sse_added_ms_p99": statistics.median(float(np.percentile(one, 99)) for one in added_ms),
+        "batch_interference_itl_p99_ratio": compute_ratio(slowest, BUSY, ALONE),
     }
 
 
-def run_round(stack: Stack, count: int, tokens: int) -> StreamsRound:
-    """Open `count` streams at once, and return what came of them."""
+def run_round(stack: Stack, count: int, tokens: int) -> tuple[StreamsRead, float]:
+    """Open `count` streams at once; return what came of them, and the gateway's peak resident memory in KiB."""
     bodies = [make_body(f"{number}: In the beginning", tokens) for number in range(count)]
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
-    direct = ReaderProcess("redis", address.hostname, address.port, stack.addresses.pipeline)
-    assert direct.receive() == "ready"
-    gateway = [get_gateway_pid(stack)]
-    rss_bytes, cpu_s = 0, read_processor_s(gateway)
-    reader = ReaderProcess("streams", port, bodies)
-    while not reader.has_data(0.1):
-        rss_bytes = max(rss_bytes, read_resident_bytes(gateway))
-    streams = StreamsRead(**reader.receive())
-    cpu_s = read_processor_s(gateway) - cpu_s
-    direct.stop()
-    published: ArrivalTimes = direct.receive()
-    for process in (direct, reader):
-        process.close()
-    ids = {stream_id: set[str]() for stream_id in streams.ended}
-    for stream_id, event_id in published.keys() - streams.arrivals.keys():
-        ids.get(stream_id, set()).add(event_id)
-    num_ok = sum(not missed for missed in ids.values())
-    added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.arrivals.items() if key in published])
-    print_round(count, streams, num_ok, added_ms, cpu_s)
-    return StreamsRound(num_ok, added_ms, rss_bytes / 1024)
-
-
-def make_body(text: str, tokens: int) -> bytes:
-    """Return the body of a request for a stream."""
-    asked = {"model": MODEL, "prompt": text, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
-    return json.dumps(asked).encode()
-
-
-def print_round(count: int, streams: StreamsRead, num_ok: int, added_ms: np.ndarray, cpu_s: float) -> None:
-    """Print a line about a round, with the reader's own cost, which must be small. `cpu_s`: the gateway's."""
-    p50, p99 = np.percentile(added_ms, (50, 99)) if len(added_ms) else (0.0, 0.0)
-    num = max(1, len(streams.arrivals))
-    print(
-        f"{count} streams: {num_ok} whole, {streams.num_at_once} open at once, "
-        f"{num / streams.wall_s:.0f} events/s; added p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
-        f"of a core the gateway took {cpu_s / streams.wall_s:.0%} and the reader {streams.cpu_s / streams.wall_s:.1%}, "
-        f"{cpu_s / num * 1e6:.0f} and {streams.cpu_s / num * 1e6:.0f} us an event",
-        flush=True,
-    )
-    for trouble in streams.problems[:3]:
-        print(f"  {trouble}", flush=True)
-
-
-def get_gateway_pid(stack: Stack) -> int:
-    """Return the process id of the gateway."""
-    assert stack.gateway is not None
-    assert stack.gateway.child is not None
-    return stack.gateway.child.pid
+    reading = port, bodies, (address.hostname, address.port), stack.addresses.pipeline
+    rss_bytes = 0
+    with closing(PipedProcess(get_context("fork"), read_streams, *reading)) as reader:
+        reader.send("begin")
+        while not reader.has_answer(0.1):
+            rss_bytes = max(rss_bytes, read_resident_bytes([get_gateway_pid(stack)]))
+        read: StreamsRead = reader.receive()
+    print(f"{count} streams: {read.count_whole()} whole", *read.problems[:3], sep="\n  ", flush=True)
+    return read, rss_bytes / 1024
 
 
 class GatewaySide:
@@ -150,19 +98,20 @@ class GatewaySide:
         self._job_lines, self._address = job_lines, urlsplit(url).netloc
         self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S)
 
-    def run_window(self, seconds: float, *, busy: bool) -> WindowResult:
-        """Measure a window, as `benchmarks.interference.Side` says."""
-        job = self._start_job() if busy else None
-        begun_s = time.perf_counter()
-        seen = WindowResult(measure_stream_gaps(self._stream_answer, seconds))
+    def run_window(self, seconds: float, _: int, *, is_busy: bool) -> list[float]:
+        """Return the gaps between the streams' tokens in a window."""
+        job = self._start_job() if is_busy else None
+        gaps_s = measure_stream_gaps(self._stream_answer, seconds, NUM_INTERACTIVE)
         if job is not None:
-            seen.batch_tokens_per_s = self._end_job(job) / (time.perf_counter() - begun_s)
-        return seen
+            self._sdk.batches.cancel(job)
+            wait_until(lambda: self._sdk.batches.retrieve(job).status in _END_STATUSES, TIMEOUT_S, "its end", 0.1)
+        return gaps_s
 
     def _start_job(self) -> str:
         lines = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-             "body": {"model": MODEL, "prompt": make_prompt(), "max_tokens": draw_batch_tokens(), "ignore_eos": True}}
+             "body": {"model": "demo", "prompt": draw_tokens(chance, PROMPT_TOKENS),
+                      "max_tokens": chance.randint(*BATCH_ANSWER_TOKENS), "ignore_eos": True}}
             for number in range(self._job_lines)
         ]  # fmt: skip
         content = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
@@ -176,36 +125,23 @@ class GatewaySide:
         wait_until(has_begun, TIMEOUT_S, "the first line is answered", every_s=0.1)
         return job.id
 
-    def _end_job(self, job: str) -> int:
-        """Cancel the job; return how many tokens it generated."""
-        self._sdk.batches.cancel(job)
-        wait_until(lambda: self._sdk.batches.retrieve(job).status in _END_STATUSES, TIMEOUT_S, "its end", every_s=0.1)
-        output = self._sdk.batches.retrieve(job).output_file_id
-        if output is None:
-            return 0
-        rows = [json.loads(line) for line in self._sdk.files.content(output).read().splitlines()]
-        return sum(row["response"]["body"]["usage"]["completion_tokens"] for row in rows)
-
     def _stream_answer(self) -> Iterator[object]:
         headers = {"Content-Type": "application/json", "x-penstock-cancel-on-disconnect": "true"}
         with closing(http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)) as connection:
-            asked = json.loads(make_body("", STREAM_NEW)) | {"prompt": make_prompt(), "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+            body = make_body(draw_tokens(chance, PROMPT_TOKENS), STREAM_NEW, temperature=0)
+            connection.request("POST", "/v1/completions", body, headers)
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
                     yield line
 
 
-def draw_plot(rounds: list[StreamsRound], windows: SideResult) -> None:
+def draw_plot(added_ms: list[list[float]], gaps: dict[str, list[list[float]]]) -> None:
     """Draw the time that the gateway added to each event, and gaps with and without a batch job."""
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2, sharey=True)
-    added_ms = {f"round {number}": list(one.added_ms) for number, one in enumerate(rounds, 1)}
-    draw_tails(left, added_ms, f"{NUM_STREAMS} streams at once", "added to reading from Redis, ms")
-    gaps_ms = {
-        label: [gap * 1000 for window in seen for gap in window.gaps_s]
-        for label, seen in (("alone", windows.idle), ("beside a batch job", windows.busy))
-    }
+    by_round = {f"round {number}": found for number, found in enumerate(added_ms, 1)}
+    draw_tails(left, by_round, f"{NUM_STREAMS} streams at once", "added to reading from Redis, ms")
+    gaps_ms = {name: [gap * 1000 for one in found for gap in one] for name, found in gaps.items()}
     draw_tails(right, gaps_ms, "four streams through the gateway", "inter-token latency, ms")
     left.set_ylabel("share of events above")
     save_plot(figure, "gateway")

@@ -1,24 +1,14 @@
-"""The readers of the gateway's benchmark, each a process: they note when bytes arrive, and parse them later.
-
-`python -m benchmarks.gateway_readers` reads its task, pickled, from standard input, and writes what it read to
-standard output. It imports little, because a process that starts while streams run would disturb them.
-"""
+"""The reader of the gateway's benchmark, a process: it notes when bytes arrive, and parses them later."""
 
 import asyncio
 import bisect
 import itertools
 import json
-import pickle
 import re
-import resource
-import select
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.connection import Connection
 
 import hiredis
 import uvloop
@@ -26,159 +16,113 @@ import uvloop
 from penstock.names import Pipeline
 
 _EVENT_ID = re.compile(rb"id: ([0-9]+-[0-9a-f]{16})\n")
-_STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
-_RECEIVE_BYTES = 2**20
+STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
+_SETTLE_S = 0.2
 ArrivalTimes = dict[tuple[str, str], int]
 """When an event of a stream that has text was read: nanoseconds of the machine's monotonic clock."""
 
 
+def make_body(prompt: str | list[int], tokens: int, **more: float) -> bytes:
+    """Return the body of a request for a stream."""
+    asked = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
+    return json.dumps(asked | more).encode()
+
+
+def make_post(body: bytes) -> bytes:
+    """Return what asks for a stream on a connection of its own."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body
+
+
 @dataclass
 class StreamsRead:
-    """What the streams' reader read."""
+    """What was read of all streams."""
 
-    arrivals: ArrivalTimes = field(default_factory=dict)
+    streamed: ArrivalTimes = field(default_factory=dict)
+    """From the gateway."""
+    published: ArrivalTimes = field(default_factory=dict)
+    """From Redis."""
     ended: set[str] = field(default_factory=set)
     """Streams whose events came in order, up to their end."""
-    num_at_once: int = 0
-    """The largest number of streams that were open at once."""
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    """Processor time of this process while it read."""
     problems: list[str] = field(default_factory=list)
 
+    def count_whole(self) -> int:
+        """Return how many streams had all events published in Redis, in order, and the end."""
+        return len(self.ended - {stream_id for stream_id, _ in self.published.keys() - self.streamed.keys()})
 
-class _Connection(asyncio.Protocol):
-    """One stream, as it arrives."""
+    def list_added_ms(self) -> list[float]:
+        """Return, for each event, the time from when it could be read from Redis to when it could from the gateway."""
+        return [(when - self.published[key]) / 1e6 for key, when in self.streamed.items() if key in self.published]
+
+
+class _Bytes(asyncio.Protocol):
+    """What arrives on a connection, and when."""
 
     def __init__(self) -> None:
         self.times: list[int] = []
         self.pieces: list[bytes] = []
-        self.over = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.begun, self.over = loop.create_future(), loop.create_future()
 
     def data_received(self, data: bytes) -> None:
         """Note data and time, nothing else."""
         self.times.append(time.monotonic_ns())
         self.pieces.append(data)
+        if not self.begun.done():
+            self.begun.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The gateway closes after the answer."""
         self.over.set_result(None)
 
 
-class ReaderProcess:
-    """A reader's process, as its parent sees it."""
-
-    def __init__(self, kind: str, *args: Any) -> None:
-        """Start it: `streams` with a port and bodies, or `redis` with host, port and pipeline."""
-        command = [sys.executable, "-m", "benchmarks.gateway_readers"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        pickle.dump((kind, args), self._input)
-        self._input.flush()
-
-    def has_data(self, within_s: float) -> bool:
-        """Return whether something can be received within some seconds."""
-        return bool(select.select([self._output], [], [], within_s)[0])
-
-    def receive(self) -> Any:
-        """Return the next object that it sends."""
-        return pickle.loads(self._output.read(int.from_bytes(self._output.read(8), "big")))
-
-    def stop(self) -> None:
-        """Ask it to send what it has read, if it has not yet."""
-        self._input.close()
-
-    def close(self) -> None:
-        """Wait until it ends, which it does when it has sent everything."""
-        self._output.close()
-        self._process.wait(30)
+def read_streams(pipe: Connection, port: int, bodies: Sequence[bytes], redis: tuple[str, int], pipeline: str) -> None:
+    """Once told to, POST all bodies to `/v1/completions` at once, read them and what is published of them in Redis
+    until all have ended, and say what came.
+    """
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(uvloop.run(_read_all(port, bodies, redis, Pipeline(pipeline).live_channel("*"))))
+    pipe.recv()
 
 
-def main() -> None:
-    kind, args = pickle.load(sys.stdin.buffer)
-    if kind == "streams":
-        send_to_parent(vars(uvloop.run(read_streams(*args))))  # a class of this file has another name here
-    else:
-        read_redis(*args)
-
-
-def send_to_parent(what: object) -> None:
-    """Send an object to the parent process."""
-    data = pickle.dumps(what)
-    sys.stdout.buffer.write(len(data).to_bytes(8, "big") + data)
-    sys.stdout.buffer.flush()
-
-
-async def read_streams(port: int, bodies: Sequence[bytes]) -> StreamsRead:
-    """POST all bodies to `/v1/completions` at once, and read until all have ended."""
-    loop = asyncio.get_running_loop()
-    pairs = [await loop.create_connection(_Connection, "127.0.0.1", port) for _ in bodies]
-    begun_s, cpu_s = time.monotonic(), _read_cpu_s()
+async def _read_all(port: int, bodies: Sequence[bytes], redis: tuple[str, int], channel: str) -> StreamsRead:
+    loop, read = asyncio.get_running_loop(), StreamsRead()
+    subscription, live = await loop.create_connection(_Bytes, *redis)
+    subscription.write(f"PSUBSCRIBE {channel}\r\n".encode())
+    await live.begun
+    pairs = [await loop.create_connection(_Bytes, "127.0.0.1", port) for _ in bodies]
     for (transport, _), body in zip(pairs, bodies, strict=True):
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
-        )
-        transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-    await asyncio.gather(*(connection.over for _, connection in pairs))
-    streams = StreamsRead(wall_s=time.monotonic() - begun_s, cpu_s=_read_cpu_s() - cpu_s)
-    spans = [span for _, connection in pairs if (span := _parse_stream(connection, streams)) is not None]
-    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
-    streams.num_at_once = max(itertools.accumulate(change for _, change in changes), default=0)
-    return streams
+        transport.write(make_post(body))
+    await asyncio.gather(*(stream.over for _, stream in pairs))
+    await asyncio.sleep(_SETTLE_S)  # the last events from Redis
+    for _, stream in pairs:
+        _parse_stream(stream, read)
+    _parse_published(live, channel, read)
+    return read
 
 
-def _parse_stream(connection: _Connection, streams: StreamsRead) -> tuple[int, int] | None:
-    """Add a connection's events to what was read; return when its first and last bytes came, or None if it is torn."""
-    raw, ends = b"".join(connection.pieces), list(itertools.accumulate(map(len, connection.pieces)))
-    found = _STREAM_ID.search(raw)
+def _parse_stream(stream: _Bytes, read: StreamsRead) -> None:
+    """Add a stream's events to what was read, or that it is torn."""
+    raw, ends = b"".join(stream.pieces), list(itertools.accumulate(map(len, stream.pieces)))
+    found = STREAM_ID.search(raw)
     ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
     positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
     if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:
-        streams.problems.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
-        return None
-    streams.ended.add(found[1].decode())
+        read.problems.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
+        return
+    read.ended.add(found[1].decode())
     for event_id, end in ids:
-        streams.arrivals[found[1].decode(), event_id] = connection.times[bisect.bisect_left(ends, end)]
-    return connection.times[0], connection.times[-1]
+        read.streamed[found[1].decode(), event_id] = stream.times[bisect.bisect_left(ends, end)]
 
 
-def read_redis(host: str, port: int, pipeline: str) -> None:
-    """Read all that is published of a pipeline's streams: send "ready", and `ArrivalTimes` when stopped."""
-    times: list[int] = []
-    pieces: list[bytes] = []
-    channel = Pipeline(pipeline).live_channel("*")
-    with socket.create_connection((host, port)) as connection:
-        connection.sendall(f"PSUBSCRIBE {channel}\r\n".encode())
-        pieces.append(connection.recv(_RECEIVE_BYTES))
-        times.append(0)
-        send_to_parent("ready")
-        while sys.stdin not in (found := select.select([connection, sys.stdin], [], [])[0]) or connection in found:
-            piece = connection.recv(_RECEIVE_BYTES)
-            if not piece:  # the server has ended
-                break
-            pieces.append(piece)
-            times.append(time.monotonic_ns())
-    send_to_parent(_parse_published(pieces, times, *channel.split("*")))
-
-
-def _parse_published(pieces: Sequence[bytes], times: Sequence[int], before: str, after: str) -> ArrivalTimes:
-    reader, seen = hiredis.Reader(), ArrivalTimes()
-    for piece, when in zip(pieces, times, strict=True):
+def _parse_published(live: _Bytes, channel: str, read: StreamsRead) -> None:
+    reader, (before, after) = hiredis.Reader(), channel.split("*")
+    for piece, when in zip(live.pieces, live.times, strict=True):
         reader.feed(piece)
         while (message := reader.gets()) is not False:
             if message[0] == b"pmessage":
                 event = json.loads(message[3])
                 if "token" in event and event["text"]:
-                    seen[message[2].decode().removeprefix(before).removesuffix(after), event["id"]] = when
-    return seen
-
-
-def _read_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-if __name__ == "__main__":
-    main()
+                    stream_id = message[2].decode().removeprefix(before).removesuffix(after)
+                    read.published[stream_id, event["id"]] = when

@@ -16,7 +16,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from benchmarks.common import TIMEOUT_S, Arguments, run_benchmark
 from benchmarks.systems import (
     GREEDY,
     answer_requests,
+    draw_tokens,
+    make_request,
     open_shape,
     open_stack,
     run_sequences,
@@ -38,8 +41,9 @@ from penstock.local.stack import SHARED_DIR_VARIABLE, Stack
 from penstock.names import Pipeline
 from penstock.ops.status import read_heartbeats
 from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
 
-START_S = 240.0
+START_S, VOCABULARY = 240.0, range(3, 250)
 WAYS = {
     "device_device_shared": ("device", "device", "shared"),
     "device_cpu_redis": ("device", "cpu", "redis"),
@@ -48,31 +52,35 @@ WAYS = {
 """By the figure's name: where prompts are computed, where answers are, and the tier by which KV blocks go."""
 
 
+@dataclass(frozen=True)
+class Options(Arguments):
+    """The arguments of all benchmarks, and where the engines compute."""
+
+    device: str = "cpu"
+
+
 def make_requests(count: int, max_tokens: int, longest: int) -> list[dict[str, Any]]:
     """Return requests with prompts of 5 to `longest` random tokens, every other one at temperature 1."""
-    chance = random.Random(count)
-    return [
-        {
-            "token_ids": [chance.randrange(3, 250) for _ in range(5 + number * (longest - 5) // max(1, count - 1))],
-            "max_tokens": max_tokens,
-            "temperature": float(number % 2),
-            "seed": number,
-            "ignore_eos": True,
-        }
-        for number in range(count)
-    ]
+    chance, found = random.Random(count), []
+    for number in range(count):
+        prompt = draw_tokens(chance, 5 + number * (longest - 5) // max(1, count - 1), VOCABULARY)
+        found.append(make_request(prompt, max_tokens, temperature=float(number % 2), seed=number))
+    return found
 
 
 @contextmanager
-def open_workers(given: Arguments, prompts: str, answers: str, tier: str, count: int = 1) -> Iterator[list[Stack]]:
+def open_workers(given: Options, prompts: str, answers: str, tier: str, count: int = 1) -> Iterator[list[Stack]]:
     """Start `count` prefill workers on one device and `count` decode workers on another, with the demo model."""
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-", dir="/dev/shm") as shared:
-        tiers = {"PENSTOCK_KV_STORE_SHARED_MB": "256" if tier == "shared" else "0", SHARED_DIR_VARIABLE: shared}
-        tiers["PENSTOCK_KV_STORE_REDIS_MB"] = "256" if tier == "redis" else "0"
-        both = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_POOL_MB": "256"} | tiers
-        on = {"device": given.device, "cpu": "cpu"}
-        first = both | {"PENSTOCK_ENGINE_DEVICE": on[prompts]}
-        second = both | {"PENSTOCK_ENGINE_DEVICE": on[answers]}
+        both = {
+            "PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_POOL_MB": "256", SHARED_DIR_VARIABLE: shared,
+            "PENSTOCK_KV_STORE_SHARED_MB": "256" if tier == "shared" else "0",
+            "PENSTOCK_KV_STORE_REDIS_MB": "256" if tier == "redis" else "0",
+        }  # fmt: skip
+        first, second = (
+            both | {"PENSTOCK_ENGINE_DEVICE": given.device if where == "device" else "cpu"}
+            for where in (prompts, answers)
+        )
         how = given.choose_stack()
         with (
             open_stack(how, first, prefill=count, decode=0) as one,
@@ -89,17 +97,19 @@ def answer_all(stacks: list[Stack], requests: list[dict[str, Any]]) -> list[list
 
 def count_hits(stacks: list[Stack], tier: str) -> int:
     """Return how many KV blocks the decode workers have found in a tier, once their heartbeats say it."""
-    end_s = time.monotonic() + 10.0
-    with redis_client(stacks[0].addresses.first_url) as client:
-        while True:
-            beats = read_heartbeats(client, Pipeline(stacks[0].addresses.pipeline))
-            hits = sum(beat["kv"].get(tier, {}).get("hits", 0) for beat in beats if beat["stage"] == "decode")
-            if hits or time.monotonic() > end_s:
-                return int(hits)
-            time.sleep(0.2)
+    found = [0]
+
+    def has_hits() -> int:
+        beats = read_heartbeats(client, Pipeline(stacks[0].addresses.pipeline))
+        found[0] = sum(beat["kv"].get(tier, {}).get("hits", 0) for beat in beats if beat["stage"] == "decode")
+        return found[0]
+
+    with redis_client(stacks[0].addresses.first_url) as client, suppress(TimeoutError):
+        wait_until(has_hits, 10.0, "blocks are found", every_s=0.2)
+    return found[0]
 
 
-def compare_devices(given: Arguments, requests: list[dict[str, Any]]) -> tuple[list[list[int]], dict[str, float]]:
+def compare_devices(given: Options, requests: list[dict[str, Any]]) -> tuple[list[list[int]], dict[str, float]]:
     """Return the tokens of workers on a CPU, and in how many answers those on the device agree."""
     with open_workers(given, "cpu", "cpu", "shared") as stacks:
         right = answer_all(stacks, requests)
@@ -114,18 +124,12 @@ def compare_devices(given: Arguments, requests: list[dict[str, Any]]) -> tuple[l
     return right, figures
 
 
-def restart_all(stacks: list[Stack]) -> None:
-    """Wait until all workers that were killed serve again."""
-    for stack in stacks:
-        stack.wait_until_ready(START_S)
-
-
 def kill_workers(
-    given: Arguments, requests: list[dict[str, Any]], right: list[list[int]], num_kills: int
+    given: Options, requests: list[dict[str, Any]], right: list[list[int]], num_kills: int
 ) -> dict[str, float]:
     """Kill workers one after another while requests run; each round of four kills answers all requests."""
     chance, lost, wrong, kills = random.Random(7), 0, 0, 0
-    with open_workers(given, "device", "device", "shared", 2) as stacks:
+    with open_workers(given, "device", "device", "shared", given.choose_size(2, 2, 1)) as stacks:
         answer_all(stacks, requests)
         slots = [(stack, slot) for stack in stacks for slot in stack.workers]
         with Client(stacks[0].addresses) as client:
@@ -137,7 +141,8 @@ def kill_workers(
                     slot.child.kill()
                     kills += 1
                     stack.restart_dead()
-                restart_all(stacks)
+                for stack in stacks:
+                    stack.wait_until_ready(START_S)
                 for request_id, tokens in zip(ids, right, strict=True):
                     try:
                         wrong += client.result(request_id, timeout_s=TIMEOUT_S).token_ids != tokens
@@ -147,13 +152,10 @@ def kill_workers(
     return {"kills": kills, "lost": lost, "wrong": wrong}
 
 
-def measure_engine(given: Arguments, shape: str) -> dict[str, float]:
+def measure_engine(given: Options, shape: str) -> dict[str, float]:
     """Return milliseconds of a decode step by the number of sequences, and prompt tokens per second by length."""
-    engine, numbers = (
-        open_shape(shape, device=given.device, pool_mb=given.choose_size(4096, 512, 64)),
-        itertools.count(),
-    )
-    figures: dict[str, float] = {}
+    engine = open_shape(shape, device=given.device, pool_mb=given.choose_size(4096, 512, 64))
+    numbers, figures = itertools.count(), dict[str, float]()
     for count in given.choose_size((1, 8, 32), (1, 8), (1, 2)):
         context, num_steps = given.choose_size((512, 40), (128, 10), (16, 4))
         seqs = [make_sequence(next(numbers), context, num_steps + 50) for _ in range(count)]
@@ -176,12 +178,11 @@ def measure_engine(given: Arguments, shape: str) -> dict[str, float]:
 
 def make_sequence(number: int, length: int, num_new: int) -> Sequence:
     """Return a sequence with a prompt that no other number has."""
-    chance = random.Random(number)
-    prompt = [chance.randrange(3, 250) for _ in range(length)]
+    prompt = draw_tokens(random.Random(number), length, VOCABULARY)
     return Sequence(f"{number}", prompt, sampling=GREEDY, seed=7, max_new_tokens=num_new)
 
 
-def measure_pipeline(given: Arguments, shape: str) -> dict[str, float]:
+def measure_pipeline(given: Options, shape: str) -> dict[str, float]:
     """Return output tokens per second through a prefill and a decode worker on the device."""
     environment: Mapping[str, str] = {
         "PENSTOCK_ENGINE_MODEL": str(write_shape(shape)), "PENSTOCK_ENGINE_DEVICE": given.device,
@@ -197,7 +198,7 @@ def measure_pipeline(given: Arguments, shape: str) -> dict[str, float]:
     return {"pipeline_tokens_s": sum(map(len, tokens)) / spent_s}
 
 
-def run(given: Arguments) -> dict[str, float]:
+def run(given: Options) -> dict[str, float]:
     """Run all parts and return their figures."""
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here: --device cpu tries every part without one")
@@ -206,10 +207,11 @@ def run(given: Arguments) -> dict[str, float]:
     shape = given.choose_size("q06", "small", "smoke")
     requests = make_requests(*given.choose_size((24, 40, 400), (12, 24, 200), (4, 8, 60)))
     right, figures = compare_devices(given, requests)
-    figures |= kill_workers(given, requests, right, given.choose_size(20, 8, 4))
+    figures |= kill_workers(given, requests, right, given.choose_size(20, 8, 2))
     figures |= measure_engine(given, shape)
     return figures | measure_pipeline(given, shape)
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, run, with_device=True)
+    where = {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where the engines compute"}
+    run_benchmark(__doc__, run, Options, device=where)

@@ -9,7 +9,6 @@ and a decode worker starts, which answers all. A stream is lost that does not en
 """
 
 import asyncio
-import json
 import re
 import statistics
 import time
@@ -19,8 +18,9 @@ from dataclasses import dataclass, field
 import uvloop
 
 from benchmarks.common import Arguments, run_benchmark
+from benchmarks.gateway_readers import STREAM_ID, make_body, make_post
 from benchmarks.processor import Meter, read_processor_s, read_resident_bytes
-from benchmarks.systems import DEMO_ENVIRONMENT, open_stack
+from benchmarks.systems import DEMO_ENVIRONMENT, get_gateway_pid, open_stack
 from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 
@@ -30,7 +30,6 @@ ENVIRONMENT = DEMO_ENVIRONMENT | {
 }  # fmt: skip
 ANSWER_TOKENS, WARM_STREAMS, AT_ONCE = 4, 50, 64
 _EVENT_ID = re.compile(rb"^id: ([0-9]+)-[0-9a-f]{16}$", re.MULTILINE)
-_STREAM_ID = re.compile(rb"^x-request-id: (\S+)\r$", re.MULTILINE | re.IGNORECASE)
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -47,18 +46,17 @@ class Reader:
     async def open_connection(self, port: int) -> None:
         """Ask for the answer, or go on with it; return when it has begun, and read on in the background."""
         reader, self.writer = await asyncio.open_connection("127.0.0.1", port, limit=2**14)
+        asked = make_post(self.body)
         if self.stream_id:
             ids = re.findall(rb"^id: (\S+)$", self.received, re.MULTILINE)
             after = f"Last-Event-ID: {ids[-1].decode()}\r\n" if ids else ""
             head = f"GET /v1/streams/{self.stream_id} HTTP/1.1\r\nHost: localhost\r\n{after}Connection: close\r\n\r\n"
-        else:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            head += f"Content-Type: application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
-        self.writer.write(head.encode() + (b"" if self.stream_id else self.body))
+            asked = head.encode()
+        self.writer.write(asked)
         answer = await reader.readuntil(_END_OF_HEAD)
         if not answer.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"refused: {answer!r}")
-        found = _STREAM_ID.search(answer)
+        found = STREAM_ID.search(answer)
         assert found is not None
         self.stream_id = found[1].decode()
         self.reading = asyncio.create_task(self._read_events(reader))
@@ -75,12 +73,6 @@ class Reader:
         """Whether each token came once, in order, and the end behind them."""
         positions = [int(number) for number in _EVENT_ID.findall(self.received)]
         return positions == list(range(ANSWER_TOKENS)) and b"data: [DONE]" in self.received
-
-
-def make_body(number: int) -> bytes:
-    """Return a request as JSON."""
-    asked = {"model": "demo", "prompt": f"Stream {number} of many", "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    return json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
 
 
 async def open_all(readers: list[Reader], port: int) -> None:
@@ -102,9 +94,9 @@ async def wait_for_ends(readers: list[Reader]) -> None:
 async def measure_streams(stack: Stack, num_streams: int, idle_s: float, given: Arguments) -> dict[str, float]:
     """Open streams, let them wait, replace the gateway, and have them answered; return the figures."""
     assert stack.gateway is not None
-    assert stack.gateway.child is not None
-    port, pid = int(stack.gateway_url.rpartition(":")[2]), stack.gateway.child.pid
-    readers, meter = [Reader(make_body(number)) for number in range(num_streams)], Meter([pid])
+    port, pid = int(stack.gateway_url.rpartition(":")[2]), get_gateway_pid(stack)
+    bodies = (make_body(f"Stream {number} of many", ANSWER_TOKENS, temperature=0) for number in range(num_streams))
+    readers, meter = list(map(Reader, bodies)), Meter([pid])
     memory = []
     for part in (readers[:WARM_STREAMS], readers[WARM_STREAMS:]):
         await open_all(part, port)
@@ -116,8 +108,8 @@ async def measure_streams(stack: Stack, num_streams: int, idle_s: float, given: 
         await asyncio.sleep(idle_s / 3)
         shares.append((read_processor_s([pid]) - used_s) / (time.monotonic() - begun_s))
     print(f"{num_streams:,} streams wait: {memory[1] / 2**20:.0f} MiB, {statistics.median(shares):.3f} of a core")
-    child = stack.gateway.child
-    await asyncio.to_thread(child.stop, 60.0)
+    assert stack.gateway.child is not None
+    await asyncio.to_thread(stack.gateway.child.stop, 60.0)
     await wait_for_ends(readers)
     await asyncio.to_thread(stack.restart_dead)
     await asyncio.to_thread(stack.wait_until_ready, 120.0)

@@ -10,7 +10,6 @@ are formed within a round. What is not installed (`python -m benchmarks.peers.se
     moe_prefill_512_vs_best_peer       prompt tokens by the time to the first token
     moe_decode_b1_bandwidth_share      bytes of the weights that a token needs, to what memory gives
     moe_flips_bf16                     share of tokens that are other ones than those of each prompt on its own
-    moe_load_memory_ratio              memory at most while it loads, to that in the end
 
 `--quick` has four of 18 layers, and of the others those that start at once.
 """
@@ -23,14 +22,14 @@ from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.workload import CELLS
 
 CELLS_OF_MOE = tuple(cell for cell in CELLS if cell.name in ("decode_b1", "decode_b8", "prefill_512"))
-FULL = Extent((SHAPES["moe"],), tuple(name for name in PEERS if name != "vllm"), 5, 9e9, 1, 32, 32, CELLS_OF_MOE)
+FULL = Extent((SHAPES["moe"],), tuple(name for name in PEERS if name != "vllm"), 5, 9e9, 32, 32, CELLS_OF_MOE)
 QUICK_SHAPE = replace(SHAPES["moe"], layers=4, name="moe_quick")
-QUICK = Extent((QUICK_SHAPE,), QUICK_PEERS, 2, 9e9, 1, 8, 32, CELLS_OF_MOE)
+QUICK = Extent((QUICK_SHAPE,), QUICK_PEERS, 2, 9e9, 8, 32, CELLS_OF_MOE)
 SMOKE_SHAPE = replace(
     SHAPES["smoke"], name="moe_smoke", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", tied=True,
     normed_heads=True, experts=4, experts_per_token=2,
 )  # fmt: skip
-SMOKE = Extent((SMOKE_SHAPE,), (), 1, 9e9, 1, 2, 32, CELLS_OF_MOE, is_forked=True)
+SMOKE = Extent((SMOKE_SHAPE,), (), 1, 9e9, 2, 32, CELLS_OF_MOE, is_forked=True)
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -41,8 +40,7 @@ def run(given: Arguments) -> dict[str, float]:
     print(f"\n{THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     print(format_table(results))
     found = {f"moe_{name.removeprefix(f'{shape.name}_')}": value for name, value in make_figures(results).items()}
-    names = {"load_memory_ratio": "moe_load_memory_ratio", "bf16_flip_share": "moe_flips_bf16"}
-    return found | {names[name]: value for name, value in own.items() if name in names}
+    return found | {name.replace("bf16_flip_share", "moe_flips_bf16"): share for name, share in own.items()}
 
 
 if __name__ == "__main__":

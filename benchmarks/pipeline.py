@@ -1,121 +1,90 @@
 """What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
-python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--before FOLDER | --mixed]
+python -m benchmarks.pipeline [--quick | --smoke] [--json FILE] [--mixed]
 
-The sides take turns in one run: the bare engine with a worker's settings (one thread), and on Redis Streams and on
-Kafka each of these pipelines: one prefill and one decode worker; one worker that serves both stages (one hop, with one
-thread as the bare engine has); two of these. With `--before`, also one prefill and one decode worker with the modules
-of another checkout, whose native libraries are built. Time to first token is of one request at a time; throughput is
-output tokens per second of many requests sent at once, until the last one's end was read.
+The sides take turns: the bare engine with a worker's settings (one thread), and on Redis Streams and on Kafka each of
+these pipelines: a prefill and a decode worker; one `auto` worker (one hop, one thread); two of these. Time to first
+token is of one request at a time; throughput is output tokens a second of many requests sent at once, until the last
+one's end was read. The bare engine on two threads runs before the pipelines are started and after they have ended: its
+spinning threads lose most of their speed beside anything else.
 
-Processor time is that of all processes of a side: workers, Valkey and the client, the broker apart; the bare engine is
-one process. It is taken of as many requests with 4 tokens each, and of those that throughput is measured with: the
-difference of the two loads tells what a token costs. What a side adds is formed within a round, in which all sides
-have the same prompts. Nothing is measured before all engines have mapped their pools. What Redis reads and what the
-broker takes are also measured of requests of 16 tokens, one at a time and 64 at once. Memory is compared of the workers
-alone, once they have answered all that.
+Processor time is that of all processes of a side, the broker apart, of as many requests with 4 tokens each, and of
+those that throughput is measured with: the difference of the two loads tells what a token costs. Memory is the workers'
+once they have answered all that.
 
-The pipeline of two stages has two workers, so its throughput is also compared with one engine on two threads. That
-engine runs before the pipelines are started and after they have ended: its spinning threads lose most of their speed
-beside anything else.
-
-With `--mixed` a mixed load is measured in place of all that, with random weights of 134 million parameters in bfloat16:
-requests sent at once whose prompts and answers have log-normal lengths, answered by two `auto` workers with a thread
-each, on Redis Streams, and by the bare engine on two threads with a pool and a batch as large as those of both.
+With `--mixed` random weights of 134 million parameters in bfloat16 are taken in place of all that, and requests with
+log-normal lengths of prompts and answers: two `auto` workers with a thread each, against the bare engine on two threads
+with a pool and a batch as large as those of both.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import redis
-from matplotlib.figure import Figure
-from rich.progress import Progress
+from typing import Any
 
 from benchmarks.common import (
     Arguments,
-    count_hand_offs,
-    describe_machine,
-    format_shares,
     format_spread,
-    make_parser,
-    report_figures,
-    save_plot,
+    run_benchmark,
 )
-from benchmarks.peers.setup import DIRECTORY
+from benchmarks.comparison import Rounds, compute_ratio, draw_boxes, measure_in_turns, print_table
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.peers.write import make_model_directory
-from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers, read_proportional_bytes
+from benchmarks.processor import Cost, Meter, find_brokers, read_proportional_bytes
+from benchmarks.systems import (
+    DEMO_ENVIRONMENT,
+    GREEDY,
+    answer_requests,
+    draw_tokens,
+    list_pids,
+    make_request,
+    open_stack,
+    write_shape,
+)
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.loading import open_engine
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import Sequence as EngineSequence
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
-from penstock.messages import Sampling
-from penstock.redis.client import redis_client
 
+BARE, TWO_THREADS = "bare", "bare, two threads"
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
-ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB_VARIABLE: "0"}
+ENVIRONMENT = DEMO_ENVIRONMENT | {REDIS_MB_VARIABLE: "0"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu")
-TWO_THREADS = "bare, two threads"
+FORMS = {
+    "": {"prefill": 1, "decode": 1}, "one_hop_": {"prefill": 0, "decode": 0, "auto": 1},
+    "two_one_hop_": {"prefill": 0, "decode": 0, "auto": 2},
+}  # fmt: skip
+"""Workers of each pipeline, by how the names of its sides begin, which end with the name of the bus."""
 SHORT_ANSWER_TOKENS = 4
 """Tokens of an answer whose cost is that of the request, not that of its tokens."""
-FEW_ANSWER_TOKENS = 16
-"""Tokens of an answer where what Redis and the broker do for a request is measured."""
 MIXED_PROMPT_TOKENS, MIXED_ANSWER_TOKENS = (1020, 1155), (129, 211)
 """Median and mean of the lengths in the mixed load."""
 MIXED_MAX_TOKENS = 2000
 """Neither a prompt nor an answer of it is longer."""
 MIXED_POOL_MB, MIXED_BATCH = 512, 32
 """Of each of the two workers."""
+MIXED_TIMEOUT_S = 1800.0
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """The arguments of all benchmarks, and a checkout to compare with, or whether the mixed load is measured."""
+    """The arguments of all benchmarks, and whether the mixed load is measured."""
 
-    before: Path | None = None
     mixed: bool = False
-
-
-@dataclass(frozen=True)
-class Form:
-    """How many workers of each kind a pipeline has, and their modules where they are another checkout's."""
-
-    prefill: int = 0
-    decode: int = 0
-    auto: int = 0
-    checkout: Path | None = None
-
-    def make_environment(self) -> dict[str, str]:
-        """Return the environment of its workers. Two of them have a core and a thread each; one has as many threads as
-        the bare engine.
-        """
-        environment = dict(ENVIRONMENT)
-        if self.checkout is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(
-                str(folder.parent.resolve()) for folder in self.checkout.glob("*/penstock")
-            )
-        if self.prefill + self.decode + self.auto == 1:
-            environment["PENSTOCK_ENGINE_THREADS"] = "1"
-        return environment
-
-
-FORMS = {"": Form(prefill=1, decode=1), "one_hop_": Form(auto=1), "two_one_hop_": Form(auto=2)}
-"""By how the names of their sides begin, which end with the name of the bus."""
 
 
 class EngineSide:
@@ -128,44 +97,37 @@ class EngineSide:
 
     def measure_first_token_s(self, prompt: list[int]) -> float:
         """Return the seconds from the prompt to its first token's text."""
-        begun_s = time.perf_counter()
-        self._run_prompts([prompt], [1])
-        return time.perf_counter() - begun_s
+        return 1 / self.measure_tokens_per_s([prompt], 1)
 
     def measure_tokens_per_s(self, prompts: Prompts, max_new: int | list[int]) -> float:
         """Return the output tokens per second over all prompts at once."""
-        begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
-        self._run_prompts(prompts, num_new)
-        return sum(num_new) / (time.perf_counter() - begun_s)
-
-    def _run_prompts(self, prompts: Prompts, num_new: list[int]) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
-        model, engine = self._engine.model, self._engine
-        states = {}
-        for number, (prompt, max_new) in enumerate(zip(prompts, num_new, strict=True)):
-            sampling = Sampling(temperature=0, max_tokens=max_new, ignore_eos=True)
-            seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
-            engine.add_sequence(seq)
-            states[seq.id] = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, max_new)
-        while engine.has_work():
-            for seq, token_id, *_ in engine.step():
+        begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
+        model, states = self._engine.model, {}
+        for number, (prompt, count) in enumerate(zip(prompts, num_new, strict=True)):
+            sampling = GREEDY.model_copy(update={"max_tokens": count})
+            seq = EngineSequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=count)
+            self._engine.add_sequence(seq)
+            states[seq.id] = Detokenizer(model.tokenizer, sampling, model.eos_token_ids, count)
+        while self._engine.has_work():
+            for seq, token_id, *_ in self._engine.step():
                 if states[seq.id].add_token(token_id)[1] is not None:
-                    engine.remove_sequence(seq)
+                    self._engine.remove_sequence(seq)
+        return sum(num_new) / (time.perf_counter() - begun_s)
 
 
 class PipelineSide:
     """The pipeline, as a client sees it."""
 
     def __init__(self, client: Client) -> None:
-        self._client, self.num_requests = client, 0
+        self._client = client
 
     def measure_first_token_s(self, prompt: list[int]) -> float:
         """Return the seconds from the prompt to its first token's text, at the client."""
-        self.num_requests += 1
         begun_s = time.perf_counter()
-        events = self._client.generate(token_ids=prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
+        events = self._client.generate(**make_request(prompt, 2))
         next(events)
         taken_s = time.perf_counter() - begun_s
         for _ in events:
@@ -174,15 +136,11 @@ class PipelineSide:
 
     def measure_tokens_per_s(self, prompts: Prompts, max_new: int | list[int]) -> float:
         """Return the output tokens per second over all prompts at once, until every end was read."""
-        self.num_requests += len(prompts)
         begun_s, num_new = time.perf_counter(), count_new_tokens(prompts, max_new)
-        ids = [
-            self._client.submit(token_ids=prompt, max_tokens=num, temperature=0.0, ignore_eos=True)
-            for prompt, num in zip(prompts, num_new, strict=True)
-        ]
-        tokens = sum(len(self._client.result(request_id, timeout_s=1800).token_ids) for request_id in ids)
-        assert tokens == sum(num_new)
-        return tokens / (time.perf_counter() - begun_s)
+        requests = map(make_request, prompts, num_new)
+        answers = answer_requests(self._client, requests, len(prompts), MIXED_TIMEOUT_S)
+        assert [len(answer.token_ids) for _, answer in answers] == num_new
+        return sum(num_new) / (time.perf_counter() - begun_s)
 
 
 def count_new_tokens(prompts: Prompts, max_new: int | list[int]) -> list[int]:
@@ -192,82 +150,56 @@ def count_new_tokens(prompts: Prompts, max_new: int | list[int]) -> list[int]:
 
 def make_prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
     """Return prompts of random tokens, all different."""
-    return [[chance.randrange(3, 1000) for _ in range(chance.randint(low, high))] for _ in range(count)]
+    return [draw_tokens(chance, chance.randint(low, high)) for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Side:
-    """A system to measure, and its processes."""
+    """A system to measure, what it costs, and its pipeline if it has one."""
 
     engine: EngineSide | PipelineSide
     meter: Meter
-    workers: list[int]
-    """The pids of its workers."""
     stack: Stack | None = None
 
 
 @contextlib.contextmanager
 def open_sides(given: Options) -> Iterator[dict[str, Side]]:
-    """Start all sides and warm them up."""
-    forms = {} if given.before is None else {"before_": Form(prefill=1, decode=1, checkout=given.before)}
-    forms |= given.choose_size(FORMS, FORMS, {name: FORMS[name] for name in ("", "one_hop_")})
+    """Start all sides."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        buses, servers, stacks = {"embedded": ""}, dict[str, ValkeyServer](), dict[str, Stack]()
+        buses, started = {"embedded": ""}, dict[str, tuple[ValkeyServer, Stack]]()
         try:
             buses["kafka"] = exits.enter_context(find_or_start_kafka(directory / "kafka"))
         except DependencyMissing as missing:
             print(f"without Kafka: {missing}")
-        for name, form, kafka in ((way + bus, form, at) for bus, at in buses.items() for way, form in forms.items()):
-            servers[name] = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
-            how = given.choose_stack() if form.checkout is None else Stack
-            stacks[name] = how(
-                directory / name, pipeline=name.replace("_", "-"), kafka=kafka, redis=servers[name].url,
-                prefill=form.prefill, decode=form.decode, auto=form.auto, environment=form.make_environment(),
+        for (bus, kafka), (way, workers) in itertools.product(buses.items(), FORMS.items()):
+            # In a smoke run the other forms say nothing more.
+            if given.size == "smoke" and (way.startswith("two") or (kafka and not way)):
+                continue
+            name, num_workers = way + bus, sum(workers.values())
+            server = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
+            # Two workers have a core and a thread each; one has as many threads as the bare engine.
+            environment = ENVIRONMENT | ({"PENSTOCK_ENGINE_THREADS": "1"} if num_workers == 1 else {})
+            stack = given.choose_stack()(
+                directory / name, pipeline=name.replace("_", "-"), kafka=kafka, redis=server.url,
+                environment=environment, **workers,
             )  # fmt: skip
-            exits.enter_context(stacks[name])
-        made = {BARE: Side(EngineSide(1), Meter([os.getpid()]), [])}
-        for name, stack in stacks.items():
+            started[name] = server, exits.enter_context(stack)
+        made = {BARE: Side(EngineSide(1), Meter([os.getpid()]))}
+        for name, (server, stack) in started.items():
             stack.wait_until_ready(300)
             piped = PipelineSide(exits.enter_context(Client(stack.addresses)))
-            workers = [worker.child.pid for worker in stack.workers if worker.child is not None]
-            pid = servers[name].pid
-            assert pid is not None
-            reader = exits.enter_context(redis_client(servers[name].url))
-            brokers = find_brokers() if stack.addresses.kafka else ()
-            made[name] = Side(
-                piped, Meter([os.getpid(), pid, *workers], brokers, partial(_count_reads, reader)), workers, stack
-            )
+            assert server.pid is not None
+            pids = [os.getpid(), server.pid, *list_pids(stack)]
+            made[name] = Side(piped, Meter(pids, find_brokers() if stack.addresses.kafka else ()), stack)
         yield made
 
 
-def _count_reads(server: "redis.Redis") -> float:
-    return float(server.info("stats")["total_reads_processed"])
-
-
-def run_in_turns(
-    rounds: int, names: list[str], what: str, once: Callable[[str, int], list[float]]
-) -> dict[str, list[float]]:
-    """Run `once` for each side in turn, repeatedly; return its values by side."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    # A bar that draws itself again and again takes processor time from whoever is measured.
-    with Progress(transient=True, auto_refresh=False) as progress:
-        task = progress.add_task(what, total=rounds * len(names))
-        for number in range(rounds):
-            for name in names if number % 2 == 0 else reversed(names):
-                found[name] += once(name, number)
-                progress.advance(task)
-                progress.refresh()
-    return found
-
-
 def measure_two_threads(rounds: int, load: int, max_new: int) -> list[float]:
-    """Return the throughput of the bare engine on two threads, with nothing else running."""
+    """Return the throughput of the bare engine on two threads, with nothing else running; the first round warms up."""
     engine = EngineSide(2)
-    return [
-        engine.measure_tokens_per_s(make_prompts(random.Random(number), load, 32, 160), max_new)
-        for number in range(rounds + 1)
-    ][1:]
+    prompts = (make_prompts(random.Random(number), load, 32, 160) for number in range(rounds + 1))
+    return [engine.measure_tokens_per_s(one, max_new) for one in prompts][1:]
 
 
 def draw_length(chance: random.Random, median: float, mean: float) -> int:
@@ -278,168 +210,130 @@ def draw_length(chance: random.Random, median: float, mean: float) -> int:
 
 def run_mixed(given: Options) -> dict[str, float]:
     """Measure the mixed load and print; return its figure."""
-    rounds, load = given.choose_size((3, 48), (1, 8), (1, 2))
-    shape = SHAPES[given.choose_size("small", "small", "smoke")]
-    model = str(make_model_directory(shape, DIRECTORY / "models"))
-    settings = EngineSettings.model_validate(
-        {
-            "model": model,
-            "dtype": "bfloat16",
-            "device": "cpu",
-            "pool_mb": 2 * MIXED_POOL_MB,
-            "max_batch": 2 * MIXED_BATCH,
-        }
+    rounds, load, pool_mb, shorter = given.choose_size(
+        (3, 48, MIXED_POOL_MB, 1), (1, 8, MIXED_POOL_MB, 1), (1, 2, 32, 16)
     )
-    environment = Form(auto=2).make_environment() | {
-        "PENSTOCK_ENGINE_MODEL": model, "PENSTOCK_ENGINE_DTYPE": "bfloat16", "PENSTOCK_ENGINE_THREADS": "1",
-        "PENSTOCK_ENGINE_POOL_MB": str(MIXED_POOL_MB), "PENSTOCK_ENGINE_MAX_BATCH": str(MIXED_BATCH),
-    }  # fmt: skip
+    shape = SHAPES[given.choose_size("small", "small", "smoke")]
+    how = {"model": str(write_shape(shape)), "dtype": "bfloat16", "device": "cpu"}
+
+    def make_settings(num_workers: int) -> dict[str, Any]:
+        return how | {"pool_mb": num_workers * pool_mb, "max_batch": num_workers * MIXED_BATCH}
+
+    settings = EngineSettings.model_validate(make_settings(2))
+    environment = {f"PENSTOCK_ENGINE_{name.upper()}": str(value) for name, value in make_settings(1).items()}
 
     def measure(side: EngineSide | PipelineSide, first: int) -> list[float]:
         """Return the rates of the rounds from a first one on, each with prompts of its own."""
         rates = []
         for number in range(first, first + rounds):
             chance = random.Random(f"{number} mixed")
-            lengths = [draw_length(chance, *MIXED_PROMPT_TOKENS) for _ in range(load)]
-            prompts = [make_prompts(chance, 1, length, length)[0] for length in lengths]
-            num_new = [draw_length(chance, *MIXED_ANSWER_TOKENS) for _ in prompts]
+            lengths = [1 + draw_length(chance, *MIXED_PROMPT_TOKENS) // shorter for _ in range(load)]
+            prompts = [draw_tokens(chance, length) for length in lengths]
+            num_new = [1 + draw_length(chance, *MIXED_ANSWER_TOKENS) // shorter for _ in prompts]
             rates.append(side.measure_tokens_per_s(prompts, num_new))
         return rates
 
-    bare = measure(EngineSide(2, settings), 0)
+    rates = {TWO_THREADS: measure(EngineSide(2, settings), 0)}
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        given.choose_stack()(Path(directory), prefill=0, decode=0, auto=2, environment=environment) as stack,
+        open_stack(
+            given.choose_stack(), ENVIRONMENT | environment | {"PENSTOCK_ENGINE_THREADS": "1"}, **FORMS["two_one_hop_"]
+        ) as stack,
+        Client(stack.addresses) as client,
     ):
-        stack.wait_until_ready(300)
-        with Client(stack.addresses) as client:
-            piped = measure(PipelineSide(client), 0) + measure(PipelineSide(client), rounds)
-        causes = count_hand_offs(stack)
-    bare += measure(EngineSide(2, settings), rounds)
-    print(f"{describe_machine()}; {shape.name} shape, bfloat16, {load} requests at once")
-    for name, rates in ((TWO_THREADS, bare), ("two auto workers", piped)):
-        print(f"{name:20} throughput {format_spread(rates):28} tokens/s")
-    print(format_shares(causes, 2 * rounds * load))
-    return {"throughput_ratio_mixed": statistics.median(own / other for own, other in zip(piped, bare, strict=True))}
+        rates["two auto workers"] = measure(PipelineSide(client), 0) + measure(PipelineSide(client), rounds)
+    rates[TWO_THREADS] += measure(EngineSide(2, settings), rounds)
+    print_table(rates, f"output tokens/s; {shape.name} shape, bfloat16, {load} requests at once")
+    return {"throughput_ratio_mixed": compute_ratio(rates, "two auto workers", TWO_THREADS)}
 
 
 def run(given: Options) -> dict[str, float]:
     """Measure, print and draw; return the figures."""
-    if given.mixed:
-        return run_mixed(given)
     rounds, each, load, max_new = given.choose_size((8, 10, 160, 64), (2, 5, 96, 64), (1, 1, 4, 8))
     wide = measure_two_threads(max(1, rounds // 3), load, max_new)
     with open_sides(given) as all_sides:
-        names = list(all_sides)
         for side in all_sides.values():
             side.engine.measure_tokens_per_s(make_prompts(random.Random(1), 8, 16, 64), 8)
-        for side in all_sides.values():
+        for side in () if given.size == "smoke" else all_sides.values():
             side.meter.wait_idle()
 
-        def first(name: str, number: int) -> list[float]:
+        def measure_firsts(name: str, number: int) -> list[float]:
             work = make_prompts(random.Random(f"{name} first {number}"), each, 64, 64)
             return [all_sides[name].engine.measure_first_token_s(prompt) for prompt in work]
 
-        firsts = run_in_turns(rounds, names, "time to first token", first)
-        rates, loads = measure_throughput(all_sides, max(1, rounds * 3 // 4), load, max_new)
-        measure_few(all_sides, max(1, rounds // 3), given.choose_size((16, 64), (8, 64), (1, 2)), loads)
-        for name, side in all_sides.items():
-            if side.stack is not None and isinstance(side.engine, PipelineSide):
-                print(f"{name:20} {format_shares(count_hand_offs(side.stack), side.engine.num_requests)}")
-        memory = {name: read_proportional_bytes(all_sides[name].workers) for name in names if all_sides[name].workers}
+        def measure_load(new: int, name: str, number: int) -> tuple[float, Cost]:
+            side, work = all_sides[name], make_prompts(random.Random(f"{number} of {new}"), load, 32, 160)
+            return side.meter.measure_load(lambda: side.engine.measure_tokens_per_s(work, new))
+
+        def measure_loads(name: str, number: int) -> tuple[Cost, float, Cost]:
+            _, short = measure_load(SHORT_ANSWER_TOKENS, name, number)
+            return short, *measure_load(max_new, name, number)
+
+        by_round = measure_in_turns({name: partial(measure_firsts, name) for name in all_sides}, rounds, "first token")
+        firsts = {name: list(itertools.chain(*found)) for name, found in by_round.items()}
+        sides = {name: partial(measure_loads, name) for name in all_sides}
+        loads = measure_in_turns(sides, max(1, rounds * 3 // 4), "throughput")
+        pids = {name: list_pids(side.stack) for name, side in all_sides.items() if side.stack is not None}
+        memory = {name: read_proportional_bytes(own) for name, own in pids.items()}
     wide += measure_two_threads(max(1, rounds // 3), load, max_new)
-    print(f"{describe_machine()}; demo model, float32")
-    for name in names:
-        milliseconds = [value * 1000 for value in firsts[name]]
-        print(
-            f"{name:20} first token {format_spread(milliseconds):28} ms   "
-            f"throughput {format_spread(rates[name]):28} tokens/s"
-        )
-    print(f"{TWO_THREADS:20} {'':43} throughput {format_spread(wide):28} tokens/s")
-    for name in names:
-        costs_ms = [cost.own_s / load * 1000 for cost in loads.short_costs[name]]
-        print(
-            f"{name:20} processor time of a request with {SHORT_ANSWER_TOKENS} tokens {format_spread(costs_ms):28} ms"
-        )
+    rates = {name: [rate for _, rate, _ in found] for name, found in loads.items()} | {TWO_THREADS: wide}
+    short = {name: [cost for cost, _, _ in found] for name, found in loads.items()}
+    long = {name: [cost for _, _, cost in found] for name, found in loads.items()}
+    print("demo model, float32")
+    print_table(firsts, "ms to the first token", 1000)
+    print_table(rates, "output tokens/s")
+    for name, costs in short.items():
+        told = format_spread([cost.own_s / load * 1000 for cost in costs])
+        print(f"{name:32} {told:28} ms of processor time for {SHORT_ANSWER_TOKENS} tokens")
     if given.is_full:
-        draw_plot(firsts, rates | {TWO_THREADS: wide})
-    memory_ratio = memory["one_hop_embedded"] / memory["embedded"]
-    return compare_sides(firsts, rates, wide) | loads.make_figures() | {"memory_vs_two_workers": memory_ratio}
+        firsts_ms = {name: [value * 1000 for value in values] for name, values in firsts.items()}
+        charts: dict[str, Rounds] = {
+            "ms to the first token, one request at a time": firsts_ms,
+            "output tokens/s, all at once": rates,
+        }
+        draw_boxes("pipeline", charts, xlim=(0, None))
+    figures = compare_sides(firsts, rates) | make_cost_figures(short, long, load, max_new - SHORT_ANSWER_TOKENS)
+    return figures | {"memory_vs_two_workers": memory["one_hop_embedded"] / memory["embedded"]}
 
 
-def measure_throughput(
-    all_sides: dict[str, Side], rounds: int, load: int, max_new: int
-) -> tuple[dict[str, list[float]], Loads]:
-    """Return the throughput of each side, and the processor time of its long and its short answers."""
-    loads = Loads(load, SHORT_ANSWER_TOKENS, max_new)
-
-    def measured(name: str, number: int, new: int, costs: dict[str, list[Cost]]) -> float:
-        work = make_prompts(random.Random(f"{number} of {new}"), load, 32, 160)
-        rate, cost = all_sides[name].meter.measure_load(lambda: all_sides[name].engine.measure_tokens_per_s(work, new))
-        costs.setdefault(name, []).append(cost)
-        return rate
-
-    def once(name: str, number: int) -> list[float]:
-        measured(name, number, SHORT_ANSWER_TOKENS, loads.short_costs)
-        return [measured(name, number, max_new, loads.long_costs)]
-
-    return run_in_turns(rounds, list(all_sides), "throughput", once), loads
-
-
-def measure_few(all_sides: dict[str, Side], rounds: int, num: tuple[int, int], loads: Loads) -> None:
-    """Measure what requests of some tokens cost: so many one at a time, and so many at once."""
-
-    def once(name: str, number: int) -> list[float]:
-        engine, meter = all_sides[name].engine, all_sides[name].meter
-        alone, at_once = (make_prompts(random.Random(f"{number} few"), count, 32, 32) for count in num)
-
-        def run_alone() -> float:
-            return sum(engine.measure_tokens_per_s([prompt], FEW_ANSWER_TOKENS) for prompt in alone)
-
-        loads.alone_costs.setdefault(name, []).append(meter.measure_load(run_alone)[1])
-        _, cost = meter.measure_load(lambda: engine.measure_tokens_per_s(at_once, FEW_ANSWER_TOKENS))
-        loads.at_once_costs.setdefault(name, []).append(cost)
-        return []
-
-    run_in_turns(rounds, list(all_sides), "reads", once)
-
-
-def compare_sides(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide: list[float]) -> dict[str, float]:
+def compare_sides(firsts: Mapping[str, list[float]], rates: Mapping[str, list[float]]) -> dict[str, float]:
     """Return the pipeline's sides relative to the bare engine."""
     figures = {}
-    for name in (name for name in firsts if name != "bare"):
-        added_s = statistics.median(firsts[name]) - statistics.median(firsts["bare"])
-        figures[f"ttft_added_ms_p50_{name}"] = added_s * 1000
-        rate = statistics.median(rates[name])
-        figures[f"throughput_ratio_{name}"] = rate / statistics.median(rates["bare"])
-        figures[f"throughput_ratio_{name}_to_two_threads"] = rate / statistics.median(wide)
+    first, rate = ({name: statistics.median(found) for name, found in given.items()} for given in (firsts, rates))
+    for name in (name for name in firsts if name != BARE):
+        figures[f"ttft_added_ms_p50_{name}"] = (first[name] - first[BARE]) * 1000
+        figures[f"throughput_ratio_{name}"] = rate[name] / rate[BARE]
+        figures[f"throughput_ratio_{name}_to_two_threads"] = rate[name] / rate[TWO_THREADS]
     return dict(sorted(figures.items(), reverse=True))
 
 
-def draw_plot(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
-    """Draw both measurements, every side, every sample's spread."""
-    figure = Figure(figsize=(14, 3.6))
-    left, right = figure.subplots(1, 2)
-    labels = [name.replace("_", "\n") for name in firsts]
-    left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=labels)
-    left.set_title("time to first token, one request at a time")
-    left.set_ylabel("ms")
-    right.boxplot(list(rates.values()), tick_labels=[*labels, TWO_THREADS.replace(" ", "\n")])
-    right.set_title("output tokens/s, all requests at once")
-    for axis in (left, right):
-        axis.set_ylim(bottom=0)
-        axis.grid(axis="y", alpha=0.3)
-    save_plot(figure, "pipeline")
+Costs = Mapping[str, Sequence[Cost]]
+"""Of each side, round by round."""
 
 
-def main() -> None:
-    parser = make_parser(__doc__ or "")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--before", type=Path, help="compare with the workers of this checkout")
-    what.add_argument("--mixed", action="store_true", help="measure the mixed load in place of all else")
-    given = Options(**vars(parser.parse_args()))
-    report_figures(run(given), given)
+def make_cost_figures(short: Costs, long: Costs, num_requests: int, num_more_tokens: int) -> dict[str, float]:
+    """Return what the pipeline's sides add to the bare engine, within a round. Each of so many requests has so many
+    more tokens in the long load than in the short one.
+    """
+
+    def list_added_s(costs: Costs, side: str) -> list[float]:
+        return [cost.own_s - bare.own_s for cost, bare in zip(costs[side], costs[BARE], strict=True)]
+
+    figures: dict[str, float] = {}
+    for side in (side for side in short if side != BARE):
+        added_s = list_added_s(short, side)
+        figures[f"cpu_ms_per_request_added_{side}"] = statistics.median(added_s) / num_requests * 1000
+        brokers_s = [cost.broker_s for cost in short[side]]
+        if any(brokers_s):
+            name = f"cpu_ms_per_request_{side.removesuffix('kafka')}broker"
+            figures[name] = statistics.median(brokers_s) / num_requests * 1000
+        if side == "embedded":
+            slopes = [more - less for more, less in zip(list_added_s(long, side), added_s, strict=True)]
+            figures["cpu_us_per_token_added"] = statistics.median(slopes) / (num_requests * num_more_tokens) * 1e6
+            ratios = (added / bare.own_s for added, bare in zip(added_s, short[BARE], strict=True))
+            figures["cpu_ratio_added"] = statistics.median(ratios)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    flag = {"action": "store_true", "help": "measure the mixed load in place of all else"}
+    run_benchmark(__doc__, lambda given: (run_mixed if given.mixed else run)(given), Options, mixed=flag)

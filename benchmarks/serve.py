@@ -4,10 +4,9 @@ python -m benchmarks.serve [--quick | --smoke] [--json FILE] [--shapes small q06
 
 `penstock up`, one `auto` worker and its gateway, on Redis Streams and on Kafka, llama.cpp's own `llama-server`,
 `vllm serve` and `transformers serve` answer the same requests from the same bf16 weights on two threads, at temperature
-0 and to equal lengths. guidellm sends them at the lowest priority; a run in which it takes a tenth of a core does not
-count. `python -m benchmarks.peers.setup` installs all; what is not installed is left out. In its turn a server is
-started, warmed up, measured in all cells and stopped; ratios are formed within a round, to the best of the others. No
-server guesses tokens: a random model repeats itself, which would flatter the one that does. Cells:
+0 and to equal lengths, and none guesses tokens. guidellm sends them at the lowest priority; a run in which it takes a
+tenth of a core does not count. In its turn a server is started, warmed up, measured in all cells and stopped; ratios
+are formed within a round, to the best of the others. Cells:
 
     1, 8, 32     clients with a request under way each; prompts and answers of log-normal lengths, with medians of 1,020
                  and 129 tokens, means of 1,155 and 211
@@ -15,10 +14,8 @@ server guesses tokens: a random model repeats itself, which would flatter the on
                  token, more than a tenth of a core here: its runs count up to 0.3, which is the faster server's loss
 
 A server that does not end a run within its time is left out of the rest of the round; one that is far behind the best
-of the others in all cells is not asked in later rounds. Processor time and memory are those of all processes of a side,
-Valkey and the broker among them. A gap (`itl`) is the mean one of a request, as guidellm has it. `--quick` compares one
-pipeline with `llama-server` in a part of the short cell. `--smoke` only starts a pipeline; its figures are of a
-stored report.
+of the others in all cells is not asked in later rounds. `--quick` compares one pipeline with `llama-server` in a part
+of the short cell. `--smoke` only starts a pipeline; its figures are of a stored report.
 """
 
 import json
@@ -28,9 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from benchmarks.common import Arguments, describe_machine, make_parser, report_figures, save_plot
+from benchmarks.common import Arguments, run_benchmark
 from benchmarks.comparison import take_turns
 from benchmarks.peers.rounds import HOPELESS_SHARE, Results
 from benchmarks.peers.servers import (
@@ -88,7 +83,7 @@ class Options(Arguments):
 
 
 def run(given: Options) -> dict[str, float]:
-    """Measure, print and draw; return the figures."""
+    """Measure and print; return the figures."""
     if not is_installed("guidellm") and given.size != "smoke":
         raise SystemExit("guidellm is not installed; `python -m benchmarks.peers.setup` installs it")
     shapes, cells, sides, rounds = given.choose_size(
@@ -101,8 +96,6 @@ def run(given: Options) -> dict[str, float]:
     for results in found:
         print_table(results)
         figures |= make_figures(results)
-    if given.is_full:
-        draw_plot(found)
     return figures
 
 
@@ -179,19 +172,6 @@ def print_table(results: Results) -> None:
             print(f"| {side} | {cell.name} | {' | '.join(told)} |")
 
 
-def draw_plot(found: Sequence[Results]) -> None:
-    """Draw tokens a second, a chart for each shape."""
-    figure = Figure(figsize=(10, 3.6))
-    for axis, results in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        for place, side in enumerate(SERVERS):
-            rates = [results.compute_median(f"tokens_s_{cell.name}", side) or 0.0 for cell in CELLS]
-            axis.bar([number + 0.16 * (place - 2) for number in range(len(CELLS))], rates, 0.16, label=side)
-        axis.set_xticks(range(len(CELLS)), [cell.name for cell in CELLS])
-        axis.set(title=results.shape.name, xlabel="clients", ylabel="tokens/s")
-        axis.legend(fontsize="small")
-    save_plot(figure, "serve")
-
-
 def run_smoke(given: Arguments) -> Results:
     """Start a pipeline, and let it answer; return what a stored report says, as if of two sides."""
     port = find_free_port()
@@ -205,14 +185,6 @@ def run_smoke(given: Arguments) -> Results:
     return results
 
 
-def main() -> None:
-    """Run and report."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(LIMIT_S), default=tuple(LIMIT_S), help="only these")
-    given = Options(**vars(parser.parse_args()))
-    print(describe_machine())
-    report_figures(run(given), given)
-
-
 if __name__ == "__main__":
-    main()
+    which = {"nargs": "+", "choices": tuple(LIMIT_S), "default": tuple(LIMIT_S), "help": "only these"}
+    run_benchmark(__doc__, run, Options, shapes=which)

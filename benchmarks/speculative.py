@@ -2,12 +2,10 @@
 
 python -m benchmarks.speculative [--quick | --smoke] [--json FILE]
 
-First the tool model answers prompts of its own corpus that ask it to copy words and to extract JSON. That gives real
-answers, and the share of drafted tokens that are accepted. Then the 0.6B shape (`--quick`: that of 135 million weights)
-with random bf16 weights, one thread, says the time. What it would draw is replaced by these answers, after it was drawn
-as always. The engine with drafts and the one without take turns on the same weights, forwards and backwards; ratios are
-formed within a round, and the median counts. Prompts are computed before the time is taken. All times are processor
-time, as in the engine's own measure of its steps, so that other processes matter less.
+First the tool model answers prompts of its own corpus that ask it to copy words and to extract JSON. Then the 0.6B
+shape (`--quick`: that of 135 million weights) with random bf16 weights, one thread, says the time: what it would draw
+is replaced by these answers, after it was drawn as always. The engine with drafts and the one without take turns on the
+same weights. All times are processor time, of decode steps alone.
 
     acceptance           the share of drafted tokens that are accepted, with the costs of that shape
     tokens_a_step_copy   tokens that a decode step gives a sequence, one sequence at a time
@@ -21,9 +19,9 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence as Values
-from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.common import Arguments, format_spread, run_benchmark
 from benchmarks.comparison import compute_ratios, measure_in_turns
-from benchmarks.systems import write_shape
+from benchmarks.systems import draw_tokens, write_shape
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
@@ -51,27 +49,11 @@ VERIFIED_ROWS = (1, 4, 8)
 NUM_TRIALS, TRIAL_CONTEXT_TOKENS = 15, 128
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """A prompt and the answer that is given to it."""
 
     prompt: list[int]
     answer: list[int]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is measured."""
-
-    num_copies: int
-    num_other_tokens: int
-    rounds: int
-    shape: str = "q06"
-
-
-FULL = Extent(num_copies=16, num_other_tokens=96, rounds=6)
-QUICK = Extent(num_copies=4, num_other_tokens=16, rounds=2, shape="small")
-SMOKE = Extent(num_copies=2, num_other_tokens=4, rounds=1, shape="smoke")
 
 
 def record_answers(count: int) -> list[Exchange]:
@@ -101,9 +83,8 @@ def record_answers(count: int) -> list[Exchange]:
 
 def make_other_text(count: int, num_tokens: int) -> list[Exchange]:
     """Return texts in which every token has come before, and what came behind it says nothing."""
-    chance = Random(7)
-    texts = [[chance.randrange(300, 300 + NUM_OTHER_WORDS) for _ in range(48 + num_tokens)] for _ in range(count)]
-    return [Exchange(text[:48], text[48:]) for text in texts]
+    chance, words = Random(7), range(300, 300 + NUM_OTHER_WORDS)
+    return [Exchange(draw_tokens(chance, 48, words), draw_tokens(chance, num_tokens, words)) for _ in range(count)]
 
 
 def decode_answers(engine: Engine, exchanges: Values[Exchange]) -> tuple[float, int]:
@@ -114,13 +95,13 @@ def decode_answers(engine: Engine, exchanges: Values[Exchange]) -> tuple[float, 
         answers = [exchanges[draw.seed].answer for draw in draws]
         return [answer[min(draw.position, len(answer) - 1)] for answer, draw in zip(answers, draws, strict=True)]
 
+    # Some more tokens, so that none ends before all have begun.
     seqs = [
-        Sequence(f"s{seed}", one.prompt, sampling=GREEDY, seed=seed, max_new_tokens=len(one.answer))
+        Sequence(f"s{seed}", one.prompt, sampling=GREEDY, seed=seed, max_new_tokens=len(one.answer) + 64)
         for seed, one in enumerate(exchanges)
     ]
     with patch("penstock.engine.engine.sample_tokens", draw_given):
         for seq in seqs:
-            seq.max_new_tokens += 64  # so that none ends before all have begun
             engine.add_sequence(seq)
         while any(seq.num_output_tokens == 0 for seq in seqs):
             engine.step()
@@ -181,26 +162,25 @@ class Sides:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; return the figures."""
-    extent = given.choose_size(FULL, QUICK, SMOKE)
-    copies = record_answers(extent.num_copies)
+    num_copies, num_other_tokens, rounds, shape = given.choose_size(
+        (16, 96, 6, "q06"), (4, 16, 2, "small"), (2, 4, 1, "smoke")
+    )
+    copies = record_answers(num_copies)
     lengths = [len(one.answer) for one in copies]
-    print(f"{len(copies)} copies of {min(lengths)} to {max(lengths)} tokens", flush=True)
-    settings = EngineSettings(model=str(write_shape(extent.shape)), dtype="bfloat16")
-    sides = Sides(accelerate_model(load_model(settings)))
+    print(f"{len(copies)} copies of {min(lengths)} to {max(lengths)} tokens; shape {shape}, one thread", flush=True)
+    sides = Sides(accelerate_model(load_model(EngineSettings(model=str(write_shape(shape)), dtype="bfloat16"))))
     seconds = sides.time_rows()
     figures = {f"verify_{rows}_rows": seconds[rows] / seconds[1] for rows in VERIFIED_ROWS[1:]}
     one_by_one = [[one] for one in copies]
     steps = sum(decode_answers(sides.drafting, group)[1] for group in one_by_one)
     figures["acceptance"] = sides.drafting.num_accepted_tokens / sides.drafting.num_drafted_tokens
     figures["tokens_a_step_copy"] = sum(length - 1 for length in lengths) / steps
-    figures["itl_speedup_copy_b1"] = sides.compare_sides(one_by_one, extent.rounds, "copies, 1 at a time")
     by_four = [copies[first : first + 4] for first in range(0, len(copies), 4)]
-    figures["itl_speedup_copy_b4"] = sides.compare_sides(by_four, extent.rounds, "copies, 4 at a time")
-    for batch in OTHER_BATCHES:
-        texts, told = [make_other_text(batch, extent.num_other_tokens)], f"other text, {batch} at a time"
-        figures[f"itl_speedup_other_b{batch}"] = sides.compare_sides(texts, extent.rounds, told)
+    groups: dict[str, Values[Values[Exchange]]] = {"copy_b1": one_by_one, "copy_b4": by_four}
+    groups |= {f"other_b{batch}": [make_other_text(batch, num_other_tokens)] for batch in OTHER_BATCHES}
+    for name, given_groups in groups.items():
+        figures[f"itl_speedup_{name}"] = sides.compare_sides(given_groups, rounds, name)
     figures["itl_speedup_other_worst"] = min(figures[f"itl_speedup_other_b{batch}"] for batch in OTHER_BATCHES)
-    print(f"one thread, shape {extent.shape}, bf16; ratios are medians of {extent.rounds} rounds")
     return figures
 
 

@@ -1,5 +1,6 @@
 """What several benchmarks start: a stack, a process at a pipe, an engine of a shape, a request to an engine."""
 
+import random
 import tempfile
 import time
 from collections import deque
@@ -17,10 +18,9 @@ from benchmarks.common import TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.peers.write import make_model_directory
-from penstock.bus.connect import connect_bus
 from penstock.client.core import Answer
 from penstock.client.sync import Client
-from penstock.config.settings import BusSettings, EngineSettings
+from penstock.config.settings import EngineSettings
 from penstock.engine import loading
 from penstock.engine.engine import Engine
 from penstock.engine.loading import open_engine
@@ -29,8 +29,7 @@ from penstock.engine.serving import ServingEngine
 from penstock.engine.step_batch import StepBatch
 from penstock.local.processes import Child
 from penstock.local.stack import ProcessSlot, Stack
-from penstock.messages import Result, Sampling, decode_message
-from penstock.names import Pipeline
+from penstock.messages import Sampling
 from sim.forked import ForkedStack, fork_process, run_penstock
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -51,6 +50,18 @@ def open_stack(how: type[Stack], environment: Mapping[str, str], **given: Any) -
     ):
         stack.wait_until_ready(300)
         yield stack
+
+
+def list_pids(stack: Stack) -> list[int]:
+    """Return the process ids of a stack's workers."""
+    return [worker.child.pid for worker in stack.workers if worker.child is not None]
+
+
+def get_gateway_pid(stack: Stack) -> int:
+    """Return the process id of a stack's gateway."""
+    assert stack.gateway is not None
+    assert stack.gateway.child is not None
+    return stack.gateway.child.pid
 
 
 def make_logits(engine: Engine, token_id: int) -> Tensor:
@@ -86,24 +97,28 @@ class IdleEngineStack(ForkedStack):
         return fork_process(slot.name, self._log_path(slot), run_without_model, *arguments, environment=environment)
 
 
-def read_results(stack: Stack) -> list[Result]:
-    """Return all results that are in the topic of a stack's pipeline."""
-    messages = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
-    return [decode_message(Result, message.value) for message in messages]
+def draw_tokens(chance: random.Random, count: int, vocabulary: range = range(3, 1000)) -> list[int]:
+    """Return random tokens, by default of the demo model's."""
+    return chance.choices(vocabulary, k=count)
+
+
+def make_request(token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """Return a request, as `Client.submit` takes it, that ends by its length only; greedy, if `more` says nothing."""
+    return {"token_ids": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | more
 
 
 def answer_requests(
-    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int
+    client: Client, requests: Iterable[Mapping[str, Any]], max_open: int, timeout_s: float = TIMEOUT_S
 ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
     """Submit requests, `max_open` of them under way at a time; yield each with its answer, in their order."""
     under_way: deque[tuple[str, Mapping[str, Any]]] = deque()
     for request in requests:
         if len(under_way) == max_open:
             request_id, asked = under_way.popleft()
-            yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+            yield asked, client.result(request_id, timeout_s)
         under_way.append((client.submit(**request), request))
     for request_id, asked in under_way:
-        yield asked, client.result(request_id, timeout_s=TIMEOUT_S)
+        yield asked, client.result(request_id, timeout_s)
 
 
 class PipedProcess:
@@ -123,9 +138,13 @@ class PipedProcess:
         """Send it something to answer."""
         self._pipe.send(what)
 
+    def has_answer(self, within_s: float) -> bool:
+        """Return whether an answer is there within some seconds."""
+        return self._pipe.poll(within_s)
+
     def receive(self) -> Any:
         """Return its next answer. Raises `TimeoutError` if there is none."""
-        if not self._pipe.poll(self._timeout_s):
+        if not self.has_answer(self._timeout_s):
             raise TimeoutError(f"{self._process.name} says nothing")
         return self._pipe.recv()
 

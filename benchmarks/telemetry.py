@@ -3,9 +3,8 @@
 python -m benchmarks.telemetry [--quick | --smoke] [--json FILE]
 
 On: `/metrics` of both workers is scraped each second, spans are kept in Redis and sent by OTLP with the figures to a
-receiver on this machine, and a `LiveWatch` looks each second. Off: `PENSTOCK_TELEMETRY=off`. The sides take turns in
-one run. Both stacks are up all the time, one of them idle; only the side whose turn it is is scraped and looked at.
-Throughput is output tokens per second of many requests sent at once, until the last one's end was read.
+receiver on this machine, and a `LiveWatch` looks each second. Off: `PENSTOCK_TELEMETRY=off`. Both stacks are up all the
+time; only the side whose turn it is is scraped and looked at.
 """
 
 import contextlib
@@ -13,7 +12,8 @@ import random
 import statistics
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -58,55 +58,35 @@ class _Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def start_receiver() -> Iterator[OtlpReceiver]:
     """Start a receiver on a free port."""
-    with OtlpReceiver(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with OtlpReceiver(("127.0.0.1", 0), _Handler) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever)
         try:
             yield server
         finally:
             server.shutdown()
-            thread.join()
 
 
 @contextlib.contextmanager
-def repeat_in_background(what: Callable[[], object]) -> Iterator[None]:
-    """Call `what` each second on a thread. An error of it ends the benchmark when the context ends."""
-    over, failed = threading.Event(), list[Exception]()
+def observe_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
+    """Scrape this pipeline's workers as Prometheus does, and let a `LiveWatch` look, each second on a thread. An error
+    of that ends the benchmark when the context ends.
+    """
+    watch, over = LiveWatch(stack.addresses, BusSettings()), threading.Event()
 
-    def run() -> None:
+    def observe() -> None:
         while not over.wait(SCRAPE_INTERVAL_S):
-            try:
-                what()
-            except Exception as error:  # raised below
-                failed.append(error)
-                return
+            for port in ports:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                    assert b"penstock_tokens_total" in answer.read()
+            watch.read_latest()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    for error in failed:
-        raise error
-
-
-def scrape_metrics(port: int) -> None:
-    """Scrape a worker as Prometheus does."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        assert b"penstock_tokens_total" in answer.read()
-
-
-@contextlib.contextmanager
-def watch_stack(stack: Stack, ports: list[int]) -> Iterator[None]:
-    """Let scrapers and a `LiveWatch` read this pipeline."""
-    watch = LiveWatch(stack.addresses, BusSettings())
-    with contextlib.ExitStack() as exits:
-        for port in ports:
-            exits.enter_context(repeat_in_background(partial(scrape_metrics, port)))
-        exits.enter_context(repeat_in_background(watch.read_latest))
-        yield
+    with ThreadPoolExecutor(1) as pool:
+        observing = pool.submit(observe)
+        try:
+            yield
+        finally:
+            over.set()
+        observing.result()
 
 
 def run(given: Arguments) -> dict[str, float]:
@@ -124,7 +104,7 @@ def run(given: Arguments) -> dict[str, float]:
         piped = {name: PipelineSide(exits.enter_context(Client(stack.addresses))) for name, stack in stacks.items()}
 
         def measure(name: str, number: int) -> float:
-            with watch_stack(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext():
+            with observe_stack(stacks[ON], [port, port + 1]) if name == ON else contextlib.nullcontext():
                 return piped[name].measure_tokens_per_s(make_prompts(random.Random(number), load, 32, 160), max_new)
 
         for side in piped.values():

@@ -2,13 +2,11 @@
 
 .venv-vllm/bin/python -m benchmarks.vllm_engine [--quick | --smoke] [--json FILE]
 
-Sides take turns in one run, with the same prompts. The first figures come from this process, on one core and with one
-thread: vLLM's own engine as its library has it, and vLLM in the engine of a worker, over a KV store. For the
-throughput there is a pipeline with a prefill and a decode worker of one thread each, and Kafka beside them on the same
-cores, against vLLM's own engine with two threads. That one runs before the pipeline is started and after it has ended:
-its spinning threads lose most of their speed beside anything else. Weights are random, in bfloat16, in the shape of a
-model of 135 million weights (`small` of the engines' benchmark), and without `--quick` also in that of Qwen3-0.6B
-(`q06`).
+The first figures come from this process, on one core and with one thread: vLLM's own engine as its library has it, and
+vLLM in the engine of a worker, over a KV store. For the throughput there is a pipeline with a prefill and a decode
+worker of one thread each, and Kafka beside them on the same cores, against vLLM's own engine with two threads, which
+runs before the pipeline is started and after it has ended. Weights are random, in bfloat16, in the shape of a model of
+135 million weights, and without `--quick` also in that of Qwen3-0.6B (`q06`).
 
     ttft_hit_vs_own_cache     first token of a prompt whose prefix lies in shared memory, to that with the prefix in
                               vLLM's own memory
@@ -38,7 +36,7 @@ from benchmarks.comparison import compute_ratio, print_table
 from benchmarks.peers.process import Side, SideFailed, start_lmcache
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.pipeline import PipelineSide
-from benchmarks.systems import PipedProcess, answer_prompt, open_stack, write_shape
+from benchmarks.systems import PipedProcess, answer_prompt, draw_tokens, open_stack, write_shape
 from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings, KVSettings
 from penstock.engine.serving import ServingEngine, open_serving_engine
@@ -99,7 +97,7 @@ class BareEngine:
 
 def make_prompts(chance: random.Random, count: int, low: int, high: int) -> list[Prompt]:
     """Return prompts of random bytes, all different."""
-    return [[chance.randrange(250) for _ in range(chance.randint(low, high))] for _ in range(count)]
+    return [draw_tokens(chance, chance.randint(low, high), range(250)) for _ in range(count)]
 
 
 @dataclass
@@ -229,11 +227,7 @@ def run(given: Arguments) -> dict[str, float]:
         print_table(rates, "output tokens/s")
         medians = {side: statistics.median(found) for side, found in rates.items()}
         figures[f"throughput_vs_bare_vllm{end}"] = medians["the pipeline"] / medians["vLLM alone"]
-    return figures | {
-        "prefix_tokens": PREFIX_TOKENS, "new_tokens": NEW_TOKENS, "block_size": BLOCK,
-        "throughput_requests": NUM_REQUESTS, "throughput_prompt_tokens": sum(PROMPT_TOKENS) / 2,
-        "throughput_answer_tokens": ANSWER_TOKENS, "cores": len(os.sched_getaffinity(0)),
-    }  # fmt: skip
+    return figures
 
 
 if __name__ == "__main__":

@@ -88,16 +88,6 @@ class Side:
             raise SideFailed(f"{self.name}: {reply['error']}; see {self.log}")
         return reply["is"]
 
-    def peak_mib(self) -> float:
-        """The peak of resident memory, summed over its processes."""
-        kib = 0
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(entry.name)) == self._process.pid:
-                    lines = (entry / "status").read_text().splitlines()
-                    kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-        return kib / 1024
-
     def close(self) -> None:
         """End it, and all that it started."""
         self._questions.close()

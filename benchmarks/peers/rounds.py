@@ -8,6 +8,7 @@ import contextlib
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,7 @@ class Results:
 
     shape: Shape
     loads: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By side: seconds and KiB, see `serve`."""
-    peaks_mib: dict[str, float] = field(default_factory=dict)
+    """By side: seconds, see `serve`."""
     values: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     """By cell, side and round: tokens a second; the limits' are bytes and operations a second."""
 
@@ -59,18 +59,18 @@ class Results:
         ratios = [mine[number] / theirs[number] for number in sorted(mine.keys() & theirs.keys())]
         return statistics.median(ratios) if ratios else None
 
-    def compute_best_ratio(self, cell: str) -> float | None:
-        """Ours to the best of the others."""
-        others = [side for side in self.list_sides() if side not in {OURS, *LIMITS.values()}]
-        ratios = [ratio for side in others if (ratio := self.compute_ratio(cell, side)) is not None]
+    def compute_best_ratio(self, cell: str, one: str = OURS, others: Sequence[str] | None = None) -> float | None:
+        """One side to the best of others, which are by default all that are there."""
+        if others is None:
+            others = [side for side in self.list_sides() if side not in {one, *LIMITS.values()}]
+        ratios = [ratio for side in others if (ratio := self.compare_sides(cell, one, side)) is not None]
         return min(ratios, default=None)
 
 
 class Rounds:
     """The sides of one shape, loaded, and their results so far. Use as a context manager, which ends all processes."""
 
-    def __init__(self, shape: Shape, cells: tuple[Cell, ...], pool_mb: int, *, threads: int = 2, device: str = "cpu",
-                 is_forked: bool = False) -> None:  # fmt: skip
+    def __init__(self, shape: Shape, cells: tuple[Cell, ...], pool_mb: int, *, is_forked: bool = False) -> None:
         """`is_forked`: whether ours are forked, as `Side` has it."""
         self.shape, self.cells, self._is_forked = shape, cells, is_forked
         self.say = partial(print, shape.name, flush=True)
@@ -78,7 +78,7 @@ class Rounds:
         self._model = make_model_directory(shape, DIRECTORY / "models")
         self._logs = DIRECTORY / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._how: dict[str, Any] = {"threads": threads, "pool_mb": pool_mb, "device": device}
+        self._how: dict[str, Any] = {"threads": 2, "pool_mb": pool_mb}
         self._sides: dict[str, Side] = {}
         self._limits: Side | None = None
 
@@ -188,7 +188,6 @@ class Rounds:
         if answer is not None:
             values = self.results.values[cell.name].setdefault(name, {})
             values[number] = cell.compute_value(answer["timeline"], requests)
-            self.results.peaks_mib[name] = self._sides[name].peak_mib()
 
     def _ask_side(self, name: str, do: str, **given: Any) -> Any:
         """The answer; a side that fails is closed, and takes no part in what follows."""

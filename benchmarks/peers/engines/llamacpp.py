@@ -40,7 +40,7 @@ def _quantize(source: Path, target: Path, number: int) -> None:
         raise RuntimeError(f"llama.cpp cannot quantise {source}: {status}")
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str, order: str = "own") -> "LlamaCpp":
+def load(*, model: Path, threads: int, pool_mb: int, order: str = "own") -> "LlamaCpp":
     """The model, and room for the longest request. `order` of the weights: its `own`, or that of the `file`."""
     return LlamaCpp(model, threads, pool_mb, is_reordered=order == "own")
 

@@ -37,7 +37,7 @@ def _convert_tokenizer(model: Path, target: Path) -> None:
         openvino.save_model(converted, target / name)
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "OpenVINO":
+def load(*, model: Path, threads: int, pool_mb: int) -> "OpenVINO":
     """bf16 for weights, computation and KV; the KV would be 8 bits by default."""
     genai = importlib.import_module("openvino_genai")
     scheduler = genai.SchedulerConfig()

@@ -1,10 +1,8 @@
-"""Our engine, and what can only be asked of it: where a step's time goes, and which tokens depend on the batch."""
+"""Our engine, and which of its tokens depend on the batch."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from benchmarks.peers.workload import MAX_BATCH, Request
 from penstock.config.settings import EngineSettings
@@ -24,21 +22,11 @@ def prepare(model: Path, form: str = "") -> Path:
     return model / f"{form}.gguf" if form else model
 
 
-def load(
-    *,
-    model: Path,
-    threads: int,
-    pool_mb: int,
-    device: str,
-    weights: str = "auto",
-    packed: str = "",
-    dtype: str = "bfloat16",
-    isa: str = "auto",
-) -> "Penstock":
-    """The engine, with a batch and a token budget as the others have them."""
+def load(*, model: Path, threads: int, pool_mb: int, **more: str) -> "Penstock":
+    """The engine, with a batch and a token budget as the others have them; `more` are other settings of it."""
     settings = EngineSettings.model_validate(
-        {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
-         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, "weights": weights, "packed": packed, "isa": isa}
+        {"model": str(model), "dtype": "bfloat16", "device": "cpu", "threads": threads, "pool_mb": pool_mb,
+         "max_batch": MAX_BATCH, "max_step_tokens": STEP_TOKENS, **more}
     )  # fmt: skip
     engine = open_engine(settings)
     engine.pool_mapping.wait_until_done()  # the others touch their pools at the start too
@@ -57,29 +45,6 @@ class Penstock:
         seqs = [_sequence(index, *request, sampling) for index, request in enumerate(requests)]
         _drive(self._engine, seqs, on_step)
         return [seq.output_token_ids for seq in seqs]
-
-    def outside_share(self, requests: list[Request]) -> float:
-        """Of the time of decode steps at full batch, the share that is not spent in the model's forward pass."""
-        engine, model_s, steps_s = self._engine, 0.0, 0.0
-        run_step = engine.runner.run_step
-
-        def timed(*given: Any, **named: Any) -> Any:
-            nonlocal model_s
-            begun_s = time.perf_counter()
-            result = run_step(*given, **named)
-            model_s += time.perf_counter() - begun_s
-            return result
-
-        seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
-        _step_to_first_tokens(engine, seqs)
-        with patch.object(engine.runner, "run_step", timed):
-            while engine.num_running == len(seqs):
-                begun_s = time.perf_counter()
-                engine.step()
-                steps_s += time.perf_counter() - begun_s
-        for seq in seqs:
-            engine.remove_sequence(seq)
-        return 1 - model_s / steps_s
 
     def flips(self, prompts: list[list[int]], num_new: int) -> dict[str, float]:
         """By way of running, the share of tokens that are other ones than those of each prompt on its own.

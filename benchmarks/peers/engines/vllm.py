@@ -14,7 +14,7 @@ def prepare(model: Path) -> Path:
     return model
 
 
-def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "VLLM":
+def load(*, model: Path, threads: int, pool_mb: int) -> "VLLM":
     """Threads and pool are in its environment."""
     vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
