@@ -22,7 +22,6 @@ from benchmarks.common import Arguments, run_benchmark
 from benchmarks.systems import count_same_tokens, run_sequences
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.kvstore.codec import Codec, PayloadShape
@@ -30,6 +29,7 @@ from penstock.kvstore.codec.contract import Element
 from penstock.kvstore.codec.int8 import Int8Codec
 from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.messages import Sampling
+from tools.handover import export_blocks, import_blocks
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT_BEGINNINGS = (

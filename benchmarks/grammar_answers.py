@@ -17,7 +17,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.probe import probe_layout
 from penstock.engine.sequence import Sequence
-from penstock.engine.tiny import build_tiny_model, shrink_config
 from penstock.engine.weights import MappedWeights
 from penstock.errors import GrammarFailed, InvalidRequest, UnsupportedSchema
 from penstock.grammar.checker import GrammarChecker
@@ -29,6 +28,7 @@ from penstock.ingest.openai.answer_parser import AnswerParser
 from penstock.messages import FinishReason, GrammarSpec, Sampling
 from sim.schemas import Schema, find_violation, load_type_schemas, make_refused_schemas, make_schemas
 from sim.workload import load_demo_model, load_tool_model
+from tools.tiny import build_tiny_model, shrink_config
 
 BATCH = 32
 MAX_TOKENS = 250

@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.systems import GREEDY
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import import_blocks
 from penstock.engine.loading import open_engine
 from penstock.engine.sequence import Sequence, State
+from tools.handover import import_blocks
 
 STREAM_PROMPT, STREAM_NEW = 64, 1024
 ANSWER_TOKENS = 16

@@ -52,12 +52,11 @@ from penstock.engine.packed_model import (
     write_packed_model,
 )
 from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
-from penstock.engine.proof import describe_proof, prove_kind, prove_model
+from penstock.engine.proof import describe_proof, prove_backend, prove_model
 from penstock.engine.quantized import UNPACKING_VERSION, take_quantization, unpack_weights
 from penstock.engine.quantized import Settings as Quantization
 from penstock.engine.response_template import find_response_template
 from penstock.engine.storage import BlockLayout
-from penstock.engine.tiny import CannotShrink
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed, ModelLoadError, SettingsError, is_failure
 
@@ -429,14 +428,10 @@ def _load_packed(found: _Description, path: Path, phases: Phases) -> LoadedModel
 
 
 def _prove_packed(found: _Description, model: LoadedModel, file: PackedFile) -> None:
-    """Prove the engine on a tiny model of the kind, unless that is noted. What the file has was proved before."""
+    """Prove the backend, unless that is noted. What the file has was proved before."""
     about = describe_proof(model, found.settings, packed=file.digest)
     if not found.load_cache.read_finding("proof", about):
-        whole = replace(model, module=build_skeleton(found.config, found.dtype))
-        try:
-            prove_kind(whole, found.settings)
-        except CannotShrink as error:
-            raise PackedFileRefused(f"{file.path}: no tiny model of its kind can be proved here ({error})") from error
+        prove_backend(model, found.settings)
         found.load_cache.write_finding("proof", about, found=True)
     found.report("checking the engine", 1.0)
 
