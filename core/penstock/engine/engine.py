@@ -53,6 +53,7 @@ from penstock.engine.sequence import Sequence, State
 from penstock.engine.staging import BlockStaging, PinnedPoolBlock, StagedPoolBlocks
 from penstock.engine.state_rows import PinnedState, StateRows, divide_memory
 from penstock.engine.step_batch import StepBatch
+from penstock.engine.trial import make_trial_sequence
 from penstock.errors import GrammarFailed, ModelError, SequenceFailed
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
@@ -321,12 +322,8 @@ class Engine:
         ):
             ids = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
             num_prompt = num_before or num_tokens  # what is computed behind other tokens is an answer's
-            seq = Sequence(
-                "measure", ids[:num_prompt], sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=num_tokens + 1,
-                output_token_ids=ids[num_prompt:],
-            )  # fmt: skip
-            seq.block_table = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
-            seq.num_computed_tokens = num_before
+            blocks = self.pool.allocate_blocks(-(-len(ids) // self.settings.block_size))
+            seq = make_trial_sequence(ids[:num_prompt], ids[num_prompt:], blocks=blocks, num_computed=num_before)
             if self.states is not None:
                 self.states.take_row(seq)
             plan.append((seq, num_tokens))

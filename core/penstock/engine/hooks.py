@@ -49,6 +49,16 @@ def run_with_step(module: Any, step: Step) -> Iterator[None]:
             module.set_attn_implementation(stock)
 
 
+def run_module(module: Any, step: Step, *, compute: Any = None, position_ids: Tensor | None = None) -> Any:
+    """Return what the module gives for a step, or what `compute` gives in its place, at the batch's own positions."""
+    batch = step.batch
+    positions = batch.position_ids if position_ids is None else position_ids
+    with run_with_step(module, step):
+        return (compute or module)(
+            input_ids=batch.input_ids, position_ids=positions, past_key_values=PagedCache(), use_cache=True
+        )
+
+
 class _Layers(list[Any]):
     """The layers of the cache, of which a sparse indexer may ask one for its keys. Nothing else is in them."""
 

@@ -20,7 +20,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from penstock.engine.accelerate import compute_probe_logits, get_relative_tolerance
+from penstock.engine.accelerate import compute_probe_logits
+from penstock.engine.compare import find_tolerance, measure_logits_error
 from penstock.engine.experts import Gate, NativeExperts, PackedWeight, make_packed_weight
 from penstock.engine.files import Progress
 from penstock.engine.kernels.backend import NativeBackend
@@ -310,7 +311,6 @@ def compare_probe_logits(file: PackedFile, model: LoadedModel) -> None:
     if model.backend.native.isa == file.about["isa"]:
         is_same = torch.equal(right, mine)
     else:
-        error = (mine - right).square().mean().sqrt()
-        is_same = mine.shape == right.shape and bool(error <= get_relative_tolerance(model.dtype) * right.std())
+        is_same = measure_logits_error(mine, right) <= find_tolerance(model.dtype).part
     if not is_same:
         raise PackedFileRefused(f"{file.path} gives other logits here than where it was written")

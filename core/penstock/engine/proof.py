@@ -22,14 +22,14 @@ from torch import Tensor
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
+from penstock.engine.compare import find_tolerance, measure_logits_error
 from penstock.engine.files import Progress
-from penstock.engine.kernels.forms import GGUF
 from penstock.engine.kernels.library import load_library
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequence import Sequence
-from penstock.engine.trial import compute_tokens, make_trial_sequence
+from penstock.engine.trial import compute_tokens, draw_tokens, make_trial_sequence
 from penstock.errors import EngineCheckFailed
 
 NUM_TOKENS = 25
@@ -38,14 +38,8 @@ CHUNK_TOKENS = 16
 """Tokens of its prompt's first chunk. The chunk behind it is shorter."""
 NUM_NEIGHBOUR_TOKENS = 9
 """Tokens of the prompt beside it."""
-MAX_RELATIVE_ERROR = {torch.float32: 0.01}
-"""Root mean square of the error of the logits after a token, relative to their standard deviation."""
-MAX_RELATIVE_ERROR_16_BIT = 0.1
-"""The limit for 16-bit dtypes, where one differently chosen expert changes all logits a little."""
-MAX_QUANTIZED_ERROR = {"int8": 0.3, "int4": 1.0, GGUF: 0.3}
-"""The limit where inputs, or weights too, were made integers. Logits of no relation are off by 1.4."""
 MAX_INT8_KV_ERROR = 0.3
-"""The limit, at least, where K and V are int8."""
+"""The largest error of logits, at least, where K and V are int8."""
 
 
 def prove_model(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
@@ -109,9 +103,7 @@ def _hash_program() -> str:
 
 def _make_tokens(model: LoadedModel) -> list[int]:
     """Return the tokens of the sequence that is compared."""
-    length = max(2, min(NUM_TOKENS, model.context_length))
-    tokens: list[int] = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(20)).tolist()
-    return tokens
+    return draw_tokens(model.vocab_size, max(2, min(NUM_TOKENS, model.context_length)), 20)
 
 
 @torch.inference_mode()
@@ -161,18 +153,17 @@ def _copy_cached(source: ModelRunner, seq: Sequence, target: ModelRunner, copy: 
 
 
 def _find_tolerance(model: LoadedModel) -> float:
-    tolerance = MAX_RELATIVE_ERROR.get(model.dtype, MAX_RELATIVE_ERROR_16_BIT)
-    tolerance = MAX_QUANTIZED_ERROR.get(model.weight_form, tolerance)
+    tolerance = find_tolerance(model.dtype, model.weight_form).logits
     return max(tolerance, MAX_INT8_KV_ERROR) if model.layout.is_int8 else tolerance
 
 
 def _compare_logits(model: LoadedModel, found: Tensor, right: Tensor, tolerance: float, how: str) -> None:
     """Raise `EngineCheckFailed` if rows of logits differ by more than the tolerance."""
-    error = float(((found - right).square().mean(1).sqrt() / right.std(1)).max())
-    if not error <= tolerance:
+    errors = list(map(measure_logits_error, found, right))
+    if not all(error <= tolerance for error in errors):
         raise EngineCheckFailed(
-            f"{_describe_model(model)} gives other logits on this engine {how}: they are off by {error:.1%} of their "
-            f"spread, and {model.weight_form or model.dtype} allows {tolerance:.0%}"
+            f"{_describe_model(model)} gives other logits on this engine {how}: they are off by {max(errors):.1%} of "
+            f"their spread, and {model.weight_form or model.dtype} allows {tolerance:.0%}"
         )
 
 

@@ -1,7 +1,9 @@
 """Sequences that are computed without an engine: what a load compares has its blocks chosen by hand."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
+import torch
 from torch import Tensor
 
 from penstock.engine.runner import ModelRunner
@@ -11,13 +13,21 @@ from penstock.engine.step_batch import StepBatch
 from penstock.messages import Sampling
 
 
+def draw_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
+    """Return random tokens, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(vocab_size, (length,), generator=generator).tolist()
+    return tokens
+
+
 def make_trial_sequence(
-    prompt: list[int], answer: Iterable[int] = (), *, blocks: Iterable[int], state_row: int = 0, num_computed: int = 0
+    prompt: list[int], answer: Items[int] = (), *, blocks: Iterable[int], state_row: int = 0, num_computed: int = 0
 ) -> Sequence:
     """Return a greedy sequence in these blocks and this row of states, of which so many tokens are computed."""
     seq = Sequence(
-        "trial", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=2, output_token_ids=answer
-    )
+        "trial", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=len(answer) + 2,
+        output_token_ids=answer,
+    )  # fmt: skip
     seq.block_table, seq.state_row, seq.num_computed_tokens = list(blocks), state_row, num_computed
     return seq
 
