@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.layer import NativeLayer
 from penstock.engine.model import LoadedModel
 from penstock.engine.module import build_skeleton
@@ -237,9 +236,9 @@ def _prove_small_model(kind: type[Any], config: Any) -> str:
 
 def _describe_kernels(model: LoadedModel) -> str:
     """Return how much of the model the native kernels compute, and whether it reads one sequence at a time."""
-    if not isinstance(model.backend, NativeBackend):
+    if model.native is None:
         return "none"
-    if model.backend.body is not None:
+    if model.native.body is not None:
         return "whole"
     num_native = sum(isinstance(part, NativeLayer) for part in model.module.modules())
     return "layers" if num_native == len(model.layout.layers) else "parts" + ", alone" * model.layout.attends_internally

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.accelerate import accelerate_model
-from penstock.engine.kernels.backend import NativeBackend, NativeStep
+from penstock.engine.kernels.step import NativeStep
 from penstock.engine.loading import load_model
 from penstock.engine.model import LoadedModel
 from penstock.engine.step_batch import StepBatch
@@ -79,12 +79,12 @@ def cut(ids: list[int], length: int) -> list[list[int]]:
 @torch.inference_mode()
 def compute_logits(model: LoadedModel, ids: list[int]) -> Tensor:
     """Return the logits after each token: [tokens, vocabulary], float32."""
-    backend = model.backend
-    assert isinstance(backend, NativeBackend)
+    native = model.native
+    assert native is not None
     num_blocks = -(-len(ids) // model.layout.block_size)
     seq = make_trial_sequence(ids, blocks=range(num_blocks))
     batch = StepBatch([(seq, len(ids))], model.layout.block_size, model.device)
-    step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), backend.native, backend.layers)
+    step = NativeStep(batch, KVStorage(model.layout, num_blocks, model.device), native.library, native.layers)
     logits: Tensor = hooks.run_module(model.module, step).logits[0].float()
     return logits
 

@@ -94,7 +94,7 @@ def test_projections_stay_where_latents_give_something_else(tmp_path: Path, monk
     )
     model = prove_model(_load(tmp_path, *RUNS["deepseek_v3"]), EngineSettings(block_size=16, pool_mb=16))
     assert not any(isinstance(part, LatentHeads) for part in model.module.modules())
-    assert "latents" not in model.backend.name
+    assert "latents" not in model.backend_name
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -32,7 +32,6 @@ from penstock.engine.experts import (
     pack_router,
 )
 from penstock.engine.gguf_weights import GgufMatrix
-from penstock.engine.kernels.backend import NativeBackend, NativeStep
 from penstock.engine.kernels.forms import GGUF, QUANTIZED, WeightPacker
 from penstock.engine.kernels.library import TORCH, Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
@@ -45,6 +44,7 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
+from penstock.engine.kernels.step import NativeParts, NativeStep
 from penstock.engine.latent import (
     LatentHeads,
     attend_twice,
@@ -56,6 +56,7 @@ from penstock.engine.layer import NativeLayer, NativeModel, find_layer_parts, ha
 from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.mixers import choose_together
 from penstock.engine.model import LoadedModel
+from penstock.engine.runner import ModelRunner
 from penstock.engine.states import StateStorage
 from penstock.engine.step import make_step
 from penstock.engine.step_batch import StepBatch
@@ -100,7 +101,7 @@ class _ForwardRecord:
 
 @torch.inference_mode()
 def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
-    """Return the model with the fastest backend that computes it here: the native kernels, or torch.
+    """Return the model with what computes it fastest here: the native kernels, or torch.
 
     For the native kernels the module is changed in place, and only the returned model can be used any more. `weights`
     is the setting. Raises `ModelLoadError` where the weights cannot have that form.
@@ -135,18 +136,18 @@ def accelerate_model(model: LoadedModel, weights: str = "auto") -> LoadedModel:
         model.weights.drop_pages()
     has_experts = any(isinstance(part, NativeExperts) for part in model.module.modules())
     has_latents = any(isinstance(part, LatentHeads) for part in model.module.modules())
-    backend = NativeBackend(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
+    parts = NativeParts(native, record.layers, replacer.build_native_model(), has_experts, has_latents)
     if model.layout.states is not None:
-        has_states = choose_together(model.module, model.dtype, partial(_read_answers, model, backend))
-        backend = replace(backend, has_states=has_states)
+        has_states = choose_together(model.module, model.dtype, partial(_read_answers, model, parts))
+        parts = replace(parts, has_states=has_states)
     form = weights if is_quantized else GGUF if is_from_gguf else ""
-    return replace(model, backend=backend, weight_form=form)
+    return replace(model, native=parts, weight_form=form)
 
 
-def _read_answers(model: LoadedModel, backend: NativeBackend) -> tuple[StateStorage, Tensor]:
+def _read_answers(model: LoadedModel, parts: NativeParts) -> tuple[StateStorage, Tensor]:
     """Read two tokens of answers to several prompts, and return their states and the logits of the last ones."""
     storage = KVStorage(model.layout, NUM_PROBE_TOKENS, model.device, 3 * NUM_PROBE_TOKENS)
-    runner, logits = backend.create_runner_over(model, storage), torch.empty(0)
+    runner, logits = ModelRunner(model.module, storage, parts), torch.empty(0)
     seqs = [
         make_trial_sequence(_draw_probe(model, seed), blocks=[seed], state_row=2 * seed + 1)
         for seed in range(NUM_PROBE_TOKENS)
@@ -175,10 +176,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def compute_probe_logits(model: LoadedModel) -> Tensor:
     """Return the logits of a few tokens, computed by the native kernels as they serve the model: [T, vocabulary]."""
-    backend = model.backend
-    assert isinstance(backend, NativeBackend)
-    step = NativeStep(_make_batch(model), _make_storage(model), backend.native, backend.layers)
-    output = hooks.run_module(model.module, step, compute=backend.body, position_ids=_place_probe(model, step.batch))
+    native = model.native
+    assert native is not None
+    step = NativeStep(_make_batch(model), _make_storage(model), native.library, native.layers)
+    output = hooks.run_module(model.module, step, compute=native.body, position_ids=_place_probe(model, step.batch))
     logits: Tensor = output.logits[0].float()
     return logits
 

@@ -30,7 +30,6 @@ from penstock.engine.cost import (
     measure_cost,
 )
 from penstock.engine.draft_budget import draft_tokens
-from penstock.engine.kernels.backend import NativeBackend
 from penstock.engine.limits import check_sequence
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
@@ -94,7 +93,7 @@ class Engine:
             self.settings = settings = settings.model_copy(update={"max_batch": num_running})
         keep_freed_memory()
         self.pool = BlockPool(num_blocks, settings.block_size)
-        self.runner = model.backend.create_runner(model, settings, num_blocks, num_state_rows)
+        self.runner = model.create_runner(settings, num_blocks, num_state_rows)
         self.storage = self.runner.storage
         self.pool_mapping = PoolMapping(self.storage.list_host_memory())
         """Maps the pool's memory before it is used, where `open_engine` has started it."""
@@ -102,9 +101,7 @@ class Engine:
         self._prompt_runner: ModelRunner | None = None
         """Computes the tokens of prompts, if that takes other weights than answers."""
         if model.prompt_model is not None:
-            backend = model.prompt_model.backend
-            assert isinstance(backend, NativeBackend), "only the native kernels have weights in several forms"
-            self._prompt_runner = backend.create_runner_over(model.prompt_model, self.storage)
+            self._prompt_runner = ModelRunner(model.prompt_model.module, self.storage, model.prompt_model.native)
         self.states: StateRows | None = None
         """Who has the rows of what layers without KV keep of sequences; None if there are no such layers."""
         if self.storage.states is not None:

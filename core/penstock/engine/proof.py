@@ -123,7 +123,7 @@ def _compare_runs(model: LoadedModel, settings: EngineSettings, plain: Tensor | 
     neighbour_prompt = tokens[::-1][:NUM_NEIGHBOUR_TOKENS]
     num_blocks, num_others = -(-len(tokens) // size), -(-len(neighbour_prompt) // size)
     total = num_blocks + num_others
-    first, second = (model.backend.create_runner(model, settings, total, num_states=2) for _ in range(2))
+    first, second = (model.create_runner(settings, total, num_states=2) for _ in range(2))
     seq = make_trial_sequence(prompt, blocks=range(total - 1, num_others - 1, -1))
     neighbour = make_trial_sequence(neighbour_prompt, blocks=range(num_others), state_row=1)
     for num_tokens in (len(prompt[:CHUNK_TOKENS]), len(prompt[CHUNK_TOKENS:])):

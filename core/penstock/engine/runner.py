@@ -7,21 +7,25 @@ import torch
 from torch import Tensor
 
 from penstock.engine import hooks
+from penstock.engine.kernels.step import NativeParts, NativeStep
 from penstock.engine.step import SingleSequenceStep, Step, current_step
 from penstock.engine.step_batch import StepBatch
 from penstock.engine.storage import KVStorage
 
 
 class ModelRunner:
-    """Computes steps with torch, over rows gathered from the pool. One thread calls its methods."""
+    """Computes steps with torch, over rows gathered from the pool, but for what the native kernels compute.
 
-    is_row_exact = False
-    """Whether a token's logits are the same to the last bit whatever else is in the batch."""
+    One thread calls its methods.
+    """
 
-    def __init__(self, module: Any, storage: KVStorage) -> None:
+    def __init__(self, module: Any, storage: KVStorage, native: NativeParts | None) -> None:
         self.storage = storage
         """The memory of the pool's blocks."""
-        self._module, self._cache = module, hooks.PagedCache()
+        self.is_row_exact = native is not None and native.body is not None
+        """Whether a token's logits are the same to the last bit whatever else is in the batch."""
+        self._module, self._native, self._cache = module, native, hooks.PagedCache()
+        self._gathers = native is None or native.layers != storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         if not storage.layout.attends_internally:
             module.set_attn_implementation(hooks.ATTENTION_NAME)
@@ -31,12 +35,17 @@ class ModelRunner:
 
         Returns [at least as many rows, vocabulary], valid until the next step.
         """
-        if batch.partial_new_blocks:
+        if self._gathers and batch.partial_new_blocks:
             # Gathered blocks are read as a whole, so rows that were never written are read behind a mask.
             self.storage.zero_blocks(batch.partial_new_blocks)
         if self.storage.layout.attends_internally:
             return self.run_each_sequence(batch)
-        return self.compute_sampled_logits(Step(batch, self.storage))
+        if self._native is None:
+            return self.compute_sampled_logits(Step(batch, self.storage))
+        step = NativeStep(batch, self.storage, self._native.library, self._native.layers)
+        if self._native.body is None:
+            return self.compute_sampled_logits(step)
+        return self._native.body.compute_batch(step)
 
     def run_each_sequence(self, batch: StepBatch) -> Tensor:
         """Compute the sequences of the batch one after the other, by a model that attends by itself, as `run_step`."""
