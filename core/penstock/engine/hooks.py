@@ -49,14 +49,14 @@ def run_with_step(module: Any, step: Step) -> Iterator[None]:
             module.set_attn_implementation(stock)
 
 
-def run_module(module: Any, step: Step, *, compute: Any = None, position_ids: Tensor | None = None) -> Any:
-    """Return what the module gives for a step, or what `compute` gives in its place, at the batch's own positions."""
-    batch = step.batch
-    positions = batch.position_ids if position_ids is None else position_ids
+def run_module(module: Any, step: Step, *, compute: Any = None, **given: Any) -> Any:
+    """Return what the module gives for a step, or what `compute` gives in its place.
+
+    The batch is read at its own positions unless `position_ids` are given.
+    """
+    usual = {"position_ids": step.batch.position_ids, "past_key_values": PagedCache(), "use_cache": True}
     with run_with_step(module, step):
-        return (compute or module)(
-            input_ids=batch.input_ids, position_ids=positions, past_key_values=PagedCache(), use_cache=True
-        )
+        return (compute or module)(input_ids=step.batch.input_ids, **{**usual, **given})
 
 
 class _Layers(list[Any]):
