@@ -42,6 +42,7 @@ from penstock.engine.kernels.packed import (
     PackedFollower,
     PackedLinear,
     Release,
+    keep_weight,
     weight_of,
 )
 from penstock.engine.kernels.step import NativeParts, NativeStep
@@ -301,7 +302,7 @@ class _Replacer:
             if self._is_present(name, _is_norm):
                 norm = self._make_norm(name, self._root.get_submodule(name))
                 if norm is not None:
-                    self._set_module(name, norm)
+                    self._root.set_submodule(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
         self._replace_latent_heads()
@@ -338,10 +339,6 @@ class _Replacer:
         """Return a step over the recorded batch whose attention the kernels compute."""
         return NativeStep(_make_batch(self._model), self._storage, self._native, self._record.layers)
 
-    def _set_module(self, name: str, new: nn.Module) -> None:
-        parent, _, child = name.rpartition(".")
-        setattr(self._root.get_submodule(parent), child, new)
-
     # Mixtures of experts
 
     def _replace_experts(self, name: str) -> None:
@@ -353,7 +350,7 @@ class _Replacer:
             return
         new = pack_experts(self._native, parts, self.packer.pack_linears, self._release)
         if self._gives_recorded(new, call, self._layer_tolerance):
-            self._set_module(name, new)
+            self._root.set_submodule(name, new)
         for weight in (experts.gate_up_proj, experts.down_proj):
             self._release(weight.detach())
 
@@ -402,20 +399,20 @@ class _Replacer:
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
         groups = [
-            self.packer.pack_linears(form.projections, _keep_weight),
-            self.packer.pack_linears([form.output_projection], _keep_weight),
+            self.packer.pack_linears(form.projections, keep_weight),
+            self.packer.pack_linears([form.output_projection], keep_weight),
         ]
         if is_mixture:
             new = NativeLayer(form.attention, groups, good, mlp=mlp)
             is_same = self._gives_same_around(new, name)
         else:
-            groups.append(self.packer.pack_linears(form.gate_up, _keep_weight, activation))
-            groups.append(self.packer.pack_linears(form.down_projection, _keep_weight))
+            groups.append(self.packer.pack_linears(form.gate_up, keep_weight, activation))
+            groups.append(self.packer.pack_linears(form.down_projection, keep_weight))
             new = NativeLayer(form.attention, groups, good, activation)
             is_same = self._gives_same(new, name)
         if not is_same:
             return
-        self._set_module(name, new)
+        self._root.set_submodule(name, new)
         for linear in (*form.projections, form.output_projection, *form.gate_up, *form.down_projection):
             self._release(weight_of(linear))
 
@@ -471,12 +468,12 @@ class _Replacer:
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
         tied = self._find_tied_embedding(linears[0])
-        group = self.packer.pack_linears(linears, _keep_weight if tied == "" else self._release)
+        group = self.packer.pack_linears(linears, keep_weight if tied == "" else self._release)
         first = PackedLinear(group)
         for index, name in enumerate(names):
-            self._set_module(name, first if index == 0 else PackedFollower(first, index))
+            self._root.set_submodule(name, first if index == 0 else PackedFollower(first, index))
         if tied:
-            self._set_module(tied, PackedEmbedding(self._native, group))
+            self._root.set_submodule(tied, PackedEmbedding(self._native, group))
 
     def _replace_latent_heads(self) -> None:
         """Pack the linear layers of latent attention, which have an input each: no token of the record reached them."""
@@ -522,10 +519,6 @@ def _input_of(call: _ModuleCall) -> Tensor:
     given = call.args[0] if call.args else call.kwargs["hidden_states"]
     assert isinstance(given, Tensor)
     return given
-
-
-def _keep_weight(weight: Tensor) -> None:
-    """Keep the weights, which are needed until the layer was compared."""
 
 
 def _find_activation(mlp: Any) -> Activation | None:

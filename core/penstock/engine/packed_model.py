@@ -215,12 +215,11 @@ def restore_module(file: PackedFile, skeleton: Any, native: Library) -> tuple[An
         for name, one in about["groups"].items()
     }
     for one in about["modules"]:
-        parent, _, child = one["name"].rpartition(".")
         made = _restore_module(one, skeleton, native, groups, tensors)
         if isinstance(made, LatentHeads):
-            set_latent_heads(skeleton.get_submodule(parent), made)
+            set_latent_heads(skeleton.get_submodule(one["name"].rpartition(".")[0]), made)
         else:
-            setattr(skeleton.get_submodule(parent), child, made)
+            skeleton.set_submodule(one["name"], made)
     for name, stored in about["tensors"].items():
         _set_tensor(skeleton, name, tensors[stored])
     for name, part in skeleton.named_modules():
